@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that knows where things are.
+
+papermill runs a notebook where you stand and JupyterLab where the notebook lies, so every path here is absolute.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "data"
+NOTEBOOKS = ROOT / "notebooks"
+RESULTS = ROOT / "results"
+LOCK = ROOT / "requirements" / "cpu.lock"
+
+PAIR_TARGET = DATA / "pair" / "target"
+PAIR_EAGLE = DATA / "pair" / "eagle"
+PROMPTS = DATA / "prompts" / "stdlib_heldout.jsonl"
+PUBLISHED_ACCEPTANCE = DATA / "published-acceptance.csv"
+RECORDED = DATA / "recorded"
