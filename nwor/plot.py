@@ -8,8 +8,6 @@ byte-stable: the same data gives the same PDF and PNG.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ STYLE: Any = {
     "axes.labelsize": 8,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
-    "legend.fontsize": 7,
+    "legend.fontsize": 6.5,
     "legend.frameon": False,
     "axes.linewidth": 0.6,
     "grid.linewidth": 0.4,
@@ -68,17 +66,21 @@ STYLE: Any = {
 }
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """Apply the kit's style inside the block."""
-    with sns.axes_style("whitegrid"), mpl.rc_context(STYLE):
-        yield
+def use() -> None:
+    """Make the kit's style this process's own."""
+    sns.set_style("whitegrid")
+    mpl.rcParams.update(STYLE)
 
 
 def figure(width: float = COLUMN, height: float = 2.2, ncols: int = 1, **kwargs: Any) -> tuple[Any, Any]:
     """Return `(fig, axes)` in the kit's style; `width` and `height` in inches, `kwargs` as `plt.subplots` takes."""
-    with style():
-        return plt.subplots(ncols=ncols, figsize=(width, height), **kwargs)
+    use()
+    return plt.subplots(ncols=ncols, figsize=(width, height), **kwargs)
+
+
+def close() -> None:
+    """Forget every figure that is open, so that a notebook does not show it."""
+    plt.close("all")
 
 
 def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode") -> None:
@@ -110,6 +112,12 @@ def line(ax: Any, x: Any, y: Any, mode: str, low: Any = None, high: Any = None, 
         ax.fill_between(x, low, high, color=kwargs.get("color", look.color), alpha=0.2, linewidth=0)
 
 
+def legend(ax: Any, ncols: int = 2) -> None:
+    """Put the legend of `ax` above the whole figure, where it hides nothing."""
+    handles, labels = ax.get_legend_handles_labels()
+    ax.figure.legend(handles, labels, loc="outside upper center", ncols=ncols, columnspacing=1, handlelength=2.2)
+
+
 def ordered(names: Any) -> list[str]:
     """Sort series: the modes in `LOOK`'s order, then the rest by name."""
     rank = {name: n for n, name in enumerate(LOOK)}
@@ -127,7 +135,8 @@ def save(fig: Any, run: results.Run | Path | str, name: str, data: pd.DataFrame,
     if data.empty or not caption.strip():
         raise ValueError(f"figure {name} needs data and a caption")
     folder = Path(run.directory if isinstance(run, results.Run) else run) / "figures"
-    with style(), mock.patch.dict(os.environ, {"SOURCE_DATE_EPOCH": "0"}):
+    use()
+    with mock.patch.dict(os.environ, {"SOURCE_DATE_EPOCH": "0"}):
         for suffix, metadata in (
             ("pdf", {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None}),
             ("png", {"Software": None}),

@@ -5,8 +5,9 @@ A notebook begins, right after its parameters cell, with
 
     run = results.start(globals(), "01_reference_model")
 
-then writes tables (`run.table`), figures (`nwor.plot.save`) and claims (`run.claim`). Each file appears whole or
-not at all. `start` also refuses a parameter the notebook does not declare: papermill itself only warns.
+then writes tables (`run.table`), figures (`nwor.plot.save`) and claims (`run.claim`), and its last cell is
+`run.finish()`, which shows the claims and raises when one does not hold. Each file appears whole or not at all.
+`start` also refuses a parameter that the notebook does not declare: papermill itself only warns.
 """
 
 from __future__ import annotations
@@ -203,18 +204,33 @@ class Run:
         self.id = self.directory.name
         self.name = name
         self._claims: list[dict[str, Any]] = []
-        self.directory.mkdir(parents=True, exist_ok=True)
+        # Claims of an earlier pass are gone before this one makes its own.
+        self._claims_file.unlink(missing_ok=True)
         update_manifest(self.directory, name, state="running", provenance=provenance(parameters))
+
+    @property
+    def _claims_file(self) -> Path:
+        return self.directory / "claims" / f"{self.name}.parquet"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        self.finish("failed" if error else "done")
+        update_manifest(self.directory, self.name, state="failed" if error else "done")
 
-    def finish(self, state: str = "done") -> None:
-        """Note in the manifest that this notebook or command has ended."""
-        update_manifest(self.directory, self.name, state=state)
+    def finish(self) -> pd.DataFrame:
+        """End the notebook: return its claims, and note in the manifest that it is done.
+
+        Raises:
+            AssertionError: a claim does not hold; the message names each, with what was predicted and measured.
+        """
+        broken = [line for line in self._claims if not line["holds"]]
+        update_manifest(self.directory, self.name, state="failed" if broken else "done")
+        said = "; ".join(
+            f"{line['claim']}: predicted {line['predicted']}, measured {line['measured']}" for line in broken
+        )
+        assert not broken, f"does not hold: {said}"
+        return pd.DataFrame(self._claims, columns=list(CLAIM_COLUMNS))
 
     def table(self, name: str, rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.DataFrame:
         """Write tidy `rows` (see `tidy`) to `<run>/<name>.parquet` and return them."""
@@ -231,7 +247,7 @@ class Run:
         line = dict(zip(CLAIM_COLUMNS, (self.name, claim, show(predicted), show(measured), bool(holds)), strict=True))
         self._claims = [other for other in self._claims if other["claim"] != claim] + [line]
         frame = pd.DataFrame(self._claims, columns=list(CLAIM_COLUMNS))
-        write_table(self.directory / "claims" / f"{self.name}.parquet", frame)
+        write_table(self._claims_file, frame)
         return bool(holds)
 
     def command(self, *argv: object, env: Mapping[str, str] | None = None) -> None:
@@ -242,7 +258,7 @@ class Run:
         """
         words = [str(word) for word in argv]
         logs = self.directory / "logs"
-        logs.mkdir(exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{self.name}-{len(list(logs.glob(self.name + '-*')))}.log"
         tail: list[str] = []
         with (

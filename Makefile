@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make help` lists the targets. Each prints what it does and stops, saying what is missing, when it cannot.
+
+PYTHON ?= python3.11
+CXX ?= g++
+RUN ?= $(shell date +%Y%m%d-%H%M%S)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n 's/^torch==//p' requirements/cpu.lock)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+IMAGE ?= nwor
+SOURCES := $(shell find kernels -type f 2>/dev/null)
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup reproduce test check lab figures doctor kernels image shell clean need-python need-cxx need-docker
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@printf '\nPYTHON=%s (which Python makes the environment)\n' '$(PYTHON)'
+
+setup: $(VENV)/.stamp ## make .venv from the exact lock and build the extension
+
+reproduce: setup ## run every notebook on the CPU, print the table of claims, leave results/<run>/
+	$(BIN)/python -m nwor walk --run $(RUN)
+
+test: setup ## ruff, mypy and the tests that need no GPU
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+
+lab: setup ## open JupyterLab on the notebooks
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+figures: setup ## redraw the paper figures from the newest results, or from the recorded ones
+	$(BIN)/python -m nwor figures
+
+doctor: setup ## print the environment, the operators and the modes that can run here
+	$(BIN)/python -m nwor doctor
+
+kernels: $(VENV)/.packages need-cxx ## rebuild the extension alone
+	$(BIN)/python setup.py build_ext --inplace
+
+image: need-docker ## build the GPU container
+	docker build -t $(IMAGE) .
+
+shell: need-docker ## open a shell in the GPU container, on this checkout
+	@docker image inspect $(IMAGE) >/dev/null 2>&1 || { echo 'no image "$(IMAGE)": run `make image` first' >&2; exit 1; }
+	docker run --rm -it --gpus all --ipc=host -v "$(CURDIR)":/home/nwor/nwor $(IMAGE) bash
+
+clean: ## remove the environment and everything built; results stay
+	rm -rf $(VENV) build *.egg-info nwor/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find nwor tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- the environment -----------------------------------------------------------------------------------------------
+
+need-python:
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
+	  echo 'PYTHON=$(PYTHON) is not a Python 3.11, which the lock is for.' >&2; \
+	  echo 'Install Python 3.11 (with venv), or name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo '$(PYTHON) has no venv module: install it (Debian: apt install python3.11-venv).' >&2; exit 1; }
+	@'$(PYTHON)' -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || { \
+	  echo '$(PYTHON) has no headers: install them (Debian: apt install python3.11-dev).' >&2; exit 1; }
+
+need-cxx:
+	@command -v '$(CXX)' >/dev/null || { \
+	  echo 'no C++ compiler ($(CXX)): install g++ 10 or newer (Debian: apt install g++), or set CXX.' >&2; exit 1; }
+	@echo 'int main() {}' | '$(CXX)' -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || { \
+	  echo '$(CXX) does not know -std=c++20: install g++ 10 or newer, or set CXX.' >&2; exit 1; }
+
+need-docker:
+	@command -v docker >/dev/null || { echo 'no docker: install it, or use environment.yml with conda.' >&2; exit 1; }
+
+# Order-only: the needs are looked at every time, but do not make the environment old.
+$(VENV)/.packages: requirements/cpu.lock | need-python
+	@echo '[1/3] $(VENV): $(PYTHON)'
+	rm -rf $(VENV)
+	'$(PYTHON)' -m venv $(VENV)
+	@echo '[2/3] $(VENV): $(shell grep -c == requirements/cpu.lock) packages of requirements/cpu.lock (about a minute; 1.5 GB)'
+	$(PIP) install -q --no-deps --progress-bar off 'torch==$(TORCH)' 2>/dev/null \
+	  || $(PIP) install -q --no-deps --progress-bar off --extra-index-url $(TORCH_INDEX) 'torch==$(TORCH)' \
+	  || $(PIP) install -q --no-deps --progress-bar off 'torch==$(firstword $(subst +, ,$(TORCH)))'
+	grep -v '^torch==' requirements/cpu.lock > $(VENV)/lock-without-torch
+	$(PIP) install -q --no-deps --progress-bar off -r $(VENV)/lock-without-torch
+	$(BIN)/python -c 'import torch, vllm'
+	@touch $@
+
+$(VENV)/.stamp: $(VENV)/.packages pyproject.toml setup.py $(SOURCES) | need-cxx
+	@echo '[3/3] $(VENV): nwor and its extension'
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@touch $@

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m nwor <command>`: each command lives in a module of its own and is imported only when it is called."""
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    "doctor": ("nwor.doctor", "print the environment, the operators and the modes that can run here"),
+    "walk": ("nwor.walk", "run the notebooks and print the table of claims"),
+    "figures": ("nwor.figures", "redraw the paper figures"),
+    "bench": ("nwor.bench", "run one engine configuration and write its results"),
+    "audit": ("nwor.audit", "prove that no uncommitted byte is left in the cache"),
+    "pair": ("nwor.pair", "train the target and its EAGLE head, or write a random pair"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nwor",
+        description="No-Write-On-Reject for vLLM's speculative decoding.",
+        epilog="\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each takes --help")
+    arguments = sys.argv[1:] if argv is None else argv
+    command = parser.parse_args(arguments[:1]).command
+    return importlib.import_module(COMMANDS[command][0]).main(arguments[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
