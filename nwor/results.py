@@ -116,9 +116,10 @@ def tidy(rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.
 # -- where a result came from ------------------------------------------------------------------------------------
 
 
-def _probe(probe: Callable[[], Any]) -> Any:
+def probe(ask: Callable[[], Any]) -> Any:
+    """Return `ask()`, or the string `unavailable: <why>` when it raises: a failed probe is a value."""
     try:
-        return probe()
+        return ask()
     except Exception as error:  # noqa: BLE001 - a failed probe is a value
         return f"unavailable: {type(error).__name__}: {error}"
 
@@ -129,6 +130,7 @@ def _output(*command: str) -> str:
 
 
 def sha256(path: Path | str) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -136,7 +138,8 @@ def sha256(path: Path | str) -> str:
     return digest.hexdigest()
 
 
-def _cpu() -> dict[str, Any]:
+def cpu() -> dict[str, Any]:
+    """Return the CPU's model, machine type and the number of cores this process may use."""
     model = platform.processor()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -149,7 +152,8 @@ def _git() -> dict[str, Any]:
     return {"commit": _output("git", "rev-parse", "HEAD"), "clean": not changed, "changed": changed[:50]}
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
+    """Return name, driver and memory of each NVIDIA GPU; raises when there is no `nvidia-smi`."""
     query = "--query-gpu=name,driver_version,memory.total"
     return _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
 
@@ -177,13 +181,13 @@ def provenance(parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "parameters": given,
         "seeds": {name: value for name, value in given.items() if "seed" in name},
         "python": platform.python_version(),
-        "platform": _probe(platform.platform),
-        "versions": {name: _probe(functools.partial(importlib.metadata.version, name)) for name in PACKAGES},
-        "git": _probe(_git),
-        "cpu": _probe(_cpu),
-        "gpu": _probe(_gpus),
-        "environment": _probe(_environment),
-        "sha256": _probe(_hashes),
+        "platform": probe(platform.platform),
+        "versions": {name: probe(functools.partial(importlib.metadata.version, name)) for name in PACKAGES},
+        "git": probe(_git),
+        "cpu": probe(cpu),
+        "gpu": probe(gpus),
+        "environment": probe(_environment),
+        "sha256": probe(_hashes),
     }
 
 
