@@ -79,7 +79,7 @@ def target_weights(target: LlamaTarget) -> dict[str, Tensor]:
 
 
 def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = None) -> Path:
-    """Copy the EAGLE checkpoint `src` to `dst` with a `fc.bias` added.
+    """Copy the EAGLE checkpoint `src` to `dst` with a `fc.bias` added; `config.json` stays as it is.
 
     bias: `[hidden]`, zeros if None. Raises ValueError for another shape, before `dst` is touched.
     """
@@ -94,8 +94,6 @@ def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = No
         file.unlink()
     weights["fc.bias"] = bias.to(weights["fc.weight"].dtype)
     save_file(weights, dst / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((src / "config.json").read_text())
-    write_json(dst / "config.json", {**config, "bias": True})
     return dst
 
 
