@@ -107,7 +107,7 @@ class LayerContext:
             self._bytes(cache)[slots] = row
 
     def check_slots(self, slots: Tensor) -> None:
-        if len(slots) and not (0 <= slots.min() and slots.max() < self.num_slots):
+        if len(slots) and not (slots.min() >= 0 and slots.max() < self.num_slots):
             low, high = int(slots.min()), int(slots.max())
             raise IndexError(f"layer {self.layer}: slots {low}..{high} reach out of a cache of {self.num_slots} slots")
 
@@ -146,10 +146,10 @@ class PagedCache:
         self.traffic = Traffic()
         size = (num_blocks, block_size, shape.heads, shape.head_size * dtype.itemsize)
         self.pool = torch.full((shape.num_layers, 2, *size), 0xFF if poison else 0, dtype=torch.uint8)
-        self.layers = {
-            first_layer + n: LayerContext(first_layer + n, *layer.view(dtype), scale, scale, self.traffic)
-            for n, layer in enumerate(self.pool)
-        }
+        self.layers: dict[int, LayerContext] = {}
+        for layer, pages in enumerate(self.pool, start=first_layer):
+            key_cache, value_cache = pages.view(dtype)
+            self.layers[layer] = LayerContext(layer, key_cache, value_cache, scale, scale, self.traffic)
 
     def slots(self, block_table: Tensor, positions: Tensor) -> Tensor:
         """Slots int64 `[T]` of `positions` int64 `[T]`: `block_table[p // block_size] * block_size + p % block_size`."""

@@ -63,6 +63,7 @@ class StagingBuffer:
     def __init__(self, num_layers: int, capacity: int, traffic: Traffic | None = None, *, fused: bool = True) -> None:
         self.num_layers, self.capacity, self.fused = num_layers, capacity, fused
         self.traffic = Traffic() if traffic is None else traffic
+        self.open = False
         self.cancel()
 
     def begin(self, slots: Tensor) -> None:
@@ -89,7 +90,7 @@ class StagingBuffer:
         if not self.open:
             raise RuntimeError("no window is open: begin one before the forward")
         entry = self.entries.get(context.layer) or self._new_entry(context)
-        if len(token_indices) and not (0 <= token_indices.min() and token_indices.max() < len(self.slots)):
+        if len(token_indices) and not (token_indices.min() >= 0 and token_indices.max() < len(self.slots)):
             raise IndexError(f"token indices {token_indices.tolist()} in a window of {len(self.slots)} tokens")
         if entry.present[token_indices].any() or len(token_indices.unique()) != len(token_indices):
             raise IndexError(f"layer {context.layer} stages a token twice: {token_indices.tolist()}")
