@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Twins of kernels/cpu/per_layer.cpp: one thread block a token. What the CPU refuses after a look at the data
+// (a slot beyond the cache, more rows accepted than staged) is skipped here, since the host must not wait for it.
+#include "../ops.h"
+#include "../quant.h"
+#include "launch.h"
+
+namespace nwor::cuda {
+namespace {
+
+template <class T, CacheDtype format>
+__device__ void quantise(const Vectors& v, const Rows& source, const Scale& scale, int64_t token, Span destination) {
+  const int total = v.num_heads * v.head_size;
+  for (int i = threadIdx.x; i < total; i += blockDim.x) {
+    const int head = i / v.head_size, d = i % v.head_size;
+    const float value = static_cast<float>(reinterpret_cast<const T*>(source.at(token, head))[d]);
+    destination.data[head * destination.stride + d] = static_cast<char>(to_fp8<format>(value, scale.at(token, head)));
+  }
+}
+
+// One token's vectors of all heads, from key or value to the bytes that the cache holds.
+__device__ void write_vectors(const Vectors& v, const Rows& source, const Scale& scale, int64_t token, Span destination) {
+  if (v.cache_dtype == CacheDtype::kSame) {
+    copy_span(destination, {source.at(token, 0), source.head_stride}, v.num_heads, v.vector_bytes);
+    return;
+  }
+  with_element(v.element, [&](auto element) {
+    using T = decltype(element);
+    if (v.cache_dtype == CacheDtype::kE4M3) quantise<T, CacheDtype::kE4M3>(v, source, scale, token, destination);
+    else quantise<T, CacheDtype::kE5M2>(v, source, scale, token, destination);
+  });
+}
+
+// Rows of slot_mapping[begin, end) that are no padding. All threads of the block get the sum.
+__device__ int count_rows(const int64_t* slot_mapping, int64_t begin, int64_t end) {
+  int count = 0;
+  for (int64_t first = begin; first < end; first += blockDim.x) {
+    const int64_t t = first + threadIdx.x;
+    count += __syncthreads_count(t < end && slot_mapping[t] >= 0);
+  }
+  return count;
+}
+
+__device__ bool fits(const StageArgs& a, int rows) {
+  const int32_t staged_count = a.metadata[0], error_flag = a.metadata[1];
+  return !error_flag && staged_count >= 0 && staged_count + rows <= a.capacity;
+}
+
+__global__ void stage_rows(const StageArgs a) {
+  const Vectors& v = a.tokens;
+  const int64_t t = blockIdx.x;
+  if (a.slot_mapping[t] < 0) return;
+  const int rank = count_rows(a.slot_mapping, 0, t);
+  if (!fits(a, rank + count_rows(a.slot_mapping, t, v.num_tokens))) return;
+  const int64_t row = a.metadata[0] + rank;
+  write_vectors(v, v.key, v.k_scale, t, {a.staging_key.at(row, 0), a.staging_key.head_stride});
+  write_vectors(v, v.value, v.v_scale, t, {a.staging_value.at(row, 0), a.staging_value.head_stride});
+  if (threadIdx.x == 0) a.staging_slots[row] = a.slot_mapping[t];
+}
+
+// A launch of its own: every block of stage_rows reads the counters first.
+__global__ void advance_count(const StageArgs a) {
+  const int rows = count_rows(a.slot_mapping, 0, a.tokens.num_tokens);
+  if (threadIdx.x != 0) return;
+  if (fits(a, rows)) a.metadata[0] += rows;
+  else a.metadata[1] = 1;
+}
+
+__global__ void commit_staged_rows(const CommitStagedArgs a) {
+  const int64_t row = blockIdx.x;
+  const int64_t accepted = a.accepted_len_is_64bit ? *static_cast<const int64_t*>(a.accepted_len)
+                                                   : *static_cast<const int32_t*>(a.accepted_len);
+  const int32_t staged_count = a.metadata[0], error_flag = a.metadata[1];
+  if (error_flag || row >= accepted || row >= staged_count) return;
+  const int64_t slot = a.staging_slots[row];
+  if (!a.key_cache.holds(slot)) return;
+  copy_span({a.key_cache.at(slot, 0), a.key_cache.head_stride}, {a.staging_key.at(row, 0), a.staging_key.head_stride},
+            a.num_heads, a.vector_bytes);
+  copy_span({a.value_cache.at(slot, 0), a.value_cache.head_stride},
+            {a.staging_value.at(row, 0), a.staging_value.head_stride}, a.num_heads, a.vector_bytes);
+}
+
+__global__ void commit_draft_rows(const CommitDraftArgs a) {
+  const Vectors& v = a.tokens;
+  const int64_t t = blockIdx.x, slot = a.slot_mapping[t];
+  if (!a.accepted_mask[t] || !a.key_cache.holds(slot)) return;
+  write_vectors(v, v.key, v.k_scale, t, {a.key_cache.at(slot, 0), a.key_cache.head_stride});
+  write_vectors(v, v.value, v.v_scale, t, {a.value_cache.at(slot, 0), a.value_cache.head_stride});
+}
+
+__global__ void log_slots(const SlotLogArgs a) {
+  const int64_t t = blockIdx.x, slot = a.slot_mapping[t];
+  if (!a.key_cache.holds(slot)) return;
+  copy_span({a.log_key.at(t, 0), a.log_key.head_stride}, {a.key_cache.at(slot, 0), a.key_cache.head_stride},
+            a.num_heads, a.vector_bytes);
+  copy_span({a.log_value.at(t, 0), a.log_value.head_stride}, {a.value_cache.at(slot, 0), a.value_cache.head_stride},
+            a.num_heads, a.vector_bytes);
+}
+
+__global__ void restore_slots(const SlotLogArgs a) {
+  const int64_t t = blockIdx.x, slot = a.slot_mapping[t];
+  if (a.accepted_mask[t] || !a.key_cache.holds(slot)) return;
+  copy_span({a.key_cache.at(slot, 0), a.key_cache.head_stride}, {a.log_key.at(t, 0), a.log_key.head_stride},
+            a.num_heads, a.vector_bytes);
+  copy_span({a.value_cache.at(slot, 0), a.value_cache.head_stride}, {a.log_value.at(t, 0), a.log_value.head_stride},
+            a.num_heads, a.vector_bytes);
+}
+
+int threads_for_vectors(const Vectors& v) {
+  const bool same = v.cache_dtype == CacheDtype::kSame;
+  return threads_for(int64_t{v.num_heads} * v.head_size * (same ? v.vector_bytes / v.head_size : 4));
+}
+
+}  // namespace
+
+void stage_kv_cache(const StageArgs& a, void* stream) {
+  if (a.tokens.num_tokens == 0) return;
+  const auto s = static_cast<cudaStream_t>(stream);
+  stage_rows<<<a.tokens.num_tokens, threads_for_vectors(a.tokens), 0, s>>>(a);
+  check_launch("stage_kv_cache");
+  advance_count<<<1, 256, 0, s>>>(a);
+  check_launch("stage_kv_cache");
+}
+
+void commit_staged_kv_cache(const CommitStagedArgs& a, void* stream) {
+  if (a.capacity == 0) return;
+  commit_staged_rows<<<a.capacity, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0,
+                       static_cast<cudaStream_t>(stream)>>>(a);
+  check_launch("commit_staged_kv_cache");
+}
+
+void commit_draft_layer(const CommitDraftArgs& a, void* stream) {
+  if (a.tokens.num_tokens == 0) return;
+  commit_draft_rows<<<a.tokens.num_tokens, threads_for_vectors(a.tokens), 0, static_cast<cudaStream_t>(stream)>>>(a);
+  check_launch("commit_draft_layer");
+}
+
+void log_cache_slots(const SlotLogArgs& a, void* stream) {
+  if (a.num_tokens == 0) return;
+  log_slots<<<a.num_tokens, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0, static_cast<cudaStream_t>(stream)>>>(a);
+  check_launch("log_cache_slots");
+}
+
+void restore_rejected_drafts(const SlotLogArgs& a, void* stream) {
+  if (a.num_tokens == 0) return;
+  restore_slots<<<a.num_tokens, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0,
+                  static_cast<cudaStream_t>(stream)>>>(a);
+  check_launch("restore_rejected_drafts");
+}
+
+}  // namespace nwor::cuda

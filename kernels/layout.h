@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where a vector lies. Every address is a byte address made from strides; nothing is read off a shape.
+// Plain structs without torch, so that the CPU loops and the CUDA kernels share them.
+#pragma once
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define NWOR_HD __host__ __device__
+#else
+#define NWOR_HD
+#endif
+
+namespace nwor {
+
+enum class Element : int { kFloat, kHalf, kBFloat16 };    // dtype of key and value
+enum class CacheDtype : int { kSame, kE4M3, kE5M2 };      // how the cache holds them
+
+// Rows [T, num_heads, head_size]: key, value, staging, log.
+struct Rows {
+  char* data;
+  int64_t token_stride, head_stride;
+  NWOR_HD char* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
+};
+
+// One layer's keys or values [num_blocks, block_size, num_heads, head_size]: NHD, HND and views differ in strides only.
+struct Cache {
+  char* data;
+  int64_t block_stride, token_stride, head_stride;
+  int64_t num_blocks, block_size;
+  NWOR_HD bool holds(int64_t slot) const { return slot >= 0 && slot < num_blocks * block_size; }
+  NWOR_HD char* at(int64_t slot, int64_t head) const {
+    return data + slot / block_size * block_stride + slot % block_size * token_stride + head * head_stride;
+  }
+};
+
+// fp32 scales: none (1.0), one for all, one a token or one a head; a broadcast dimension has stride 0.
+struct Scale {
+  const float* data;
+  int64_t token_stride, head_stride;
+  NWOR_HD float at(int64_t token, int64_t head) const {
+    return data ? data[token * token_stride + head * head_stride] : 1.0f;
+  }
+};
+
+// What one token brings: the vectors, and how the cache stores them.
+struct Vectors {
+  Rows key, value;
+  Scale k_scale, v_scale;
+  Element element;
+  CacheDtype cache_dtype;
+  int num_heads, head_size;
+  int64_t num_tokens;
+  int vector_bytes;  // of one head's vector in the cache
+};
+
+// All layers at once. A slot of one layer and head is `bytes` bytes: its key, then its value.
+struct Pool {
+  char* data;
+  int64_t size;
+  const int64_t* layer_offsets;  // [num_layers]
+  int64_t block_stride, head_stride, token_stride;
+  int num_layers, num_heads, block_size, bytes;
+  NWOR_HD int64_t offset(int64_t layer, int64_t slot, int64_t head) const {
+    return layer_offsets[layer] + slot / block_size * block_stride + head * head_stride + slot % block_size * token_stride;
+  }
+};
+
+// The mini-cache [L, B, H, block_size, bytes] whose row m stands beside slot `slots[m]` of the pool.
+struct MiniCache {
+  char* data;
+  int64_t layer_stride, block_stride, head_stride, token_stride;
+  int block_size;
+  NWOR_HD int64_t offset(int64_t layer, int64_t row, int64_t head) const {
+    return layer * layer_stride + row / block_size * block_stride + head * head_stride + row % block_size * token_stride;
+  }
+};
+
+// vLLM's CPU caches scatter the elements of a slot over its (block, head) chunk: element e of in-block offset n is
+// element index[n * num_elements + e] of the chunk. No index: the bytes of a slot lie in a row.
+struct Packing {
+  const int32_t* index;
+  int num_elements, element_size;
+};
+
+// The fate of each row of a window, decided on the device from what vLLM's sampler left there.
+enum class Fate : int { kSkipped, kKept, kRejected };
+
+struct Verdict {
+  const int64_t* slots;         // [M], negative: no row
+  const int32_t* row_request;   // [M], negative: no row
+  const int32_t* rows_behind;   // [M], rows of the same query behind this one
+  const int32_t* num_rejected;  // [num_requests]
+  int64_t* counts;              // [2]: kept, rejected
+  int64_t num_rows;
+  int num_requests;
+  NWOR_HD Fate of(int64_t row) const {
+    const int32_t request = row_request[row];
+    if (slots[row] < 0 || request < 0 || request >= num_requests) return Fate::kSkipped;
+    return rows_behind[row] < num_rejected[request] ? Fate::kRejected : Fate::kKept;
+  }
+};
+
+}  // namespace nwor

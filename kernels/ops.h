@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// What each operator gets once its tensors are checked. kernels/cpu and kernels/cuda define the same functions.
+#pragma once
+#include "layout.h"
+
+namespace nwor {
+
+struct StageArgs {
+  Vectors tokens;
+  const int64_t* slot_mapping;
+  Rows staging_key, staging_value;
+  int64_t* staging_slots;
+  int32_t* metadata;  // [staged_count, error_flag]
+  int64_t capacity;
+};
+
+struct CommitStagedArgs {
+  Rows staging_key, staging_value;
+  const int64_t* staging_slots;
+  const int32_t* metadata;
+  int64_t capacity;
+  Cache key_cache, value_cache;
+  const void* accepted_len;  // one int32 or int64
+  bool accepted_len_is_64bit;
+  int num_heads, vector_bytes;
+};
+
+struct CommitDraftArgs {
+  Vectors tokens;
+  const int64_t* slot_mapping;
+  const bool* accepted_mask;
+  Cache key_cache, value_cache;
+};
+
+// Both directions of the copy-on-write pair; the log is the destination of one and the source of the other.
+struct SlotLogArgs {
+  Rows log_key, log_value;
+  Cache key_cache, value_cache;
+  const int64_t* slot_mapping;
+  const bool* accepted_mask;  // null when logging
+  int64_t num_tokens;
+  int num_heads, vector_bytes;
+};
+
+struct AllLayersArgs {
+  Pool pool;
+  MiniCache rows;
+  Packing packing;
+  Verdict verdict;  // when logging only its slots and num_rows
+};
+
+namespace cpu {
+void stage_kv_cache(const StageArgs& args);
+void commit_staged_kv_cache(const CommitStagedArgs& args);
+void commit_draft_layer(const CommitDraftArgs& args);
+void log_cache_slots(const SlotLogArgs& args);
+void restore_rejected_drafts(const SlotLogArgs& args);
+void log_all_layers(const AllLayersArgs& args);
+void restore_all_layers(const AllLayersArgs& args);
+void commit_all_layers(const AllLayersArgs& args);
+}  // namespace cpu
+
+// `stream` is a cudaStream_t of the current device. Each call only enqueues kernels: no allocation, no synchronisation.
+namespace cuda {
+void stage_kv_cache(const StageArgs& args, void* stream);
+void commit_staged_kv_cache(const CommitStagedArgs& args, void* stream);
+void commit_draft_layer(const CommitDraftArgs& args, void* stream);
+void log_cache_slots(const SlotLogArgs& args, void* stream);
+void restore_rejected_drafts(const SlotLogArgs& args, void* stream);
+void log_all_layers(const AllLayersArgs& args, void* stream);
+void restore_all_layers(const AllLayersArgs& args, void* stream);
+void commit_all_layers(const AllLayersArgs& args, void* stream);
+}  // namespace cuda
+
+}  // namespace nwor

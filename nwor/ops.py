@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of `kernels/`, typed and documented: `torch.ops._C_cache_ops`, beside vLLM's own.
+
+Shapes use T tokens, H KV heads, D head size, L layers, N block size, and
+
+* *cache* [num_blocks, N, H, D]: one layer's keys or values. The layout is in the strides alone: NHD as it is, HND as
+  ``hnd.transpose(1, 2)``, vLLM 0.32's own view [num_blocks, H, N, 2 * D] as
+  ``kv_cache.transpose(1, 2).split(D, -1)``. The last dimension is contiguous.
+* *key*, *value* [T', H, D] float32, float16 or bfloat16, last dimension contiguous, other strides free. T' may exceed
+  T, the length of `slot_mapping`, as vLLM's padded batches do.
+* *slot_mapping* int64 [T]: ``block * N + offset``, pairwise different; negative: no row.
+
+`kv_cache_dtype` is ``"auto"`` (the cache has the dtype of `key`; scales are not looked at), ``"fp8"`` or
+``"fp8_e4m3"``, or ``"fp8_e5m2"`` (the cache is uint8). A scale is None (1.0), one fp32 number, fp32 [T, 1] (one a
+token) or fp32 [1, H] (one a head), on the device of `key`.
+
+The fp8 bytes are those that vLLM's own writer makes on that device, and its two writers differ: the CPU's
+(`cpu_attn_reshape_and_cache`) multiplies by ``1 / scale``, rounds towards zero, writes NaN as the largest finite value
+and -0.0 as 0; CUDA's (`reshape_and_cache_flash`) divides by `scale`, rounds to nearest even and writes NaN as 0x7f.
+Both saturate.
+
+Wrong input is a RuntimeError that names the tensor, before anything is changed. Values that only the device knows (a
+slot beyond the cache, a request beyond the batch, more rows accepted than staged) are errors on the CPU and skipped
+without a write on CUDA, where the host must not wait for them. On CUDA every operator only enqueues kernels on the
+current stream of the tensors' device, allocates nothing, and may be captured in a CUDA graph: all that changes
+between replays is read on the device.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+OPERATORS = (
+    "stage_kv_cache",
+    "commit_staged_kv_cache",
+    "commit_draft_layer",
+    "log_cache_slots",
+    "restore_rejected_drafts",
+    "log_all_layers",
+    "restore_all_layers",
+    "commit_all_layers",
+    "verify_attention",
+)
+
+
+def library() -> Path:
+    """The built extension.
+
+    Raises:
+        ImportError: it has not been built.
+    """
+    folder = Path(__file__).parent
+    built = sorted(folder.glob("_C.*so"))
+    if not built:
+        raise ImportError(f"the operators are not built: no _C.*so in {folder}; run `make kernels`")
+    return built[0]
+
+
+@functools.cache
+def load() -> None:
+    """Load the extension once, and tell torch that its operators return nothing but what they write in place.
+
+    Raises:
+        ImportError: the extension has not been built, or was built for another torch.
+    """
+    path = library()
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise ImportError(
+            f"{path} does not load beside torch {torch.__version__} ({error}); run `make kernels`"
+        ) from error
+    for name in OPERATORS:
+        torch.library.register_fake(f"_C_cache_ops::{name}", _writes_in_place)
+
+
+def _writes_in_place(*args: object, **kwargs: object) -> None:
+    """The fake of every operator: it makes no tensor."""
+
+
+def stage_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    staging_key: Tensor,
+    staging_value: Tensor,
+    staging_slots: Tensor,
+    staging_metadata: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Append one layer's rows to its staging instead of writing them to the cache.
+
+    Rows go in token order behind those already staged; rows with a negative slot are left out. If they do not all
+    fit, none of them is staged and the error flag is set; a flagged window takes no more rows until the caller zeroes
+    `staging_metadata`.
+
+    Args:
+        key, value: [T', H, D].
+        slot_mapping: int64 [T].
+        staging_key, staging_value: [C, H, D], in the bytes of the cache: the dtype of `key`, or uint8 for fp8.
+        staging_slots: int64 [C], the slot of each staged row.
+        staging_metadata: int32 [2], ``[staged_count, error_flag]``: one count a token, whatever the launch shape.
+        kv_cache_dtype, k_scale, v_scale: see the module.
+    """
+    load()
+    torch.ops._C_cache_ops.stage_kv_cache(
+        key,
+        value,
+        slot_mapping,
+        staging_key,
+        staging_value,
+        staging_slots,
+        staging_metadata,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+    )
+
+
+def commit_staged_kv_cache(
+    staging_key: Tensor,
+    staging_value: Tensor,
+    staging_slots: Tensor,
+    staging_metadata: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    accepted_len: Tensor,
+) -> None:
+    """Copy the first `accepted_len` staged rows to their slots, byte for byte; nothing if the error flag is set.
+
+    Args:
+        staging_key, staging_value, staging_slots, staging_metadata: as `stage_kv_cache` left them.
+        key_cache, value_cache: the layer's cache, of the staging's dtype.
+        accepted_len: one int32 or int64 on the device, at most the staged count.
+    """
+    load()
+    torch.ops._C_cache_ops.commit_staged_kv_cache(
+        staging_key, staging_value, staging_slots, staging_metadata, key_cache, value_cache, accepted_len
+    )
+
+
+def commit_draft_layer(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    accepted_mask: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write the accepted rows of one layer, and only those, as vLLM's own writer would.
+
+    Args:
+        key, value: [T', H, D].
+        key_cache, value_cache: the layer's cache.
+        slot_mapping: int64 [T].
+        accepted_mask: bool [T], a prefix or any set of rows.
+        kv_cache_dtype, k_scale, v_scale: see the module.
+    """
+    load()
+    torch.ops._C_cache_ops.commit_draft_layer(
+        key, value, key_cache, value_cache, slot_mapping, accepted_mask, kv_cache_dtype, k_scale, v_scale
+    )
+
+
+def log_cache_slots(
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, log_key: Tensor, log_value: Tensor
+) -> None:
+    """Copy the raw bytes of one layer's slots to a log, before vLLM overwrites them. Row t of the log is slot t.
+
+    Args:
+        key_cache, value_cache: the layer's cache, of any dtype.
+        slot_mapping: int64 [T].
+        log_key, log_value: [T', H, D] of the cache's dtype, T' >= T; rows of negative slots keep what they held.
+    """
+    load()
+    torch.ops._C_cache_ops.log_cache_slots(key_cache, value_cache, slot_mapping, log_key, log_value)
+
+
+def restore_rejected_drafts(
+    log_key: Tensor,
+    log_value: Tensor,
+    slot_mapping: Tensor,
+    accepted_mask: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> None:
+    """Put the logged bytes of the rejected rows back into one layer's cache.
+
+    Args:
+        log_key, log_value: as `log_cache_slots` left them.
+        slot_mapping: int64 [T], as logged.
+        accepted_mask: bool [T]; rows where it is False are put back.
+        key_cache, value_cache: the layer's cache.
+    """
+    load()
+    torch.ops._C_cache_ops.restore_rejected_drafts(
+        log_key, log_value, slot_mapping, accepted_mask, key_cache, value_cache
+    )
+
+
+def log_all_layers(
+    pool: Tensor,
+    layer_offsets: Tensor,
+    cache_strides: Sequence[int],
+    slots: Tensor,
+    packing: Tensor | None,
+    rows: Tensor,
+) -> None:
+    """Copy the raw bytes of the slots of all layers to a mini-cache, in one launch.
+
+    Args:
+        pool: uint8 [bytes], the whole KV allocation; every layer is a view of it.
+        layer_offsets: int64 [L], byte offset of each layer's first element.
+        cache_strides: bytes between blocks, between heads and between the tokens of a block, the same in all layers.
+        slots: int64 [M], negative: no row.
+        packing: None, or int32 [N, E] for caches whose slots are scattered over the N * C bytes of their (block, head)
+            chunk, as vLLM's CPU caches are: element e of in-block offset n is element ``packing[n, e]`` of the chunk,
+            in `pool` and in `rows` alike. Elements have C / E bytes. CPU only.
+        rows: uint8 [L, B, H, N, C], C the bytes of one slot and head (keys, then values); row m lies in block
+            ``m // N`` at offset ``m % N``, so that vLLM's own writer can fill it with m for a slot.
+    """
+    load()
+    torch.ops._C_cache_ops.log_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows)
+
+
+def restore_all_layers(
+    pool: Tensor,
+    layer_offsets: Tensor,
+    cache_strides: Sequence[int],
+    slots: Tensor,
+    packing: Tensor | None,
+    rows: Tensor,
+    row_request: Tensor,
+    rows_behind: Tensor,
+    num_rejected: Tensor,
+    counts: Tensor,
+) -> None:
+    """Copy the *rejected* rows from the mini-cache to their slots in all layers, in one launch.
+
+    A row is rejected where ``rows_behind < num_rejected[row_request]``: vLLM keeps the rows
+    ``[0, query_len - num_rejected)`` of a query, and advances `num_computed_tokens` by that many.
+
+    Args:
+        pool, layer_offsets, cache_strides, slots, packing, rows: as in `log_all_layers`.
+        row_request: int32 [M], the row's request as an index into the batch; negative: no row.
+        rows_behind: int32 [M], how many rows of the same query lie behind this one.
+        num_rejected: int32 [R], as vLLM's runner has it.
+        counts: int64 [2], raised by the kept and the rejected rows: one count a row, whatever L, H or the launch.
+    """
+    load()
+    torch.ops._C_cache_ops.restore_all_layers(
+        pool, layer_offsets, cache_strides, slots, packing, rows, row_request, rows_behind, num_rejected, counts
+    )
+
+
+def commit_all_layers(
+    pool: Tensor,
+    layer_offsets: Tensor,
+    cache_strides: Sequence[int],
+    slots: Tensor,
+    packing: Tensor | None,
+    rows: Tensor,
+    row_request: Tensor,
+    rows_behind: Tensor,
+    num_rejected: Tensor,
+    counts: Tensor,
+) -> None:
+    """Copy the *kept* rows from the mini-cache to their slots in all layers, in one launch.
+
+    The arguments are those of `restore_all_layers`, and so is the rule; this is its other half.
+    """
+    load()
+    torch.ops._C_cache_ops.commit_all_layers(
+        pool, layer_offsets, cache_strides, slots, packing, rows, row_request, rows_behind, num_rejected, counts
+    )
+
+
+def verify_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    staging: Tensor,
+    output: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    window_start: Tensor,
+    packing: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sliding_window: int = 0,
+    kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Attention of verify windows on the CPU: the prefix from the pages, the window's own rows from staging.
+
+    Args:
+        query: [T, Hq, D] float32, float16 or bfloat16; head vectors dense, D a multiple of 8.
+        kv_cache: [num_blocks, H, N, 2 * D], one layer's pages, of the dtype of `query`, or uint8 for fp8.
+        staging: [B, H, N, 2 * D], the layer's mini-cache of window rows, of the same dtype and packing.
+        output: [T, Hq, D], written for the rows of requests with a window; other rows keep what they held.
+        query_start_loc: int32 [R + 1]; seq_lens: int32 [R], window rows included.
+        block_table: int32 [R, max_blocks].
+        window_start: int32 [R], the staging row of each request's first query row; negative: no window.
+        packing: int32 [N, 2 * D], as in `log_all_layers`.
+        scale, softcap: of the scores; softcap 0 is none. sliding_window: 0 or the window in positions.
+        kv_cache_dtype, k_scale, v_scale: how uint8 elements are read.
+    """
+    load()
+    torch.ops._C_cache_ops.verify_attention(
+        query,
+        kv_cache,
+        staging,
+        output,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        window_start,
+        packing,
+        scale,
+        softcap,
+        sliding_window,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+    )
