@@ -4,15 +4,16 @@
 Counted is what an operator must move at least: each row of keys and values that it reads or writes, once. Indices,
 queries, re-reads inside a kernel and caches are left out. All numbers are for one rank. The kinds are
 
-    attention  one launch a layer: the rows it reads from the pages
+    attention  one launch a layer: the rows it reads from the pages, the window's own left out
+    tail       the window's own rows, read from the pages in the same launch
     write      vLLM's own paged write, one launch a layer
     stage      the window's keys and values read once and left in staging
     commit     kept rows, staging -> pages
     log        draft slots, pages -> log, before the forward
     restore    rejected rows, log -> pages
 
-`stage` in mode `stage` is no launch of its own: the attention kernel reads the window's keys and values from where
-the projections left them, so that read serves the tail of the attention too.
+`stage` in mode `stage` is no launch of its own and has no `tail`: the attention kernel reads the window's keys and
+values from where the projections left them, attends to them and leaves them in staging, on one read.
 """
 
 import math
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MODES = ("off", "blind", "cow", "stage")
-KINDS = ("attention", "write", "stage", "commit", "log", "restore")
+KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore")
 
 
 @dataclass(frozen=True)
@@ -155,14 +156,14 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     With L layers, W window rows of which K are kept and R rejected, D drafts, P prefill rows, C context rows, and
     r (r' before conversion) bytes a row:
 
-        mode   attention      write                 held back                   after sampling
-        off    L C r          L(W+P)(r' -> r), L
-        cow    L C r          L(W+P)(r' -> r), L    log     L D (r -> r), 1     restore L R (r -> r), 1
-        blind  L C r          L P(r' -> r), L       stage   L W (r' -> r), L    commit  L K (r -> r), L
-        stage  L (C-W) r      L P(r' -> r), L       stage   L W (r' -> r), 0    commit  L K (r -> r), 1
+        mode   tail    write                 held back                   after sampling
+        off    L W r   L(W+P)(r' -> r), L
+        cow    L W r   L(W+P)(r' -> r), L    log     L D (r -> r), 1     restore L R (r -> r), 1
+        blind  L W r   L P(r' -> r), L       stage   L W (r' -> r), L    commit  L K (r -> r), L
+        stage  0       L P(r' -> r), L       stage   L W (r' -> r), 0    commit  L K (r -> r), 1
 
-    where `(a -> b), n` reads a and writes b bytes in n launches, attention is L launches in every mode, and a write
-    of no rows is not launched. These follow from the definition of each operator. A step without drafts is `off`.
+    where `(a -> b), n` reads a and writes b bytes in n launches. Attention reads L(C-W) r in L launches in every
+    mode; a write of no rows is not launched. All follow from what each operator is. A step without drafts is `off`.
 
     Raises:
         ValueError: an unknown mode.
@@ -173,10 +174,10 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     if not window.requests:
         mode = "off"
     at_once = window.prefill_rows + (rows if mode in ("off", "cow") else 0)
-    in_pages = window.context_rows - (rows if mode == "stage" else 0)
 
     traffic = Traffic()
-    traffic.count("attention", read=L * in_pages * r, launches=L)
+    traffic.count("attention", read=L * (window.context_rows - rows) * r, launches=L)
+    traffic.count("tail", read=L * rows * r if mode != "stage" else 0)
     traffic.count("write", read=L * at_once * fresh, written=L * at_once * r, launches=L if at_once else 0)
     if mode == "cow":
         traffic.count("log", read=L * window.draft_rows * r, written=L * window.draft_rows * r, launches=1)

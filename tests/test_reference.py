@@ -9,9 +9,9 @@ from reference_models import CONFIG, ScriptedDrafter, fresh_rows, make_case, pro
 
 from nwor.llama import causal_attention
 from nwor.reference import SpeculativeDecoder, make_policy
-from nwor.reference.decoder import Step, count_accepted
+from nwor.reference.decoder import count_accepted
 from nwor.reference.policies import CopyOnWrite, Staging, attention
-from nwor.traffic import MODES, Shape, Window
+from nwor.traffic import MODES, Shape
 
 LENGTHS, MAX_TOKENS = (3, 17, 9, 30), 24
 MIXED = [(7, 3, 0), (0, 0, 6), (12, 2, 0), (5, 4, 0), (9, 0, 2)]
@@ -55,7 +55,7 @@ def test_three_policies_say_what_the_target_says_alone(pair, truth, k, spoil):
     for mode, run in runs.items():
         assert run.tokens == want, mode
         assert run.accepted == runs["off"].accepted, mode
-        assert run.traffic == run.predicted_traffic(), mode
+        assert run.counted_traffic() == run.predicted_traffic(), mode
     assert any(step.window.prefill_rows and step.window.requests for step in runs["off"].steps)
     assert {0.0: min(runs["off"].accepted) == k, 0.3: True, 1.0: max(runs["off"].accepted) == 0}[spoil]
 
@@ -70,7 +70,7 @@ def test_three_policies_agree_exactly_in_other_dtypes(truth, dtype):
     assert runs["off"].tokens == runs["cow"].tokens == runs["stage"].tokens
     assert runs["off"].accepted == runs["cow"].accepted == runs["stage"].accepted
     for run in runs.values():
-        assert run.traffic == run.predicted_traffic()
+        assert run.counted_traffic() == run.predicted_traffic()
 
 
 def test_blind_staging_loses_acceptance_and_text(pair, truth):
@@ -80,7 +80,7 @@ def test_blind_staging_loses_acceptance_and_text(pair, truth):
     assert off.acceptance_length == 5.0
     assert blind.acceptance_length < 3.0
     assert blind.tokens != off.tokens
-    assert blind.traffic == blind.predicted_traffic()
+    assert blind.counted_traffic() == blind.predicted_traffic()
     assert blind.dirty_bytes == 0
 
 
@@ -143,7 +143,9 @@ def test_a_step_leaves_the_kept_rows_and_nothing_else(mode, case):
         kept += [int(batch.slot_mapping[row + n]) for n in range(rows - dropped)]
         row += rows
     for number, context in cache.layers.items():
-        for ours, theirs in zip(context.load(torch.tensor(kept)), vanilla.layers[number].load(torch.tensor(kept)), strict=True):
+        for ours, theirs in zip(
+            context.load(torch.tensor(kept)), vanilla.layers[number].load(torch.tensor(kept)), strict=True
+        ):
             assert torch.equal(ours, theirs), f"layer {number}"
     assert cache.changed_bytes(before, torch.tensor(kept)) == 0
     dirty = vanilla.changed_bytes(before, torch.tensor(kept))
@@ -319,8 +321,3 @@ def test_more_rejected_than_drafted_is_an_error_before_anything_is_written():
             with pytest.raises(ValueError, match="num_rejected"):
                 policy.commit(torch.tensor(bad))
         assert torch.equal(cache.pool, before)
-
-
-def test_a_step_record_is_what_the_formula_needs():
-    step = Step(Window.of(4, [2, 0], [10, 20]), [2, 0])
-    assert (step.window.rows, step.window.rejected_rows, step.window.context_rows) == (10, 6, 40)

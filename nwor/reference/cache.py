@@ -64,9 +64,13 @@ class LayerContext:
             read = (key.numel() + value.numel()) * key.element_size()
             self.traffic.count("write", read=read, written=n * self.row_bytes, launches=1)
 
-    def read(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What attention gathers: the keys and values `[T, H, D]` at `slots` int64 `[T]`, in `dtype`."""
-        self.traffic.count("attention", read=len(slots) * self.row_bytes)
+    def read(self, slots: Tensor, dtype: torch.dtype, tail: int = 0) -> tuple[Tensor, Tensor]:
+        """What attention gathers: the keys and values `[T, H, D]` at `slots` int64 `[T]`, in `dtype`.
+
+        The last `tail` of them are rows of an open window, which are counted apart.
+        """
+        self.traffic.count("attention", read=(len(slots) - tail) * self.row_bytes)
+        self.traffic.count("tail", read=tail * self.row_bytes)
         return self.decode(self.load(slots), dtype)
 
     def encode(self, key: Tensor, value: Tensor) -> Rows:
@@ -205,6 +209,10 @@ class Batch:
     def window_rows(self) -> Tensor:
         """Rows of requests that verify drafts, `[M]`; never those of a prefill."""
         return torch.nonzero(self.num_drafts[self.row_request] > 0).flatten()
+
+    def window_tokens(self, request: int) -> Tensor:
+        """Where `window_rows` has the rows of `request`; none if it prefills."""
+        return torch.nonzero(self.row_request[self.window_rows] == request).flatten()
 
     @cached_property
     def draft_rows(self) -> Tensor:

@@ -32,22 +32,28 @@ class Request:
 
 @dataclass
 class Step:
-    """What one step did. `accepted` has the accepted drafts of each request that verified some."""
+    """What one step did.
+
+    Attributes:
+        accepted: accepted drafts of each request that verified some.
+        traffic: what the target's cache counted.
+        dirty_bytes: bytes of the target's pages, outside kept rows, that the step changed and left so.
+    """
 
     window: Window
     accepted: list[int]
-    dirty_bytes: int = 0
+    traffic: Traffic
+    dirty_bytes: int
 
 
 @dataclass
 class Generation:
-    """Tokens a prompt brought forth (`[R][max_tokens]`), the steps it took, and the ledger of the target's cache."""
+    """The tokens that each prompt brought forth, `[R][max_tokens]`, and the steps it took."""
 
     mode: str
     shape: Shape
     tokens: list[list[int]]
     steps: list[Step]
-    traffic: Traffic
     counts: Counts
 
     @property
@@ -62,11 +68,14 @@ class Generation:
 
     @property
     def dirty_bytes(self) -> int:
-        """Bytes outside kept rows that a step changed and left so, summed over the steps."""
         return sum(step.dirty_bytes for step in self.steps)
 
-    def predicted_traffic(self) -> Traffic:
-        return sum((step_traffic(self.mode, self.shape, step.window) for step in self.steps), Traffic())
+    def predicted_traffic(self) -> list[Traffic]:
+        """What the closed formula says of each step."""
+        return [step_traffic(self.mode, self.shape, step.window) for step in self.steps]
+
+    def counted_traffic(self) -> list[Traffic]:
+        return [step.traffic for step in self.steps]
 
 
 class Drafter(Protocol):
@@ -203,12 +212,13 @@ class SpeculativeDecoder:
         while active := [request for request in requests if len(request.output) < max_tokens]:
             steps.append(self._step(active, cache, policy, drafter))
         tokens = [request.output[:max_tokens] for request in requests]
-        return Generation(self.mode, self.shape, tokens, steps, cache.traffic, policy.counts)
+        return Generation(self.mode, self.shape, tokens, steps, policy.counts)
 
     def _step(self, requests: list[Request], cache: PagedCache, policy: WriteAll, drafter: Drafter) -> Step:
         starts = [request.num_computed_tokens for request in requests]
         batch = make_batch(cache, requests, starts, [self._next_ids(request) for request in requests])
         before = cache.pool.clone() if self.audit else None
+        cache.traffic.clear()
 
         policy.begin(batch)
         try:
@@ -233,7 +243,7 @@ class SpeculativeDecoder:
         context_rows = sum(len(slots) for slots in batch.sequence_slots)
         prefill_rows = len(batch.input_ids) - len(batch.window_rows)
         window = Window(int(verified.sum()), drafts, rejected_rows, context_rows, prefill_rows)
-        return Step(window, (batch.num_drafts - num_rejected)[verified].tolist(), dirty)
+        return Step(window, (batch.num_drafts - num_rejected)[verified].tolist(), Traffic(cache.traffic), dirty)
 
     def _next_ids(self, request: Request) -> list[int]:
         start = request.num_computed_tokens

@@ -53,7 +53,8 @@ class WriteAll:
 
     def rows(self, layer: int, request: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The keys and values `[N, H, D]` that attention sees of a request."""
-        return self.cache.layers[layer].read(self.batch.sequence_slots[request], dtype)
+        tail = len(self.batch.window_tokens(request))
+        return self.cache.layers[layer].read(self.batch.sequence_slots[request], dtype, tail)
 
     def commit(self, num_rejected: Tensor) -> None:
         """Close the window: of each query the last `num_rejected[r]` rows, int64 `[R]`, are dropped."""
@@ -126,7 +127,7 @@ class Staging(BlindStaging):
     fused = True
 
     def rows(self, layer: int, request: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        tokens = torch.nonzero(self.batch.row_request[self.batch.window_rows] == request).flatten()
+        tokens = self.batch.window_tokens(request)
         if self.interceptor.state == "direct" or not len(tokens):
             return super().rows(layer, request, dtype)
         prefix = self.batch.sequence_slots[request][: -len(tokens)]
