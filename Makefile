@@ -6,7 +6,7 @@ CXX ?= g++
 RUN ?= $(shell date +%Y%m%d-%H%M%S)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --no-compile --progress-bar off
 TORCH := $(shell sed -n 's/^torch==//p' requirements/cpu.lock)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 IMAGE ?= nwor
@@ -77,19 +77,21 @@ need-docker:
 
 # Order-only: the needs are looked at every time, but do not make the environment old.
 $(VENV)/.packages: requirements/cpu.lock | need-python
-	@echo '[1/3] $(VENV): $(PYTHON)'
-	rm -rf $(VENV)
-	'$(PYTHON)' -m venv $(VENV)
-	@echo '[2/3] $(VENV): $(shell grep -c == requirements/cpu.lock) packages of requirements/cpu.lock (about a minute; 1.5 GB)'
-	$(PIP) install -q --no-deps --progress-bar off 'torch==$(TORCH)' 2>/dev/null \
-	  || $(PIP) install -q --no-deps --progress-bar off --extra-index-url $(TORCH_INDEX) 'torch==$(TORCH)' \
-	  || $(PIP) install -q --no-deps --progress-bar off 'torch==$(firstword $(subst +, ,$(TORCH)))'
-	grep -v '^torch==' requirements/cpu.lock > $(VENV)/lock-without-torch
-	$(PIP) install -q --no-deps --progress-bar off -r $(VENV)/lock-without-torch
-	$(BIN)/python -c 'import torch, vllm'
+	@echo '[1/4] $(VENV) by $(PYTHON)'
+	@rm -rf $(VENV)
+	@'$(PYTHON)' -m venv $(VENV)
+	@echo '[2/4] torch $(TORCH), from the index at hand or from PyTorch'"'"'s own'
+	@$(INSTALL) 'torch==$(TORCH)' 2>/dev/null \
+	  || $(INSTALL) --extra-index-url $(TORCH_INDEX) 'torch==$(TORCH)' \
+	  || $(INSTALL) 'torch==$(firstword $(subst +, ,$(TORCH)))'
+	@$(BIN)/python -c 'import torch'
+	@echo '[3/4] the $(shell grep -c == requirements/cpu.lock) packages of requirements/cpu.lock (a minute or two; 3 GB)'
+	@grep -v '^torch==' requirements/cpu.lock > $(VENV)/lock-without-torch
+	@$(INSTALL) -r $(VENV)/lock-without-torch
 	@touch $@
 
 $(VENV)/.stamp: $(VENV)/.packages pyproject.toml setup.py $(SOURCES) | need-cxx
-	@echo '[3/3] $(VENV): nwor and its extension'
-	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@echo '[4/4] nwor and its extension'
+	@$(BIN)/python setup.py -q build_ext --inplace
+	@$(INSTALL) --no-build-isolation -e .
 	@touch $@

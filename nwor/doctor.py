@@ -20,15 +20,6 @@ from dataclasses import asdict, dataclass
 from nwor import paths, results
 
 VLLM_RELEASE = "0.32"
-LAYERWISE = (
-    "stage_kv_cache",
-    "commit_staged_kv_cache",
-    "commit_draft_layer",
-    "log_cache_slots",
-    "restore_rejected_drafts",
-)
-ALL_LAYERS = ("log_all_layers", "restore_all_layers", "commit_all_layers")
-OPERATORS = (*LAYERWISE, *ALL_LAYERS, "verify_attention")
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ def operators() -> list[Finding]:
     ops.load()
     registered = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     findings = []
-    for name in OPERATORS:
+    for name in ops.OPERATORS:
         there = f"_C_cache_ops::{name}" in registered
         devices = [key for key in ("CPU", "CUDA") if there and _has_kernel(torch, f"_C_cache_ops::{name}", key)]
         said = " ".join(devices) if there else "not registered: `make kernels`"
