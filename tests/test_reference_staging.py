@@ -332,6 +332,33 @@ def test_a_window_is_begun_once():
     expect(cache, before, rows, batch.slot_mapping, torch.ones(18, dtype=torch.bool))
 
 
+def test_a_wrong_mask_is_an_error_and_the_window_stays_open():
+    interceptor, cache, batch, rows = interceptor_case()
+    before = cache.pool.clone()
+    interceptor.begin(batch.slot_mapping, batch.window_rows)
+    write_all_layers(interceptor, cache, batch, rows)
+    for bad in (torch.ones(12, dtype=torch.bool), torch.ones(18, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"not bool \[18\]"):
+            interceptor.commit(bad)
+    kept = batch.kept(torch.tensor([2, 0, 0, 4]))
+    interceptor.commit(kept)
+    expect(cache, before, rows, batch.slot_mapping, kept)
+
+
+def test_padding_is_skipped():
+    """R14: a slot of -1 is skipped, staged or not."""
+    interceptor, cache, batch, rows = interceptor_case()
+    before = cache.pool.clone()
+    slots = batch.slot_mapping.clone()
+    slots[[2, 6, 17]] = -1
+    interceptor.begin(slots, batch.window_rows)
+    for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
+        interceptor.write(context, key, value, slots)
+    interceptor.commit(torch.ones(18, dtype=torch.bool))
+    expect(cache, before, rows, batch.slot_mapping, slots >= 0)
+    assert (interceptor.counts.staged_tokens, interceptor.counts.fallbacks) == (10, 0)
+
+
 def test_many_rows_alone_are_no_window():
     """R4, hazard 4: a batch of prefills has `num_tokens > 1` and nothing to verify."""
     cache, batch = make_case(SHAPE, torch.float32, [(0, 0, 9), (4, 0, 5)])

@@ -190,6 +190,7 @@ class KVCacheInterceptor:
         self.ready = False
         self.last_error: Exception | None = None
         self._rows: Tensor | None = None
+        self._batch_size = 0
 
     @property
     def state(self) -> str:
@@ -203,6 +204,8 @@ class KVCacheInterceptor:
     def begin(self, slot_mapping: Tensor, window_rows: Tensor) -> bool:
         """Hold back the batch rows `window_rows` int64 `[M]` of `slot_mapping` int64 `[T]`; say if they will be.
 
+        Rows without a slot (negative) are padding and part of no window.
+
         Raises:
             RuntimeError: the window before was neither committed nor cancelled; it stays as it is.
         """
@@ -210,9 +213,10 @@ class KVCacheInterceptor:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
         if not self.ready or not len(window_rows) or is_fake(slot_mapping):
             return False
-        self._rows = window_rows
+        self._rows = window_rows[slot_mapping[window_rows] >= 0]
+        self._batch_size = len(slot_mapping)
         try:
-            self.buffer.begin(slot_mapping[window_rows])
+            self.buffer.begin(slot_mapping[self._rows])
         except Exception as error:  # noqa: BLE001 - any error means direct writes
             self._fall_back(error)
         return self.state == "staging"
@@ -241,7 +245,12 @@ class KVCacheInterceptor:
         """Close the window; `kept` bool `[T]` says of each row of the batch whether it stays.
 
         Without a window, and after a fallback, there is nothing left to write.
+
+        Raises:
+            ValueError: `kept` is no mask of the batch's rows; the window stays open.
         """
+        if self._rows is not None and (kept.dtype != torch.bool or kept.shape != (self._batch_size,)):
+            raise ValueError(f"kept is {kept.dtype} {list(kept.shape)}, not bool [{self._batch_size}]")
         rows, self._rows = self._rows, None
         if rows is None or self.state == "direct":
             return
