@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof, step by step, of which bytes of the KV cache a step changed: none but those of the rows that were kept.
+
+The audit knows nothing of how a mode works. It copies the target layers' caches before the forward, and after
+sampling compares every byte with the copy. A slot whose bytes changed must belong to a row that sampling kept, and
+each kept row must have been written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass
+class AuditReport:
+    """What an audited run found; a step is *dirty* in a layer where a slot outside the kept rows changed.
+
+    steps: audited steps; layer_steps: steps x target layers.
+    dirty_layer_steps, dirty_slots: where bytes changed that were not to change.
+    kept_rows: rows x layers that were to be written; unwritten_rows: those of them whose bytes stayed as they were.
+    """
+
+    steps: int = 0
+    layer_steps: int = 0
+    dirty_layer_steps: int = 0
+    dirty_slots: int = 0
+    kept_rows: int = 0
+    unwritten_rows: int = 0
+
+    @property
+    def clean(self) -> bool:
+        return self.steps > 0 and self.dirty_layer_steps == 0 and self.unwritten_rows == 0
+
+
+class CacheAudit:
+    """Compares caches before and after a step.
+
+    Args:
+        caches: the target layers' views, each [num_blocks, H, N, 2 * head_size].
+        packing: as in `nwor.manager.CacheLayout`.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], packing: Tensor | None = None) -> None:
+        self.caches, self.packing = caches, packing
+        self.report = AuditReport()
+        self._before: list[Tensor] = []
+
+    def before(self) -> None:
+        self._before = [cache.clone() for cache in self.caches]
+
+    def after(self, kept_slots: Tensor) -> None:
+        """Judge the step.
+
+        Args:
+            kept_slots: int64 [num_kept], the slots of all rows whose writes are to stay; negative ones are skipped.
+        """
+        report = self.report
+        blocks, _, block_size, _ = self.caches[0].shape
+        kept = torch.zeros(blocks * block_size, dtype=torch.bool, device=kept_slots.device)
+        kept[kept_slots[kept_slots >= 0]] = True
+        for cache, before in zip(self.caches, self._before, strict=True):
+            changed = self.changed_slots(cache, before)
+            dirty = int((changed & ~kept).sum())
+            report.layer_steps += 1
+            report.dirty_layer_steps += int(dirty > 0)
+            report.dirty_slots += dirty
+            report.kept_rows += int(kept.sum())
+            report.unwritten_rows += int((kept & ~changed).sum())
+        report.steps += 1
+        self._before = []
+
+    def changed_slots(self, cache: Tensor, before: Tensor) -> Tensor:
+        """bool [num_blocks * N], the slots of one layer in which any byte differs."""
+        blocks, heads, block_size, width = cache.shape
+        bits = _SAME_SIZE[cache.element_size()]
+        changed = cache.view(bits) != before.view(bits)
+        if self.packing is not None:
+            flat = changed.reshape(blocks, heads, block_size * width)
+            changed = flat[:, :, self.packing.flatten().long()].view(changed.shape)
+        return changed.any(dim=3).any(dim=1).flatten()

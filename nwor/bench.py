@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m nwor bench`: run engines of several modes side by side on the same prompts and write what they did.
+
+Every mode's engine is up at once and they take turns within each repeat, so that a slow minute of the machine hits all
+of them alike. Parity comes first: a mode whose tokens are neither the baseline's nor explained gets no step time.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nwor import paths, results
+from nwor.engine import Engine, EngineSpec, Generation
+from nwor.settings import MODES, Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run on the engines.
+
+    modes: the first is the baseline the others are compared with.
+    temperatures: 0 is greedy; parity of tokens is judged there alone.
+    logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
+    """
+
+    modes: tuple[str, ...] = ("off", "cow", "stage")
+    temperatures: tuple[float, ...] = (0.0,)
+    num_prompts: int = 8
+    max_tokens: int = 64
+    repeats: int = 5
+    logit_gap: float = 0.25
+    seed: int = 0
+    audit: bool = False
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            Settings(mode=mode)
+        if len(set(self.modes)) != len(self.modes):
+            raise ValueError(f"modes repeat: {','.join(self.modes)}")
+        if self.repeats < 1 or self.num_prompts < 1:
+            raise ValueError("repeats and num_prompts must be at least 1")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How one mode's greedy tokens compare with the baseline's, request for request.
+
+    equal, requests: requests with the same tokens, and all requests.
+    largest_gap: over the first differing token of each other request, the largest gap in nats between the baseline's
+        log-probability of its own token and of the one chosen instead; infinite where that is not among its best.
+    """
+
+    equal: int
+    requests: int
+    largest_gap: float
+
+    def explained(self, bound: float) -> bool:
+        return self.largest_gap <= bound
+
+
+def compare(baseline: Generation, other: Generation) -> Parity:
+    """Compare tokens; `baseline` must carry `top_logprobs` for gaps of differing tokens to be known."""
+    equal, gaps = 0, [0.0]
+    for index, (ours, theirs) in enumerate(zip(baseline.tokens, other.tokens, strict=True)):
+        if ours == theirs:
+            equal += 1
+            continue
+        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        best = baseline.top_logprobs[index][place] if place is not None and baseline.top_logprobs else {}
+        gaps.append(best[ours[place]] - best[theirs[place]] if place is not None and theirs[place] in best else math.inf)
+    return Parity(equal, len(baseline.tokens), max(gaps))
+
+
+def run(spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run the plan.
+
+    Returns:
+        Tidy rows, and a report: each mode's status on every rank, its metrics, its parity and its first answers.
+
+    Raises:
+        RuntimeError: an engine failed, or a rank does not serve the mode that was asked for.
+    """
+    with ExitStack() as stack:
+        engines = {
+            mode: stack.enter_context(Engine(spec, Settings(mode=mode, audit=plan.audit, debug_sync=mode != "off")))
+            for mode in plan.modes
+        }
+        for mode, engine in engines.items():
+            engine.wait()
+            require_served(mode, engine.report())
+        first = engines[plan.modes[0]]
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        tokens = first.encode(texts) if texts else [list(prompt) for prompt in prompts]
+        longest = spec.max_model_len - plan.max_tokens
+        batch = [prompt[:longest] for prompt in (tokens * plan.num_prompts)[: plan.num_prompts]]
+
+        rows: list[dict[str, Any]] = []
+        parity: dict[str, Parity] = {}
+        answers: dict[str, list[str]] = {}
+        warm = {mode: engine.generate(batch, plan.max_tokens, logprobs=5) for mode, engine in engines.items()}
+        for mode, generation in warm.items():
+            parity[mode] = compare(warm[plan.modes[0]], generation)
+            answers[mode] = generation.text[:4]
+        for temperature in plan.temperatures:
+            for repeat in range(plan.repeats):
+                for mode, engine in engines.items():
+                    generation = engine.generate(batch, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
+                    common = {"mode": mode, "repeat": repeat, "temperature": temperature}
+                    rows += [{**common, **row} for row in measured(generation)]
+        reports = {mode: engine.report() for mode, engine in engines.items()}
+        metrics = {mode: engine.metrics() for mode, engine in engines.items()}
+    for mode in plan.modes:
+        rows += [{"mode": mode, **row} for row in judged(parity[mode], reports[mode])]
+    report = {
+        "ranks": reports,
+        "metrics": metrics,
+        "parity": {mode: asdict(found) for mode, found in parity.items()},
+        "answers": answers,
+    }
+    return rows, report
+
+
+def require_served(mode: str, ranks: list[dict[str, Any]]) -> None:
+    """Proof of treatment: raise `RuntimeError` unless `mode` itself is active on every rank."""
+    wrong = [rank for rank in ranks if rank["mode"] != mode or not rank["serving"].startswith(mode)]
+    if wrong or not ranks:
+        raise RuntimeError(f"mode {mode} is not active on every rank, so nothing may be measured under its name: {wrong}")
+
+
+def measured(generation: Generation) -> list[dict[str, Any]]:
+    """Tidy rows of one generation: step times, tokens, acceptance by position."""
+    count = generation.counters
+    rows = [
+        {"metric": "step_ms", "value": 1e3 * seconds, "unit": "ms", "step": step}
+        for step, seconds in enumerate(generation.step_seconds)
+    ]
+    rows += [
+        {"metric": "tokens", "value": sum(map(len, generation.tokens)), "unit": "tokens"},
+        {"metric": "wall", "value": sum(generation.step_seconds), "unit": "s"},
+        {"metric": "windows", "value": count["drafts"], "unit": "windows"},
+        {"metric": "draft_tokens", "value": count["draft_tokens"], "unit": "tokens"},
+        {"metric": "accepted_tokens", "value": count["accepted_tokens"], "unit": "tokens"},
+    ]
+    rows += [
+        {"metric": "accepted_at", "value": accepted, "unit": "windows", "position": position}
+        for position, accepted in enumerate(generation.accepted_at)
+    ]
+    return rows
+
+
+def judged(parity: Parity, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tidy rows of what holds for the whole run: parity, and each rank's counters and audit."""
+    rows: list[dict[str, Any]] = [
+        {"metric": "equal_requests", "value": parity.equal, "unit": "requests"},
+        {"metric": "requests", "value": parity.requests, "unit": "requests"},
+        {"metric": "largest_gap", "value": parity.largest_gap, "unit": "nats"},
+    ]
+    for rank in ranks:
+        for kind in ("counters", "audit"):
+            for name, value in rank[kind].items():
+                unit = "bytes" if name.startswith("bytes") else "count"
+                rows.append({"metric": f"{kind}.{name}", "value": value, "unit": unit, "rank": rank["rank"]})
+    return rows
+
+
+def summary(frame: pd.DataFrame, modes: Sequence[str], logit_gap: float) -> pd.DataFrame:
+    """One line a mode: parity, acceptance, step time and its ratio to the first mode's.
+
+    A step's time is the median over steps; repeats give its spread. Without parity the speed columns stay empty.
+    """
+    lines: list[dict[str, Any]] = []
+    for mode in modes:
+        part = frame[frame["mode"] == mode]
+
+        def total(metric: str, part: pd.DataFrame = part) -> float:
+            return float(part.loc[part.metric == metric, "value"].sum())
+
+        parity = Parity(int(total("equal_requests")), int(total("requests")), total("largest_gap"))
+        steps = part[part.metric == "step_ms"].groupby("repeat").value.median()
+        good = parity.explained(logit_gap)
+        base = lines[0]["step_ms"] if lines else steps.median()
+        lines.append(
+            {
+                "mode": mode,
+                "equal": f"{parity.equal}/{parity.requests}",
+                "gap_nats": parity.largest_gap,
+                "acceptance_length": 1 + total("accepted_tokens") / max(1.0, total("windows")),
+                "step_ms": steps.median() if good else math.nan,
+                "spread_ms": steps.max() - steps.min() if good else math.nan,
+                "ratio": steps.median() / base if good else math.nan,
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def read_prompts(source: str) -> list[str]:
+    """Prompts of a JSONL file with a `prompt` in each line."""
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"no prompts at {path}; give a JSONL file with a `prompt` in each line")
+    return [json.loads(line)["prompt"] for line in path.read_text().splitlines() if line.strip()]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="nwor bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--mode", default="off,cow,stage", help=f"modes to compare, of {', '.join(MODES)}; first is baseline")
+    made.add_argument("--temperature", default="0", help="temperatures, comma-separated")
+    made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
+    made.add_argument("--random-prompts", type=int, default=0, metavar="N", help="random token ids, N to a prompt")
+    made.add_argument("--run-dir", default="", help="folder to write to (default: a new one under results/)")
+    made.add_argument("--name", default="bench", help="name of the table and report")
+    _add_fields(made, EngineSpec, {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE)})
+    _add_fields(made, Plan, {}, skip=("modes", "temperatures", "seed"))
+    return made
+
+
+def _add_fields(made: argparse.ArgumentParser, kind: type, defaults: dict[str, Any], skip: tuple[str, ...] = ()) -> None:
+    for field in fields(kind):
+        if field.name in skip:
+            continue
+        default = defaults.get(field.name, field.default)
+        name = "--" + field.name.replace("_", "-")
+        if isinstance(default, bool):
+            made.add_argument(name, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            made.add_argument(name, type=type(default), default=default, help="default: %(default)s")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    given = vars(arguments)
+    spec = EngineSpec(**{field.name: given[field.name] for field in fields(EngineSpec)})
+    plan = Plan(
+        modes=tuple(arguments.mode.split(",")),
+        temperatures=tuple(float(value) for value in arguments.temperature.split(",")),
+        **{f.name: given[f.name] for f in fields(Plan) if f.name not in ("modes", "temperatures")},
+    )
+    prompts: list[Any] = random_prompts(spec, plan, arguments.random_prompts) if arguments.random_prompts else []
+    rows, report = run(spec, plan, prompts or read_prompts(arguments.prompts))
+    directory = Path(arguments.run_dir) if arguments.run_dir else paths.RESULTS / arguments.name
+    model = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
+    frame = results.tidy(rows, run_id=directory.name, model=model, tp=spec.tp, k=spec.k, batch=spec.batch, seed=spec.seed)
+    results.write_table(directory / f"{arguments.name}.parquet", frame)
+    report |= {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(given)}
+    results.write_json(directory / f"{arguments.name}.json", report)
+    table = summary(frame, plan.modes, plan.logit_gap)
+    print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
+    print(f"written: {directory / arguments.name}.parquet and .json")
+    return 0
+
+
+def random_prompts(spec: EngineSpec, plan: Plan, length: int) -> list[list[int]]:
+    """Prompts of random token ids, for models without a tokenizer of their own."""
+    import random
+
+    draw = random.Random(plan.seed)
+    return [[draw.randrange(10, 250) for _ in range(length)] for _ in range(plan.num_prompts)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines in child processes, one a mode, all up at once, so that baseline and treatment take turns in one run.
+
+A child gets its mode through the environment before vLLM is imported, holds one engine, and answers two calls:
+`Engine.generate` and `Engine.report`.
+"""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nwor.settings import Settings
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine's configuration but for its mode; field names are vLLM's own where it has them.
+
+    model, draft: folders or hub names; draft is empty for methods without a model (``ngram``).
+    method: vLLM's speculative method; k is its ``num_speculative_tokens``.
+    num_blocks: cache blocks, or 0 for as many as vLLM finds room for.
+    load_format: ``auto``, or ``dummy`` for random weights of the model's shape.
+    acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
+    """
+
+    model: str
+    draft: str = ""
+    method: str = "eagle"
+    k: int = 4
+    tp: int = 1
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    batch: int = 8
+    max_num_batched_tokens: int = 256
+    max_model_len: int = 512
+    num_blocks: int = 0
+    block_size: int = 0
+    enforce_eager: bool = True
+    prefix_caching: bool = False
+    load_format: str = "auto"
+    acceptance_length: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("k", "tp", "batch", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for path in filter(None, (self.model, self.draft)):
+            if path.startswith((".", "/")) and not (Path(path) / "config.json").is_file():
+                raise FileNotFoundError(f"{path} holds no config.json; give a model's folder or its name on the hub")
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM``."""
+        speculative: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.k}
+        if self.draft:
+            speculative["model"] = self.draft
+        if self.method == "ngram":
+            speculative["prompt_lookup_max"] = 3
+        if self.acceptance_length:
+            speculative["rejection_sample_method"] = "synthetic"
+            speculative["synthetic_acceptance_length"] = self.acceptance_length
+        arguments: dict[str, Any] = {
+            "model": self.model,
+            "speculative_config": speculative,
+            "tensor_parallel_size": self.tp,
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "max_num_seqs": self.batch,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "enforce_eager": self.enforce_eager,
+            "enable_prefix_caching": self.prefix_caching,
+            "load_format": self.load_format,
+            "seed": self.seed,
+            "disable_log_stats": False,
+        }
+        if self.num_blocks:
+            arguments["num_gpu_blocks_override"] = self.num_blocks
+        if self.block_size:
+            arguments["block_size"] = self.block_size
+        return arguments
+
+    def environ(self) -> dict[str, str]:
+        """Environment of a child: repeatable batches, and on a CPU a small cache and cores shared out among ranks."""
+        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        if Path(self.model).is_dir():
+            env["HF_HUB_OFFLINE"] = "1"
+        if on_cpu():
+            env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+            cores = sorted(os.sched_getaffinity(0))
+            share = max(1, len(cores) // self.tp)
+            parts = [cores[rank * share : (rank + 1) * share] for rank in range(self.tp)]
+            if all(parts):
+                env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
+        return env
+
+
+@dataclass
+class Generation:
+    """What one call of `Engine.generate` gave.
+
+    tokens: generated token ids by request; step_seconds: duration of every engine step, in order.
+    counters: increments of vLLM's speculative counters: drafts (windows), draft_tokens, accepted_tokens.
+    accepted_at: windows whose draft at each position was accepted.
+    top_logprobs: where asked for, by request and position, the log-probabilities of the best tokens by id.
+    """
+
+    tokens: list[list[int]]
+    text: list[str]
+    step_seconds: list[float]
+    counters: dict[str, int]
+    accepted_at: list[int]
+    top_logprobs: list[list[dict[int, float]]] = field(default_factory=list)
+
+
+def on_cpu() -> bool:
+    """Whether vLLM will run on the CPU here."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+class Engine:
+    """A vLLM engine in a child process.
+
+    Args:
+        spec: its configuration.
+        settings: the mode and what else NWOR is asked for.
+
+    Raises:
+        RuntimeError: the engine does not start, or a call fails; the child's traceback is in the message.
+    """
+
+    def __init__(self, spec: EngineSpec, settings: Settings) -> None:
+        self.spec, self.settings = spec, settings
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        environ = {**spec.environ(), **settings.environ()}
+        self._process = context.Process(target=_serve, args=(spec, environ, theirs), name=f"nwor-{settings.mode}")
+        self._process.start()
+        theirs.close()
+        self._ready = False
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def wait(self) -> None:
+        """Return once the engine is up. Engines start side by side, and each is waited for before its first call."""
+        if not self._ready:
+            self._receive("start")
+            self._ready = True
+
+    def generate(
+        self, prompts: Sequence[list[int]], max_tokens: int, temperature: float = 0.0, seed: int = 0, logprobs: int = 0
+    ) -> Generation:
+        """Generate for all prompts (token ids) at once; request i samples with seed `seed + i`."""
+        return self._call("generate", list(prompts), max_tokens, temperature, seed, logprobs)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of the texts, by the model's own tokenizer."""
+        return self._call("encode", list(texts))
+
+    def report(self) -> list[dict[str, Any]]:
+        """Every rank's status (`nwor.vllm.worker.Status`) as a dict."""
+        return self._call("report")
+
+    def metrics(self) -> dict[str, float]:
+        """The ``vllm:nwor_*`` and ``vllm:spec_decode_*`` values of ``LLM.get_metrics()``."""
+        return self._call("metrics")
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            try:
+                self._pipe.send(None)
+            except (BrokenPipeError, OSError):
+                pass
+            self._process.join(timeout=30)
+            if self._process.is_alive():
+                self._process.terminate()
+        self._process.join()
+        self._pipe.close()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self.wait()
+        self._pipe.send((name, arguments))
+        return self._receive(name)
+
+    def _receive(self, doing: str) -> Any:
+        try:
+            good, answer = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(
+                f"the {self.settings.mode} engine died at {doing} with exit code {self._process.exitcode}"
+            ) from None
+        if not good:
+            raise RuntimeError(f"the {self.settings.mode} engine failed at {doing}:\n{answer}")
+        return answer
+
+
+def _serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection) -> None:
+    os.environ.update(environ)
+    try:
+        served = _Served(spec)
+        pipe.send((True, None))
+        while (call := pipe.recv()) is not None:
+            name, arguments = call
+            pipe.send((True, getattr(served, name)(*arguments)))
+    except EOFError:
+        pass
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+class _Served:
+    """The child's side."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**spec.llm_arguments())
+        self.engine = self.llm.llm_engine
+        self.calls = 0
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        tokenizer = self.llm.get_tokenizer()
+        return [list(tokenizer.encode(text)) for text in texts]
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int, logprobs: int
+    ) -> Generation:
+        from vllm import SamplingParams
+
+        before, before_at = self._spec_counters()
+        self.calls += 1
+        for index, prompt in enumerate(prompts):
+            sampling = SamplingParams(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                seed=seed + index if temperature else None,
+                logprobs=logprobs or None,
+            )
+            self.engine.add_request(f"{self.calls}-{index}", {"prompt_token_ids": prompt}, sampling)
+        finished: dict[int, Any] = {}
+        step_seconds: list[float] = []
+        while self.engine.has_unfinished_requests():
+            start = time.perf_counter()
+            outputs = self.engine.step()
+            step_seconds.append(time.perf_counter() - start)
+            for output in outputs:
+                if output.finished:
+                    finished[int(output.request_id.split("-")[1])] = output.outputs[0]
+        answers = [finished[index] for index in range(len(prompts))]
+        after, after_at = self._spec_counters()
+        return Generation(
+            tokens=[list(answer.token_ids) for answer in answers],
+            text=[answer.text for answer in answers],
+            step_seconds=step_seconds,
+            counters={name: after[name] - before[name] for name in after},
+            accepted_at=[now - then for now, then in zip(after_at, before_at, strict=True)],
+            top_logprobs=[
+                [{token: entry.logprob for token, entry in place.items()} for place in answer.logprobs or []]
+                for answer in answers
+            ],
+        )
+
+    def report(self) -> list[dict[str, Any]]:
+        from nwor.vllm.worker import status
+
+        return self.llm.collective_rpc(status)
+
+    def metrics(self) -> dict[str, float]:
+        wanted = ("vllm:nwor_", "vllm:spec_decode_")
+        return {
+            metric.name.removeprefix("vllm:"): metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith(wanted) and hasattr(metric, "value")
+        }
+
+    def _spec_counters(self) -> tuple[dict[str, int], list[int]]:
+        counters = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+        accepted_at: list[int] = []
+        for metric in self.llm.get_metrics():
+            if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+                accepted_at = list(metric.values)
+            elif metric.name.startswith("vllm:spec_decode_num_"):
+                counters[metric.name.removeprefix("vllm:spec_decode_num_")] = int(metric.value)
+        return counters, accepted_at

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user asked for, read once per process from ``VLLM_NWOR_*``.
+
+The names start with ``VLLM_`` because vLLM, and Ray for vLLM, carry that prefix to every worker.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+Mode = Literal["off", "cow", "stage"]
+MODES: tuple[str, ...] = get_args(Mode)
+PREFIX = "VLLM_NWOR_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One process's settings; a value that is not one of those listed is an error, never a default.
+
+    mode: ``off`` leaves vLLM untouched; ``cow`` logs the draft slots before the forward and restores the rejected
+        ones; ``stage`` keeps window rows out of the pages until they are accepted.
+    emit_metrics: export the ``vllm:nwor_*`` counters.
+    debug_sync: check the worker's committed counts against the scheduler's in every step, and stop at a difference.
+    audit: compare the whole cache before and after every step (`nwor.audit`); works in every mode, ``off`` too.
+    """
+
+    mode: str = "off"
+    emit_metrics: bool = True
+    debug_sync: bool = False
+    audit: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"{PREFIX}MODE={self.mode!r} is not a mode; choose one of {', '.join(MODES)}")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
+        known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+        given = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ValueError(f"unknown setting {', '.join(unknown)}; the settings are {', '.join(known)}")
+        return cls(**{known[name]: value if known[name] == "mode" else _flag(name, value) for name, value in given.items()})
+
+    def environ(self) -> dict[str, str]:
+        """The same settings as environment variables, for a child process."""
+        return {
+            PREFIX + field.name.upper(): str(int(value)) if isinstance(value := getattr(self, field.name), bool) else value
+            for field in fields(self)
+        }
+
+
+def _flag(name: str, value: str) -> bool:
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}={value!r} must be 0 or 1")
+    return value == "1"

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NWOR inside vLLM 0.32: one file a patch, applied by the plugin in each process that needs it.
+
+Where the patches go: `engine` and `metrics` into the front end and the engine core, where they only count and check;
+`worker` into every worker, where it applies `runner_v1` and the attention backend's hooks at device initialisation.
+With ``VLLM_NWOR_MODE=off`` and no audit nothing is patched at all.
+"""
+
+from nwor.settings import PREFIX, Settings
+
+
+def register() -> None:
+    """Apply what this process needs for the mode in the environment; called again, it does nothing.
+
+    Raises:
+        ValueError: a ``VLLM_NWOR_*`` variable is misspelt or has an impossible value.
+        IncompatibleVLLM: this vLLM is not the release the hooks were written for.
+        OSError: the compiled operators are missing or do not load.
+    """
+    settings = Settings.from_env()
+    _declare_variables(settings)
+    if settings.mode == "off" and not settings.audit:
+        return
+
+    from nwor import ops
+    from nwor.vllm import engine, metrics, patch, worker
+
+    patch.check_version()
+    ops.load()
+    worker.install(settings)
+    engine.install(settings)
+    if settings.emit_metrics and settings.mode != "off":
+        metrics.install()
+
+
+def unregister() -> None:
+    """Put every patched method of this process back."""
+    from nwor.vllm import patch
+
+    patch.undo_all()
+
+
+def _declare_variables(settings: Settings) -> None:
+    # vLLM warns of every VLLM_* variable that it does not list.
+    from vllm import envs
+
+    for name in settings.environ():
+        assert name.startswith(PREFIX)
+        envs.environment_variables.setdefault(name, lambda name=name: settings.environ()[name])

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of vLLM's CPU attention for mode ``stage``: no paged write of window rows, attention over pages and staging.
+
+Why: vLLM attends over pages alone, so a row that is not in them would not be seen.
+How: window rows are written by vLLM's own writer into staging, a mini-cache of the same packing; our operator reads
+the prefix through the block table and the tail from staging. Rows of other requests in the batch go vLLM's way.
+When it can go: when the CPU backend takes keys and values beside the cache.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor import ops
+from nwor.vllm.patch import wrap
+
+_DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 included
+
+
+def install() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    wrap(
+        CPUAttentionBackendImpl,
+        "do_kv_cache_update",
+        ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
+        _make_update,
+    )
+    wrap(
+        CPUAttentionBackendImpl,
+        "forward",
+        (
+            "self",
+            "layer",
+            "query",
+            "key",
+            "value",
+            "kv_cache",
+            "attn_metadata",
+            "output",
+            "output_scale",
+            "output_block_scale",
+        ),
+        _make_forward,
+    )
+
+
+def _make_update(original: Callable) -> Callable:
+    def do_kv_cache_update(
+        self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        context = getattr(layer, "nwor", None)
+        if context is None or not context.manager.holding:
+            return original(self, layer, key, value, kv_cache, slot_mapping)
+
+        def write(cache: Tensor, slots: Tensor) -> None:
+            original(self, layer, key, value, cache, slots)
+
+        context.manager.stage(context.index, write, kv_cache, slot_mapping)
+
+    return do_kv_cache_update
+
+
+def _make_forward(original: Callable) -> Callable:
+    def forward(
+        self: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        context = getattr(layer, "nwor", None)
+        manager = None if context is None else context.manager
+        holding = manager is not None and manager.holding and attn_metadata is not None
+        if not holding or manager.emulate or not manager.window.whole_batch:
+            original(
+                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if not holding:
+            return output
+        if manager.emulate:
+            manager.put_back(context.index)
+            return output
+        tokens = attn_metadata.num_actual_tokens
+        ops.verify_attention(
+            query[:tokens],
+            kv_cache,
+            manager.staged(context.index),
+            output[:tokens].view(query[:tokens].shape),
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.block_table,
+            manager.window.start,
+            scale=self.scale,
+            softcap=self.logits_soft_cap,
+            sliding_window=self.sliding_window,
+            packing=manager.layout.packing,
+            kv_cache_dtype=self.kv_cache_dtype,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+        )
+        return output
+
+    return forward
+
+
+def cannot_attend(layer: Any) -> str:
+    """Why our attention cannot serve this layer, or an empty string."""
+    impl = layer.impl
+    if impl.alibi_slopes is not None:
+        return "ALiBi"
+    if impl.sinks is not None:
+        return "attention sinks"
+    if impl.attn_type != "decoder":
+        return f"attention of type {impl.attn_type}"
+    return ""
+
+
+def find_packing(layer: Any) -> Tensor | None:
+    """Learn where vLLM's CPU writer puts each element of a slot, by writing numbers and looking for them.
+
+    The CPU cache is packed by instruction set (keys transposed inside a block, or in tiles), so the writer itself is
+    asked: it writes the digits of every element's index into a scratch block, and the digits are read back in place.
+
+    Returns:
+        int32 [N, 2 * head_size], each element's place in its (block, head) chunk of ``N * 2 * head_size`` elements;
+        None when the places are no permutation, that is, when this packing is one we cannot read.
+    """
+    cache = layer.kv_cache
+    block_size, width = cache.shape[2:]
+    count = block_size * width
+    place = torch.zeros(count, dtype=torch.int64)
+    seen = torch.zeros(count, dtype=torch.int64)
+    value_dtype = {"fp8_e5m2": torch.float8_e5m2}.get(layer.impl.kv_cache_dtype, torch.float8_e4m3fn)
+    model_dtype = cache.dtype if cache.dtype != torch.uint8 else torch.bfloat16
+    index = torch.arange(count).view(block_size, 1, width).expand(-1, cache.shape[1], -1)
+    weight = 1
+    while weight < count:
+        digits = (index // weight % _DIGITS + 1).to(model_dtype)
+        key, value = digits.chunk(2, dim=-1)
+        scratch = torch.zeros_like(cache[:1])
+        _write_unscaled(layer, key.contiguous(), value.contiguous(), scratch)
+        chunk = scratch[0, 0].reshape(-1)
+        found = (chunk.view(value_dtype) if cache.dtype == torch.uint8 else chunk).float()
+        if not bool(((found >= 1) & (found <= _DIGITS)).all()):
+            return None
+        place += (found.long() - 1) * weight
+        weight *= _DIGITS
+    seen.scatter_add_(0, place.clamp(max=count - 1), torch.ones_like(place))
+    if not bool((seen == 1).all()):
+        return None
+    packing = torch.empty(count, dtype=torch.int32)
+    packing[place] = torch.arange(count, dtype=torch.int32)
+    return packing.view(block_size, width)
+
+
+def _write_unscaled(layer: Any, key: Tensor, value: Tensor, cache: Tensor) -> None:
+    from vllm import _custom_ops
+
+    blocks, heads, block_size, _ = cache.shape
+    key_cache, value_cache = cache.view(blocks, heads, block_size * 2, -1).chunk(2, dim=2)
+    slots = torch.arange(block_size)
+    _custom_ops.cpu_attn_reshape_and_cache(
+        key, value, key_cache, value_cache, slots, layer.isa, kv_cache_dtype=layer.impl.kv_cache_dtype
+    )

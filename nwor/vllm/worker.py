@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of the worker: apply the runner's and the attention backends' hooks in this process, and answer for it.
+
+Why: runners and backends are imported only inside workers, after the plugin has been loaded.
+How: `WorkerWrapperBase.init_device` runs once per worker, before either is instantiated.
+When it can go: when vLLM offers a hook between loading and initialising a worker.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nwor.settings import Settings
+from nwor.vllm.patch import wrap, wrapped
+
+
+@dataclass
+class Status:
+    """One rank's answer to: what is active here, and what has it done?
+
+    mode is what was asked for; serving is what is active: ``cow``, ``stage``, ``stage (emulated)`` or ``off``;
+    reason says why they differ.
+    """
+
+    rank: int
+    mode: str
+    serving: str
+    reason: str = ""
+    target_layers: int = 0
+    hooks: list[str] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+    audit: dict[str, int] = field(default_factory=dict)
+
+
+def install(settings: Settings) -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    def make(original: Callable) -> Callable:
+        def init_device(self: Any) -> Any:
+            from nwor.vllm import cpu, runner_v1
+
+            runner_v1.install(settings)
+            if settings.mode == "stage":
+                cpu.install()
+            if settings.audit:
+                from nwor.vllm import audit
+
+                audit.install()
+            return original(self)
+
+        return init_device
+
+    wrap(WorkerWrapperBase, "init_device", ("self",), make)
+
+
+def status(worker: Any) -> dict[str, Any]:
+    """This worker's `Status` as a dict; sent to every rank through vLLM's ``collective_rpc``."""
+    settings = Settings.from_env()
+    runner = worker.model_runner
+    manager, audit = getattr(runner, "nwor", None), getattr(runner, "nwor_audit", None)
+    serving = "off" if manager is None else manager.mode + (" (emulated)" if manager.emulate else "")
+    return asdict(
+        Status(
+            rank=worker.rank,
+            mode=settings.mode,
+            serving=serving,
+            reason=getattr(runner, "nwor_reason", ""),
+            target_layers=0 if manager is None else manager.layout.num_layers,
+            hooks=wrapped(),
+            counters={} if manager is None else asdict(manager.read_counters()),
+            audit={} if audit is None else asdict(audit.report),
+        )
+    )
