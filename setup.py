@@ -11,6 +11,7 @@ last one named is also kept as PTX for later chips); CUDA_HOME or PATH say where
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,7 +20,6 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the stable ABI of torch 2.11
-CUDA_ARCHS = os.environ.get("NWOR_CUDA_ARCHS", "80 90 100").split()
 
 
 def find_cuda_home() -> Path | None:
@@ -30,44 +30,53 @@ def find_cuda_home() -> Path | None:
     if wanted == "0":
         return None
     nvcc = shutil.which("nvcc")
-    named = [
-        os.environ.get("CUDA_HOME"),
-        os.path.realpath(nvcc) and Path(os.path.realpath(nvcc)).parent.parent if nvcc else None,
-    ]
-    homes = [
-        Path(home)
-        for home in (*named, "/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*"), reverse=True))
-        if home
-    ]
-    for home in homes:
-        if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+    homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
+    homes += ["/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    for home in map(Path, filter(None, homes)):
+        if all((home / part).exists() for part in ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart_static.a")):
             return home
     if wanted == "1":
         raise SystemExit("NWOR_CUDA=1, but no CUDA toolkit was found: put nvcc on the PATH or set CUDA_HOME")
+    if nvcc:
+        print(f"*** nwor._C: {nvcc} has no headers or no libcudart_static.a beside it: CPU alone", flush=True)
     return None
 
 
 CUDA_HOME = find_cuda_home()
 
 
+def wanted_archs(nvcc: Path) -> list[str]:
+    """The chips to build for, less those that this nvcc does not know, each named loudly."""
+    known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
+    archs = os.environ.get("NWOR_CUDA_ARCHS", "80 90 100").split()
+    for arch in [arch for arch in archs if f"compute_{arch}" not in known.split()]:
+        print(f"*** nwor._C: {nvcc} does not know sm_{arch}: left out", flush=True)
+        archs.remove(arch)
+    if not archs:
+        raise SystemExit(f"{nvcc} knows none of the chips asked for; name others in NWOR_CUDA_ARCHS or set NWOR_CUDA=0")
+    return archs
+
+
 class BuildOperators(build_ext):
-    """build_ext that hands the .cu files to nvcc and says what it built."""
+    """build_ext that hands the .cu files to nvcc, builds everything each time, and says what it built."""
 
     def build_extension(self, ext: Extension) -> None:
+        self.force = True  # whether CUDA is in, and for which chips, shows in no file's date
+        self.archs = wanted_archs(CUDA_HOME / "bin/nvcc") if CUDA_HOME else []
         cuda_sources = [source for source in ext.sources if source.endswith(".cu")]
         ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
         ext.extra_objects = [self.compile_cuda(source, ext) for source in cuda_sources]
         super().build_extension(ext)
-        built = "CPU+CUDA for " + " ".join(f"sm_{arch}" for arch in CUDA_ARCHS) if cuda_sources else "CPU"
-        print(f"\n*** nwor._C: built {built} -> {self.get_ext_fullpath(ext.name)}\n", flush=True)
+        built = "CPU+CUDA for " + " ".join(f"sm_{arch}" for arch in self.archs) if cuda_sources else "CPU"
+        print(f"\n*** nwor._C: built {built}\n", flush=True)
 
     def compile_cuda(self, source: str, ext: Extension) -> str:
         target = Path(self.build_temp, source).with_suffix(".cu.o")
         target.parent.mkdir(parents=True, exist_ok=True)
-        chips = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHS]
-        chips.append(f"-gencode=arch=compute_{CUDA_ARCHS[-1]},code=compute_{CUDA_ARCHS[-1]}")
+        chips = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
+        chips.append(f"-gencode=arch=compute_{self.archs[-1]},code=compute_{self.archs[-1]}")
         includes = [f"-I{path}" for path in ext.include_dirs]
-        flags = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "--threads=2", "--expt-relaxed-constexpr", TORCH_TARGET]
+        flags = ["-O3", "-std=c++20", "-lineinfo", "-Xcompiler=-fPIC", "--threads=2", TORCH_TARGET]
         self.spawn([str(CUDA_HOME / "bin/nvcc"), "-c", source, "-o", str(target), *flags, *chips, *includes])
         return str(target)
 
@@ -75,20 +84,17 @@ class BuildOperators(build_ext):
 def operators() -> Extension:
     sources = ["kernels/*.cpp", "kernels/cpu/*.cpp"] + (["kernels/cuda/*.cu"] if CUDA_HOME else [])
     # cudart is linked statically: a machine without CUDA loads the library all the same.
-    cuda_link = ["-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl"] if CUDA_HOME else ["-ldl"]
-    cuda_lib_dirs = (
-        [str(path) for path in (CUDA_HOME / "lib64", CUDA_HOME / "lib") if path.exists()] if CUDA_HOME else []
-    )
+    cudart = ["-l:libcudart_static.a", "-lrt", "-lpthread"] if CUDA_HOME else []
     return Extension(
         "nwor._C",
         sources=sorted(str(path.relative_to(ROOT)) for pattern in sources for path in ROOT.glob(pattern)),
         depends=[str(path.relative_to(ROOT)) for path in ROOT.glob("kernels/**/*.h")],
         include_dirs=cpp_extension.include_paths(),
-        library_dirs=cpp_extension.library_paths() + cuda_lib_dirs,
+        library_dirs=cpp_extension.library_paths() + ([str(CUDA_HOME / "lib64")] if CUDA_HOME else []),
         libraries=["torch", "torch_cpu"],
         define_macros=[("NWOR_CUDA", None)] if CUDA_HOME else [],
         extra_compile_args=["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", TORCH_TARGET],
-        extra_link_args=cuda_link,
+        extra_link_args=[*cudart, "-ldl"],
         language="c++",
         py_limited_api=True,
     )
