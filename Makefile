@@ -10,6 +10,8 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-dep
 TORCH := $(shell sed -n 's/^torch==//p' requirements/cpu.lock)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 IMAGE ?= nwor
+# The lock's torch is the CPU build: CUDA kernels would take a minute to build and could not run beside it.
+export NWOR_CUDA ?= 0
 SOURCES := $(shell find kernels -type f 2>/dev/null)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -92,6 +94,7 @@ $(VENV)/.packages: requirements/cpu.lock | need-python
 
 $(VENV)/.stamp: $(VENV)/.packages pyproject.toml setup.py $(SOURCES) | need-cxx
 	@echo '[4/4] nwor and its extension'
-	@$(BIN)/python setup.py -q build_ext --inplace
-	@$(INSTALL) --no-build-isolation -e .
+	@$(INSTALL) -vvv --no-build-isolation -e . > $(VENV)/build.log 2>&1 \
+	  || { tail -n 40 $(VENV)/build.log >&2; echo 'the build failed; its whole log: $(VENV)/build.log' >&2; exit 1; }
+	@sed -n 's/ *-> .*//; s/^.*\(\*\*\* nwor.*\)/      \1/p' $(VENV)/build.log
 	@touch $@

@@ -46,12 +46,12 @@ _INTEGERS = ("tp", "k", "batch", "seed", "repeat")
 def whole_file(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path beside `path` and move it into place when the block ends well.
 
-    The temporary name begins with a dot and keeps `path`'s suffix, so writers that look at the suffix work and no
-    reader's `*.parquet` takes it for a result. A block that raises leaves `path` as it was.
+    The temporary name ends in `.part`, so no reader's `*.parquet` takes what a killed writer left for a result. A
+    block that raises leaves `path` as it was.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".part-{os.getpid()}-{path.name}")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
         with open(part, "rb") as file:
@@ -73,13 +73,14 @@ def write_json(path: Path | str, value: Any) -> Path:
 
 def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
     """Write `frame` as parquet (`.parquet`) or CSV (`.csv`), whole or not at all."""
+    suffix = Path(path).suffix
+    if suffix not in (".parquet", ".csv"):
+        raise ValueError(f"{Path(path).name}: a table ends in .parquet or .csv")
     with whole_file(path) as part:
-        if part.suffix == ".csv":
+        if suffix == ".csv":
             frame.to_csv(part, index=False)
-        elif part.suffix == ".parquet":
-            frame.to_parquet(part, index=False)
         else:
-            raise ValueError(f"{Path(path).name}: a table ends in .parquet or .csv")
+            frame.to_parquet(part, index=False)
     return Path(path)
 
 

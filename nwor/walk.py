@@ -98,7 +98,7 @@ def run_notebook(notebook: Path, directory: Path, parameters: dict[str, Any]) ->
     name = notebook.stem
     log = directory / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    part = directory / f".part-{name}.ipynb"
+    part = directory / f".{name}.part.ipynb"
     results.update_manifest(directory, name, state="running", passed=parameters)
     begin, problem = time.monotonic(), None
     try:

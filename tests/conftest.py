@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: nothing is fetched, and what needs a GPU is skipped, loudly, where there is none."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no NVIDIA GPU here")
