@@ -116,7 +116,7 @@ def run_notebook(notebook: Path, directory: Path, parameters: dict[str, Any]) ->
                 )
             except Exception as error:  # noqa: BLE001 - the other notebooks still run, and the walk fails at its end
                 file.write(traceback.format_exc())
-                problem = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+                problem = reason(error)
     finally:
         if part.exists():
             os.replace(part, directory / notebook.name)
@@ -126,6 +126,12 @@ def run_notebook(notebook: Path, directory: Path, parameters: dict[str, Any]) ->
             state = {"state": "interrupted", "error": None}
         results.update_manifest(directory, name, seconds=round(time.monotonic() - begin, 1), **state)
     return problem
+
+
+def reason(error: Exception) -> str:
+    """Return in one line why a notebook failed: the error raised in its cell, or papermill's own."""
+    name, said = getattr(error, "ename", type(error).__name__), str(getattr(error, "evalue", error)).strip()
+    return f"{name}: {said.splitlines()[0] if said else ''}"
 
 
 def walk(directory: Path, chosen: list[Path], given: dict[str, str], resume: bool = False) -> int:
