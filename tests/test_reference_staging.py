@@ -70,6 +70,20 @@ def test_tokens_may_be_staged_out_of_order_and_in_parts():
     expect(cache, before, rows, slots, kept)
 
 
+def test_a_window_keeps_the_slots_it_began_with():
+    """Hazard 20: the drafter computes its slots into the same tensor before the window is over."""
+    buffer, cache, slots, rows = window(5)
+    buffer.cancel()
+    before, live = cache.pool.clone(), slots.clone()
+    buffer.begin(live)
+    for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
+        buffer.stage(context, torch.arange(5), key, value)
+        live.copy_(slots.roll(1))
+    kept = torch.arange(5) < 3
+    buffer.commit(kept)
+    expect(cache, before, rows, slots, kept)
+
+
 def test_a_new_layer_does_not_clear_the_token_mask():
     """Hazard 3: staging reset by every layer."""
     buffer, cache, _, rows = window(4, layers=2)

@@ -163,9 +163,10 @@ class PagedCache:
 
     def changed_bytes(self, before: Tensor, kept_slots: Tensor) -> int:
         """Bytes outside `kept_slots` int64 `[K]` that differ from `before`, an earlier clone of `pool`, in any layer."""
-        changed = (self.pool != before).flatten(2, 3)
-        changed[:, :, kept_slots] = False
-        return int(changed.sum())
+        changed = (self.pool != before).flatten(4).flatten(2, 3)
+        slots = changed.any(-1)
+        slots[:, :, kept_slots] = False
+        return int(changed[slots].sum())
 
 
 @dataclass(frozen=True)
