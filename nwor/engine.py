@@ -89,7 +89,7 @@ class EngineSpec:
 
     def environ(self) -> dict[str, str]:
         """Environment of a child: repeatable batches, and on a CPU a small cache and cores shared out among ranks."""
-        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         if Path(self.model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if on_cpu():
@@ -210,6 +210,7 @@ class Engine:
 
 def _serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection) -> None:
     os.environ.update(environ)
+    served = None
     try:
         served = _Served(spec)
         pipe.send((True, None))
@@ -220,6 +221,9 @@ def _serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection) -> None:
         pass
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+    finally:
+        if served is not None:
+            served.engine.engine_core.shutdown()
 
 
 class _Served:

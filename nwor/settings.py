@@ -23,12 +23,14 @@ class Settings:
     emit_metrics: export the ``vllm:nwor_*`` counters.
     debug_sync: check the worker's committed counts against the scheduler's in every step, and stop at a difference.
     audit: compare the whole cache before and after every step (`nwor.audit`); works in every mode, ``off`` too.
+    eagle_bias: load EAGLE heads with biases vLLM has no place for; any mode but ``off`` does so without being told.
     """
 
     mode: str = "off"
     emit_metrics: bool = True
     debug_sync: bool = False
     audit: bool = False
+    eagle_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -3,7 +3,7 @@
 
 Where the patches go: `engine` and `metrics` into the front end and the engine core, where they only count and check;
 `worker` into every worker, where it applies `runner_v1` and the attention backend's hooks at device initialisation.
-With ``VLLM_NWOR_MODE=off`` and no audit nothing is patched at all.
+`eagle_bias` goes wherever models are loaded. With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched.
 """
 
 from nwor.settings import PREFIX, Settings
@@ -19,14 +19,15 @@ def register() -> None:
     """
     settings = Settings.from_env()
     _declare_variables(settings)
-    if settings.mode == "off" and not settings.audit:
+    if settings.mode == "off" and not settings.audit and not settings.eagle_bias:
         return
 
     from nwor import ops
     from nwor.vllm import engine, metrics, patch, worker
 
     patch.check_version()
-    ops.load()
+    if settings.mode != "off":
+        ops.load()
     worker.install(settings)
     engine.install(settings)
     if settings.emit_metrics and settings.mode != "off":

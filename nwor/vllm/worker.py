@@ -37,8 +37,9 @@ def install(settings: Settings) -> None:
 
     def make(original: Callable) -> Callable:
         def init_device(self: Any) -> Any:
-            from nwor.vllm import cpu, runner_v1
+            from nwor.vllm import cpu, eagle_bias, runner_v1
 
+            eagle_bias.install()
             runner_v1.install(settings)
             if settings.mode == "stage":
                 cpu.install()
