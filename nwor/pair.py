@@ -2,13 +2,14 @@
 """Target and EAGLE head as checkpoint folders: the shipped pair, random-weight pairs, biased heads.
 
 `python -m nwor.pair train --out DIR` trains the shipped pair anew, `python -m nwor.pair random --out DIR` writes a
-small random one. Both leave `DIR/target` and `DIR/eagle`, which vLLM loads as `model` and `speculative_config["model"]`.
+small random one. Both leave `DIR/target` and `DIR/eagle`, which vLLM loads as model and speculative model.
 """
 
 import argparse
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,15 @@ def load_pair(
 
 def load_prompts(path: str | Path = PROMPTS, count: int | None = None) -> list[str]:
     """The first `count` prompts of a `{"id": ..., "prompt": ...}` JSON-lines file."""
-    prompts = [json.loads(line)["prompt"] for line in Path(path).read_text().splitlines()]
+    prompts = [json.loads(line)["prompt"] for line in Path(path).read_text(encoding="utf-8").splitlines()]
     if count is not None and count > len(prompts):
         raise ValueError(f"{count} prompts asked for, {path} holds {len(prompts)}; ask for fewer or pass another file")
     return prompts[:count]
+
+
+def write_prompts(path: str | Path, prompts: Iterable[dict[str, str]]) -> None:
+    """Write prompts as `load_prompts` reads them."""
+    Path(path).write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
 
 
 def save_checkpoint(path: str | Path, config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -194,9 +200,28 @@ def main(argv: list[str] | None = None) -> int:
     random.add_argument("--seed", type=int, default=0)
     random.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
     random.add_argument("--noise", type=float, default=0.5, help="0: every draft agrees with the target")
-    args = parser.parse_args(argv)
-    for path in random_pair(args.out, args.seed, args.architecture, args.noise):
-        print(path)
+    train = commands.add_parser("train", help="train a pair on the source of Python's standard library")
+    train.add_argument("--out", type=Path, required=True, help="folder to write the pair and its record into")
+    train.add_argument("--steps", type=int, help="optimiser steps of the target")
+    train.add_argument("--head-steps", type=int, help="optimiser steps of the EAGLE head")
+    train.add_argument("--batch", type=int, help="sequences a step")
+    train.add_argument("--length", type=int, help="tokens a sequence")
+    train.add_argument("--weight-decay", type=float, help="of the target")
+    train.add_argument("--prompts", type=int, help="held-out prompts to cut")
+    train.add_argument("--seed", type=int)
+    train.add_argument("--stdlib", type=Path, help="corpus, the running Python's standard library by default")
+    train.add_argument("--device", help="cuda if there is one, else cpu")
+    args = vars(parser.parse_args(argv))
+    command, out = args.pop("command"), args.pop("out")
+    if command == "random":
+        for path in random_pair(out, **args):
+            print(path)
+        return 0
+    from nwor.train import Recipe
+    from nwor.train import train as train_pair
+
+    summary = train_pair(out, Recipe(**{name: value for name, value in args.items() if value is not None}))
+    print(json.dumps(summary, indent=2))
     return 0
 
 
