@@ -16,7 +16,8 @@ RUN apt-get update \
         bzip2 ca-certificates curl g++ git make \
     && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home --shell /bin/bash --uid 1001 nwor
+RUN useradd --create-home --shell /bin/bash --uid 1001 nwor \
+    && install -d -o nwor -g nwor /home/nwor/nwor
 USER nwor
 WORKDIR /home/nwor/nwor
 ENV MAMBA_ROOT_PREFIX=/home/nwor/micromamba

@@ -51,6 +51,7 @@ image: need-docker ## build the GPU container
 
 shell: need-docker ## open a shell in the GPU container, on this checkout
 	@docker image inspect $(IMAGE) >/dev/null 2>&1 || { echo 'no image "$(IMAGE)": run `make image` first' >&2; exit 1; }
+	@echo 'this checkout is mounted over the image'"'"'s own: build its extension with `python setup.py build_ext --inplace`'
 	docker run --rm -it --gpus all --ipc=host -v "$(CURDIR)":/home/nwor/nwor $(IMAGE) bash
 
 clean: ## remove the environment and everything built; results stay
