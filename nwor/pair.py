@@ -117,7 +117,7 @@ def random_pair(
     function of the last one, which the head computes too: some drafts are accepted, some not, more with less `noise`.
 
     architecture: one of `ARCHITECTURES`, of the target; the head is always Llama-shaped.
-    noise: scale of the layers' weights; 0 makes every draft agree.
+    noise: scale of the layers' weights; at 0 only the norms' random weights make drafts differ.
     shape: fields of `LlamaConfig` to replace, `num_hidden_layers` the target's.
     """
     if architecture not in ARCHITECTURES:
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     random.add_argument("--out", type=Path, required=True, help="folder to write target/ and eagle/ into")
     random.add_argument("--seed", type=int, default=0)
     random.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
-    random.add_argument("--noise", type=float, default=0.5, help="0: every draft agrees with the target")
+    random.add_argument("--noise", type=float, default=0.5, help="more noise, fewer accepted drafts")
     train = commands.add_parser("train", help="train a pair on the source of Python's standard library")
     train.add_argument("--out", type=Path, required=True, help="folder to write the pair and its record into")
     train.add_argument("--steps", type=int, help="optimiser steps of the target")
