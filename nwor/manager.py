@@ -251,6 +251,7 @@ class DraftCommitManager:
         if self.emulate:
             assert self.old_rows is not None
             ops.log_all_layers(*self._cache(layer), self.slots[:count], self.layout.packing, self.old_rows[layer : layer + 1])
+            self._stage[layer] = True  # before the write: should it fail half way, `cancel` undoes it
             write(kv_cache, slot_mapping)
         else:
             if not self.window.whole_batch:
@@ -325,6 +326,8 @@ class DraftCommitManager:
         counters.rejected_tokens = rejected
         if self.mode == "stage" and not self.emulate:
             counters.bytes_written, counters.bytes_avoided = kept * row, rejected * row
+        elif self.emulate:  # vLLM wrote every row, its old bytes were put back, and the kept ones written again
+            counters.bytes_written, counters.bytes_avoided = (3 * kept + 2 * rejected) * row, 0
         else:  # vLLM wrote every draft, and the rejected ones were written once more
             counters.bytes_written, counters.bytes_avoided = (kept + 2 * rejected) * row, 0
         return counters
