@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DraftCommitManager` against a copy of the pool written by plain Python, every byte compared (R3-R5, R16, R23)."""
+
+import pytest
+import torch
+from devices import each_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged import BITS, BLOCK_SIZE, NUM_HEADS, WIDTH, Batch, Paged, write_rows
+from torch import Tensor
+
+from nwor.manager import CacheLayout, Counters, DraftCommitManager, Window
+
+pytestmark = each_device
+
+# A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch (#4, #8).
+QUERIES, DRAFTS = (5, 4, 1, 2, 3), (0, 3, 0, 1, 2)
+REJECTED = {"none rejected": (0, 0, 0, 0, 0), "all rejected": (0, 3, 0, 1, 2), "some rejected": (0, 1, 0, 1, 0)}
+MODES = ("cow", "stage", "emulate")
+MEMORY = {
+    "NHD": {"order": "LBNH"},
+    "HND": {"order": "LBHN"},
+    "layers inside blocks": {"order": "BLHN"},
+    "packed": {"order": "LBHN", "packed": True},
+    "packed fp8": {"order": "LBHN", "packed": True, "dtype": torch.uint8},
+    "fp32": {"order": "LBNH", "dtype": torch.float32},
+}
+memory = pytest.mark.parametrize("kind", MEMORY)
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+class Step:
+    """One forward through a manager; `expected` is the pool as plain Python says it must become."""
+
+    def __init__(self, kind: str, mode: str, device: str, batch: Batch | None = None, **options: int) -> None:
+        if device == "cuda" and MEMORY[kind].get("packed"):
+            pytest.skip("a packing describes vLLM's CPU caches")
+        self.paged = Paged(**MEMORY[kind], device=device)
+        self.batch = batch or Batch(QUERIES, DRAFTS, device=device)
+        self.mode = "stage" if mode == "emulate" else mode
+        self.manager = DraftCommitManager(
+            CacheLayout.of(self.paged.targets(), self.paged.packing),
+            self.mode,
+            options.get("capacity", 32),
+            options.get("max_tokens", 64),
+            emulate=mode == "emulate",
+        )
+        self.rows = [self.paged.new_rows(self.batch.num_tokens, 100 + index) for index in range(3)]
+        self.expected = self.paged.pool.clone()
+        self.before = self.paged.pool.clone(), self.batch.slot_mapping.clone()
+
+    def window(self) -> Window:
+        return window_of(self.batch, self.mode, self.paged.device)
+
+    def begin(self) -> bool:
+        return self.manager.begin(self.window(), self.batch.slot_mapping)
+
+    def writer(self, layer: int, first: int = 0):
+        """vLLM's own writer for the rows of one layer from `first` on."""
+        rows = self.rows[layer][first:]
+        return lambda cache, slots: write_rows(cache, slots, rows, self.paged.packing)
+
+    def forward_layer(self, layer: int, splits: tuple[int, ...] = ()) -> None:
+        """The write of one layer, in micro-batches cut at `splits`, and the end of its attention."""
+        cache, manager = self.paged.targets()[layer], self.manager
+        for first, last in zip((0, *splits), (*splits, self.batch.num_tokens), strict=True):
+            slots = self.batch.slot_mapping[first:last]
+            if manager.holding:
+                manager.stage(layer, self.writer(layer, first), cache, slots)
+            else:
+                self.writer(layer, first)(cache, slots)
+        if manager.holding and manager.emulate:
+            manager.put_back(layer)
+
+    def forward(self, splits: tuple[int, ...] = ()) -> None:
+        for layer in range(3):
+            self.forward_layer(layer, splits)
+
+    def commit(self, num_rejected: tuple[int, ...]) -> None:
+        self.manager.commit(torch.tensor(num_rejected, dtype=torch.int32, device=self.paged.device))
+
+    def expect(self, rows: list[int], layers: tuple[int, ...] = (0, 1, 2)) -> None:
+        """Write `rows` of `layers` to the copy of the pool."""
+        for layer in layers:
+            slots = [slot if row in rows else -1 for row, slot in enumerate(self.batch.slots)]
+            cache = self.paged.targets(self.expected)[layer]
+            write_rows(cache, torch.tensor(slots), self.rows[layer], self.paged.packing)
+
+    def assert_pool(self) -> None:
+        assert torch.equal(self.paged.pool, self.expected)
+        assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back (#20)"
+
+
+def window_of(batch: Batch, mode: str, device: str) -> Window:
+    return Window.of(batch.query_start_loc, batch.num_drafts, torch.device(device), sampled_rows=mode == "stage")
+
+
+@pytest.mark.parametrize("rejected", REJECTED)
+@memory
+@modes
+def test_a_step_keeps_the_accepted_rows_alone(mode, kind, rejected, device):
+    """R8, R16: pages hold all kept rows of all target layers and nothing else; the drafter's layer never changes."""
+    step = Step(kind, mode, device)
+    assert step.begin()
+    step.forward()
+    step.commit(REJECTED[rejected])
+    step.expect(step.batch.kept(REJECTED[rejected]))
+    step.assert_pool()
+    assert not torch.equal(step.paged.pool, step.before[0])
+    assert step.manager.window is None and not step.manager.holding
+
+
+@memory
+def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
+    """Stage masks exactly the held rows, in vLLM's own buffer, for as long as the window is open (#6)."""
+    step = Step(kind, "stage", device)
+    step.begin()
+    assert step.manager.holding
+    held = step.batch.held("stage")
+    masked = [-1 if row in held else slot for row, slot in enumerate(step.before[1].tolist())]
+    assert step.batch.slot_mapping.tolist() == masked
+    step.forward()
+    step.expect([row for row in range(step.batch.num_tokens) if row not in held])
+    assert torch.equal(step.paged.pool, step.expected)
+    assert step.batch.slot_mapping.tolist() == masked
+
+
+@memory
+def test_emulation_puts_the_old_bytes_back_after_each_layer(kind, device):
+    """Attention reads written pages; behind it the pages of that layer hold prefill rows and no held one."""
+    step = Step(kind, "emulate", device)
+    step.begin()
+    assert torch.equal(step.batch.slot_mapping, step.before[1])
+    free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held("stage")]
+    step.manager.stage(0, step.writer(0), step.paged.targets()[0], step.batch.slot_mapping[: step.batch.num_tokens])
+    written = step.expected.clone()
+    step.expect(list(range(step.batch.num_tokens)), (0,))
+    assert torch.equal(step.paged.pool, step.expected)
+    step.manager.put_back(0)
+    step.expected = written
+    step.expect(free, (0,))
+    assert torch.equal(step.paged.pool, step.expected)
+
+
+@modes
+def test_staged_rows_are_vllms_own_bytes(mode, device):
+    """R9: the mini-cache holds each held row where vLLM's writer put it: old bytes for cow, new ones for stage."""
+    step = Step("HND", mode, device)
+    step.begin()
+    step.forward()
+    old = Paged(**MEMORY["HND"], device=device).targets()
+    for layer in range(3):
+        staged = step.manager.staged(layer).view(BITS[2])
+        for index, row in enumerate(step.batch.held(step.mode)):
+            block, offset = divmod(step.batch.slots[row], BLOCK_SIZE)
+            source = old[layer][block, :, offset] if mode == "cow" else step.rows[layer][row]
+            assert torch.equal(staged[index // BLOCK_SIZE, :, index % BLOCK_SIZE], source.view(BITS[2]))
+
+
+@pytest.mark.parametrize("layers", [0, 2, 3])
+@memory
+@modes
+def test_cancel_leaves_everything_as_it_was(mode, kind, layers, device):
+    """R4: cancelled before, between or behind the layers, no held row is left, and the slots are vLLM's again."""
+    step = Step(kind, mode, device)
+    step.begin()
+    for layer in range(layers):
+        step.forward_layer(layer)
+    step.manager.cancel()
+    held = step.batch.held(step.mode)
+    step.expect([row for row in range(step.batch.num_tokens) if row not in held], tuple(range(layers)))
+    step.assert_pool()
+    assert step.manager.window is None
+    assert step.manager.read_counters() == Counters(cancelled=1)
+    step.manager.cancel()
+    assert step.manager.read_counters() == Counters(cancelled=1), "nothing is open: nothing to cancel"
+
+
+def test_a_writer_that_fails_half_way_is_undone(device):
+    """R2: emulation lets vLLM write; if that raises behind some rows, cancel puts their old bytes back."""
+    step = Step("HND", "emulate", device)
+    step.begin()
+
+    def fail(cache: Tensor, slots: Tensor) -> None:
+        step.writer(0)(cache, slots)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        step.manager.stage(0, fail, step.paged.targets()[0], step.batch.slot_mapping[: step.batch.num_tokens])
+    step.manager.cancel()
+    step.expect([row for row in range(step.batch.num_tokens) if row not in step.batch.held("stage")], (0,))
+    step.assert_pool()
+
+
+@modes
+def test_windows_follow_each_other(mode, device):
+    """#3, #5, #6: a second window through the same buffers, the slot mapping refilled in place, holds its own rows."""
+    step = Step("packed" if device == "cpu" else "HND", mode, device)
+    for seed, rejected in ((0, REJECTED["some rejected"]), (1, REJECTED["all rejected"]), (2, (0, 0, 0, 1, 2))):
+        batch = Batch(QUERIES, DRAFTS, seed=seed)
+        step.batch.slots = batch.slots
+        step.batch.slot_mapping.copy_(batch.slot_mapping)
+        step.before = step.paged.pool.clone(), step.batch.slot_mapping.clone()
+        step.rows = [step.paged.new_rows(step.batch.num_tokens, 10 * seed + layer) for layer in range(3)]
+        assert step.begin()
+        step.forward()
+        step.commit(rejected)
+        step.expect(step.batch.kept(rejected))
+        step.assert_pool()
+
+
+@pytest.mark.parametrize("splits", [(5,), (6, 11), (2, 3)])
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_micro_batches_find_their_rows(mode, splits, device):
+    """R23, #9: a layer called with slices of the slot mapping stages each slice's rows at their own places."""
+    step = Step("HND", mode, device)
+    step.begin()
+    step.forward(splits)
+    step.commit(REJECTED["some rejected"])
+    step.expect(step.batch.kept(REJECTED["some rejected"]))
+    step.assert_pool()
+
+
+def test_micro_batches_of_decodes_alone(device):
+    """R23: where every row is held vLLM's write is left out altogether, in each half."""
+    step = Step("NHD", "stage", device, Batch((4, 2, 3), (3, 1, 2), device=device))
+    assert step.window().whole_batch
+    step.begin()
+    step.forward((4,))
+    assert torch.equal(step.paged.pool, step.before[0])
+    step.commit((3, 0, 1))
+    step.expect(step.batch.kept((3, 0, 1)))
+    step.assert_pool()
+
+
+@modes
+def test_a_layer_that_did_not_stage_stops_the_commit(mode, device):
+    """#2, R19: its rows would be lost; cow needs no hook in any layer and goes on."""
+    step = Step("HND", mode, device)
+    step.begin()
+    step.forward_layer(0)
+    step.forward_layer(2)
+    if mode == "cow":
+        step.commit(REJECTED["none rejected"])
+        step.expect(list(range(step.batch.num_tokens)), (0, 2))
+    else:
+        with pytest.raises(RuntimeError, match=r"target layers \[1\] staged nothing"):
+            step.commit(REJECTED["none rejected"])
+        free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held("stage")]
+        step.expect(free, (0, 2))
+        assert step.manager.counters.cancelled == 1
+    step.assert_pool()
+    assert step.begin(), "the next window is not hindered"
+
+
+@modes
+def test_begin_twice(mode, device):
+    step = Step("HND", mode, device)
+    assert step.begin()
+    with pytest.raises(RuntimeError, match="commit or cancel it"):
+        step.begin()
+    step.manager.cancel()
+    step.assert_pool()
+
+
+@modes
+def test_a_window_beyond_the_capacity_is_vllms_own(mode, device):
+    """R19, #10: counted, nothing changed, and the real write is not skipped; one that just fits is served."""
+    held = len(Batch(QUERIES, DRAFTS).held("cow" if mode == "cow" else "stage"))
+    step = Step("HND", mode, device, capacity=held - 1)
+    assert not step.begin()
+    assert not step.manager.holding
+    step.assert_pool()
+    step.forward()
+    step.expect(list(range(step.batch.num_tokens)))
+    step.assert_pool()
+    assert step.manager.read_counters() == Counters(fallbacks=1)
+    assert Step("HND", mode, device, capacity=held).begin()
+
+
+@modes
+def test_a_batch_without_drafts_opens_no_window(mode, device):
+    """#4: prefill and plain decodes are vLLM's own, and no fallback either."""
+    step = Step("HND", mode, device, Batch((7, 1, 3), (0, 0, 0), device=device))
+    assert not step.begin()
+    assert not step.manager.holding
+    assert step.manager.read_counters() == Counters()
+
+
+@modes
+def test_counts_explain_themselves(mode, device):
+    """R5, #3: 40 layers x 48 drafts are 1,920 operations and 48 tokens; sampled rows, where held, are no tokens."""
+    memory = torch.zeros(40, 16, NUM_HEADS, BLOCK_SIZE, WIDTH, dtype=torch.bfloat16, device=device)
+    asked = "cow" if mode == "cow" else "stage"
+    manager = DraftCommitManager(CacheLayout.of(list(memory)), asked, 60, 64, emulate=mode == "emulate")
+    batch = Batch((5,) * 12, (4,) * 12, 64, device)
+    rejected = torch.tensor([0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4], dtype=torch.int32, device=device)
+    manager.begin(window_of(batch, manager.mode, device), batch.slot_mapping)
+    for layer, cache in enumerate(memory):
+        if manager.holding:
+            manager.stage(layer, lambda cache, slots: None, cache, batch.slot_mapping[: batch.num_tokens])
+    manager.commit(rejected)
+    counters = manager.read_counters()
+    sampled = 0 if mode == "cow" else 12
+    row = 40 * NUM_HEADS * WIDTH * 2
+    assert (counters.windows, counters.staged_tokens) == (12, 48)
+    assert (counters.committed_tokens, counters.rejected_tokens) == (10, 38)
+    assert counters.stage_operations == 40 * (48 + sampled)
+    kept, held = 10 + sampled, 48 + sampled
+    # cow: vLLM's write and the rejected rows again; emulation: write, put back, commit.
+    expected = {"cow": held + 38, "stage": kept, "emulate": held + held + kept}[mode]
+    assert counters.bytes_written == expected * row
+    assert counters.bytes_avoided == (38 * row if mode == "stage" else 0)
+    manager.reset_counters()
+    assert manager.read_counters() == Counters(), "warm-up does not count (#22)"
+
+
+def test_a_manager_serves_two_modes(device):
+    layout = CacheLayout.of(Paged(device=device).targets())
+    for mode in ("off", "COW", ""):
+        with pytest.raises(ValueError, match="cow or stage"):
+            DraftCommitManager(layout, mode, 8, 8)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=3),
+    kind=st.sampled_from(["NHD", "HND", "packed"]),
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 99),
+)
+def test_any_step(requests, kind, mode, seed, device):
+    """R25 over drawn batches: query lengths, drafts and rejections."""
+    kind = kind if device == "cpu" else "HND"
+    drafts = tuple(min(number, rows - 1) for rows, number, _ in requests)
+    rejected = tuple(min(gone, number) for number, (_, _, gone) in zip(drafts, requests, strict=True))
+    step = Step(kind, mode, device, Batch(tuple(rows for rows, _, _ in requests), drafts, device=device, seed=seed))
+    if step.begin():
+        step.forward()
+        step.commit(rejected)
+        assert step.manager.read_counters().rejected_tokens == sum(rejected)
+        assert step.manager.read_counters().committed_tokens == sum(drafts) - sum(rejected)
+    else:
+        assert not any(drafts)
+        step.forward()
+    step.expect(step.batch.kept(rejected))
+    step.assert_pool()

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings come from ``VLLM_NWOR_*`` alone, and what is not understood stops the run (R18, #16)."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nwor.settings import MODES, PREFIX, Settings
+
+
+def test_nothing_set_is_off():
+    assert Settings.from_env({}) == Settings()
+    assert Settings().mode == "off"
+
+
+@pytest.mark.parametrize("mode", ["Off", "on", "stagee", "COW", "", " cow", "1"])
+def test_a_misspelt_mode_is_an_error(mode):
+    """#16: compared as `!= "off"`, a typo once switched it on."""
+    with pytest.raises(ValueError, match=r"VLLM_NWOR_MODE=.* is not a mode; choose one of off, cow, stage"):
+        Settings.from_env({"VLLM_NWOR_MODE": mode})
+    with pytest.raises(ValueError, match="not a mode"):
+        Settings(mode=mode)
+
+
+@pytest.mark.parametrize("name", ["VLLM_NWOR_MODUS", "VLLM_NWOR_", "VLLM_NWOR_mode", "VLLM_NWOR_DEBUG"])
+def test_an_unknown_setting_is_an_error(name):
+    """A misspelt name must not leave its setting at the default; the error lists the names there are."""
+    with pytest.raises(ValueError, match=f"unknown setting {name}; .*VLLM_NWOR_MODE, VLLM_NWOR_EMIT_METRICS"):
+        Settings.from_env({name: "stage"})
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "", "2", "-1", "01", "off"])
+@pytest.mark.parametrize("flag", ["EMIT_METRICS", "DEBUG_SYNC", "AUDIT"])
+def test_a_flag_is_0_or_1(flag, value):
+    with pytest.raises(ValueError, match=f"{PREFIX}{flag}='{value}' must be 0 or 1"):
+        Settings.from_env({PREFIX + flag: value})
+
+
+def test_each_variable_reaches_its_own_field():
+    given_flags = {"VLLM_NWOR_MODE": "cow", "VLLM_NWOR_EMIT_METRICS": "0", "VLLM_NWOR_DEBUG_SYNC": "1"}
+    assert Settings.from_env(given_flags) == Settings(mode="cow", emit_metrics=False, debug_sync=True)
+    assert Settings.from_env({"VLLM_NWOR_AUDIT": "1"}) == Settings(audit=True)
+
+
+def test_other_variables_are_not_looked_at():
+    assert Settings.from_env({"VLLM_USE_V1": "x", "NWOR_MODE": "stage", "vllm_nwor_mode": "stage"}) == Settings()
+
+
+@given(mode=st.sampled_from(MODES), flags=st.tuples(st.booleans(), st.booleans(), st.booleans()))
+def test_round_trip(mode, flags):
+    """What `environ` writes for a child process is what the child reads, every field of it."""
+    settings = Settings(mode, *flags)
+    assert Settings.from_env(settings.environ()) == settings
+    assert all(name.startswith(PREFIX) and isinstance(value, str) for name, value in settings.environ().items())
+
+
+def test_a_process_reads_its_own_environment():
+    code = "from nwor.settings import Settings; print(Settings.from_env())"
+    environment = {**os.environ, **Settings(mode="stage", audit=True).environ()}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == repr(Settings(mode="stage", audit=True))
