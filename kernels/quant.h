@@ -38,7 +38,6 @@ inline uint8_t to_fp8(float value, float scale) {
   constexpr float largest = format == CacheDtype::kE4M3 ? 448.0f : 57344.0f;
   // min first: of (largest, NaN) it returns largest.
   const float scaled = std::max(-largest, std::min(largest, value * (1.0f / scale)));
-  if (scaled == 0.0f) return 0;
   const uint8_t sign = scaled < 0.0f ? 0x80 : 0;
   const float magnitude = sign ? -scaled : scaled;
   if constexpr (format == CacheDtype::kE4M3) {

@@ -7,15 +7,16 @@ is caught and passed over.
 
 import pytest
 import torch
+from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_reference import (
+
+from nwor.ops_reference import (
     ACCEPTANCE,
     LAYOUTS,
     Twins,
     cache_dtype_of,
     check,
-    each_device,
     make_cache,
     make_mask,
     make_scale,

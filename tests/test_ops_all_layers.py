@@ -6,11 +6,12 @@ Hazards by their numbers: #2 every layer, #3 counts, #7 strides, #12 raw bytes, 
 
 import pytest
 import torch
+from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_reference import Pool, Twins, check, each_device, make_slots, make_window, poison
 
 from nwor import ops
+from nwor.ops_reference import Pool, Twins, check, make_slots, make_window, poison
 
 pytestmark = each_device
 

@@ -6,18 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from op_reference import (
-    Pool,
-    check_refused,
-    each_device,
-    make_cache,
-    make_staging,
-    make_vectors,
-    make_window,
-    needs_gpu,
-)
+from devices import each_device, needs_gpu
 
 from nwor import ops
+from nwor.ops_reference import Pool, check_refused, make_cache, make_staging, make_vectors, make_window
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], None]

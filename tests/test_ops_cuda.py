@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU shows: graphs, streams, devices, far offsets, values the host does not see (R15, #5, #6, #14)."""
 
-import op_reference
 import pytest
 import torch
-from op_reference import (
+
+from nwor import ops, ops_reference
+from nwor.ops_reference import (
     Pool,
     Twins,
     check,
@@ -17,8 +18,6 @@ from op_reference import (
     make_window,
     poison,
 )
-
-from nwor import ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -83,7 +82,7 @@ class Step:
         """What plain Python makes of the contents now."""
         twins = Twins()
         for operator, args in list(self.calls()):
-            getattr(op_reference, operator)(*(twins(arg) for arg in args), device="cuda")
+            getattr(ops_reference, operator)(*(twins(arg) for arg in args), device="cuda")
         return twins
 
 
@@ -221,7 +220,7 @@ def test_values_that_the_host_does_not_see_are_skipped():
     staging[3].copy_(torch.tensor([2, 0]))
     expected = Twins()
     twins = [expected(tensor) for tensor in (*staging, *caches)]
-    op_reference.commit_staged_kv_cache(*twins, torch.tensor([2]), device="cuda")
+    ops_reference.commit_staged_kv_cache(*twins, torch.tensor([2]), device="cuda")
     ops.commit_staged_kv_cache(*staging, *caches, torch.tensor([99], device="cuda"))
     expected.assert_equal("accepted_len beyond the staged rows")
 

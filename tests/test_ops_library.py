@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
-from op_reference import (
+from devices import each_device, needs_gpu
+
+from nwor import ops
+from nwor.ops_reference import (
     LAYOUTS,
     Pool,
-    each_device,
     make_cache,
     make_mask,
     make_scale,
@@ -17,10 +19,7 @@ from op_reference import (
     make_staging,
     make_vectors,
     make_window,
-    needs_gpu,
 )
-
-from nwor import ops
 
 ops.load()
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operator once more in plain Python, byte by byte, and a maker of inputs with poisoned caches.
+"""Every operator of `nwor.ops` once more in plain Python, byte by byte, and makers of inputs with poisoned caches.
 
 `check(operator, *args)` runs both on equal memory and compares all of it: each byte of each storage that the
-arguments lie in, whether it was to be written or not.
+arguments lie in, whether it was to be written or not. The functions named like operators take their arguments on the
+CPU, and the device whose writer's fp8 bytes are wanted.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,8 +19,6 @@ from nwor import ops
 FP8 = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 ACCEPTANCE = ("none", "full", "prefix", "sparse")
 LAYOUTS = ("NHD", "HND", "vllm HND", "vllm NHD")
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
-each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -255,7 +253,8 @@ def split_rows(
     slots: Tensor, row_request: Tensor, rows_behind: Tensor, num_rejected: Tensor
 ) -> tuple[list[int], list[int]]:
     """The kept and the rejected rows."""
-    kept, rejected = [], []
+    kept: list[int] = []
+    rejected: list[int] = []
     for row, (slot, request) in enumerate(zip(slots.tolist(), row_request.tolist(), strict=True)):
         if slot >= 0 and request >= 0:
             (rejected if rows_behind[row] < num_rejected[request] else kept).append(row)
@@ -318,22 +317,34 @@ class Twins:
         twin = torch.empty(0, dtype=value.dtype)
         return twin.set_(copied.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
+    def compare(self) -> tuple[int, int]:
+        """How many bytes there are in all storages, and how many of them differ now."""
+        differing = sum(int((original.cpu() != copied).sum()) for original, copied in self.storages.values())
+        return sum(len(copied) for _, copied in self.storages.values()), differing
+
     def assert_equal(self, what: str) -> None:
-        """Every byte of every storage."""
+        """Every byte of every storage, or an AssertionError that says how many are wrong and where."""
         for original, copied in self.storages.values():
             wrong = (original.cpu() != copied).nonzero().flatten()
-            assert not len(wrong), f"{what}: {len(wrong)} of {len(copied)} bytes differ, first at {wrong[:8].tolist()}"
+            if len(wrong):
+                places = wrong[:8].tolist()
+                raise AssertionError(f"{what}: {len(wrong)} of {len(copied)} bytes differ, first at {places}")
 
 
-def check(operator: str, *args: Any) -> None:
-    """Run an operator and its reference on equal memory and compare every byte."""
+def run_both(operator: str, *args: Any, given: Sequence[Any] | None = None) -> Twins:
+    """Run the reference on twins of `args` and the operator on `args`, or on what it is `given` instead of them."""
     twins = Twins()
     expected = [twins(arg) for arg in args]
     device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
     reference: Callable[..., None] = globals()[operator]
     reference(*expected, device=device)
-    getattr(ops, operator)(*args)
-    twins.assert_equal(operator)
+    getattr(ops, operator)(*(args if given is None else given))
+    return twins
+
+
+def check(operator: str, *args: Any) -> None:
+    """Run an operator and its reference on equal memory and compare every byte."""
+    run_both(operator, *args).assert_equal(operator)
 
 
 def check_refused(operator: str, args: Sequence[Any], message: str) -> None:
@@ -344,7 +355,8 @@ def check_refused(operator: str, args: Sequence[Any], message: str) -> None:
     try:
         getattr(ops, operator)(*args)
     except RuntimeError as error:
-        assert message in str(error), f"{operator} says {error}, not {message!r}"
+        if message not in str(error):
+            raise AssertionError(f"{operator} says {error}, not {message!r}") from error
     else:
         raise AssertionError(f"{operator} took it; expected an error with {message!r}")
     twins.assert_equal(operator)
