@@ -139,6 +139,7 @@ def walk(directory: Path, chosen: list[Path], given: dict[str, str], resume: boo
     values = parameters_of(chosen, given)
     entries = results.read_manifest(directory)["notebooks"]
     failed: dict[str, str] = {}
+    print(f"{'going on with' if resume else 'results go to'} {directory}")
     for number, notebook in enumerate(chosen, 1):
         name, entry = notebook.stem, entries.get(notebook.stem, {})
         print(f"\nnotebook {number} of {len(chosen)}: {name}", flush=True)

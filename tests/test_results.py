@@ -334,3 +334,13 @@ def test_the_rejected_share_follows_from_survival(tables: dict) -> None:
     assert predicted[2] == pytest.approx((2 - 0.7 - 0.49) / 3)
     measured = tables["acceptance"].query("metric == 'rejected_share'")["value"].iloc[0]
     assert predicted[4] == pytest.approx(measured)
+
+
+def test_the_recorded_tables_draw_every_figure_and_say_where_they_are_from(tmp_path: Path) -> None:
+    recorded = figures.tables(paths.RECORDED)
+    assert len(figures.draw(tmp_path, recorded)) == 4
+    assert (paths.RECORDED / "README.md").exists()
+    notebooks = results.read_manifest(paths.RECORDED)["notebooks"]
+    assert {table["run_id"].iloc[0] for table in recorded.values()} == {results.read_manifest(paths.RECORDED)["run_id"]}
+    assert all(len(entry["provenance"]["git"]["commit"]) == 40 for entry in notebooks.values())
+    assert {len(notebooks) > 0, (paths.RECORDED / "manifest.json").exists()} == {True}
