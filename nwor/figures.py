@@ -7,7 +7,8 @@ Tables (see `nwor.results`) and the columns beyond the tidy ones:
                 with its 95 % interval `low`, `high` and the sampling `temperature`
                 metric `rejected_share`: rejected rows / rows written by vanilla, of windows of 1 + k rows
     traffic     metrics `bytes_read`, `bytes_written`, `launches` of one window, by mode, one row for each `kind`
-    steps       metric `step_ms`: time of one engine step, by mode, TP and repeat
+    steps       metric `step_ms`: time of one engine step, by mode, TP and repeat; several steps of one repeat
+                count as their median
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ def traffic(run: results.Run | Path, frame: pd.DataFrame) -> Path:
 def step_time(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw the time of a step by mode and TP: median, with the range over repeats."""
     rows = frame[frame["metric"] == "step_ms"]
+    rows = rows.groupby(["run_id", "mode", "tp", "repeat"], as_index=False)["value"].median()
     fig, ax = plot.figure()
     plot.bars(ax, rows, x="tp")
     ax.set(xlabel="tensor-parallel ranks", ylabel="time of a step (ms)")
