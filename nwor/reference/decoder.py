@@ -52,6 +52,7 @@ class Generation:
 
     mode: str
     shape: Shape
+    k: int
     tokens: list[list[int]]
     steps: list[Step]
     counts: Counts
@@ -65,6 +66,12 @@ class Generation:
     def acceptance_length(self) -> float:
         """Mean tokens a verification brings, the bonus token included; as vLLM's metrics have it."""
         return 1 + sum(self.accepted) / max(1, len(self.accepted))
+
+    @property
+    def survival(self) -> list[float]:
+        """Of each draft position, the share of verifications that accepted the draft there and all before it."""
+        accepted = self.accepted
+        return [sum(n > position for n in accepted) / max(1, len(accepted)) for position in range(self.k)]
 
     @property
     def dirty_bytes(self) -> int:
@@ -212,7 +219,7 @@ class SpeculativeDecoder:
         while active := [request for request in requests if len(request.output) < max_tokens]:
             steps.append(self._step(active, cache, policy, drafter))
         tokens = [request.output[:max_tokens] for request in requests]
-        return Generation(self.mode, self.shape, tokens, steps, policy.counts)
+        return Generation(self.mode, self.shape, self.k, tokens, steps, policy.counts)
 
     def _step(self, requests: list[Request], cache: PagedCache, policy: WriteAll, drafter: Drafter) -> Step:
         starts = [request.num_computed_tokens for request in requests]
