@@ -139,8 +139,8 @@ def traffic(run: results.Run | Path, frame: pd.DataFrame) -> Path:
         ax.grid(axis="x", visible=False)
     plot.legend(axes[0])
     caption = (
-        "Bytes moved and kernels launched by the KV write of one verify window in each mode, all layers; attention's "
-        f"own reads are the same in each and left out. Run {_runs(rows)}."
+        "Bytes moved and kernels launched to write the keys and values of one verify window in each mode, over all layers; "
+        f"attention's launches and its reads of the pages are left out. Run {_runs(rows)}."
     )
     return plot.save(fig, run, "traffic_by_mode", sums, caption)
 
