@@ -196,16 +196,18 @@ def test_a_writer_that_fails_half_way_is_undone(device):
 def test_windows_follow_each_other(mode, device):
     """#3, #5, #6: a second window through the same buffers, the slot mapping refilled in place, holds its own rows."""
     step = Step("packed" if device == "cpu" else "HND", mode, device)
-    for seed, rejected in ((0, REJECTED["some rejected"]), (1, REJECTED["all rejected"]), (2, (0, 0, 0, 1, 2))):
-        batch = Batch(QUERIES, DRAFTS, seed=seed)
-        step.batch.slots = batch.slots
-        step.batch.slot_mapping.copy_(batch.slot_mapping)
-        step.before = step.paged.pool.clone(), step.batch.slot_mapping.clone()
-        step.rows = [step.paged.new_rows(step.batch.num_tokens, 10 * seed + layer) for layer in range(3)]
+    buffer = step.batch.slot_mapping
+    drafts_first = (3, 2, 5, 4, 1), (2, 1, 0, 0, 0)  # what the first window held is prefill in the second
+    for seed, shape, rejected in ((0, (QUERIES, DRAFTS), (0, 1, 0, 1, 0)), (1, drafts_first, (1, 1, 0, 0, 0))):
+        batch = step.batch = Batch(*shape, device=device, seed=seed)
+        buffer.copy_(batch.slot_mapping)
+        batch.slot_mapping = buffer
+        step.before = step.paged.pool.clone(), buffer.clone()
+        step.rows = [step.paged.new_rows(batch.num_tokens, 10 * seed + layer) for layer in range(3)]
         assert step.begin()
         step.forward()
         step.commit(rejected)
-        step.expect(step.batch.kept(rejected))
+        step.expect(batch.kept(rejected))
         step.assert_pool()
 
 
