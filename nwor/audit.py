@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof, step by step, of which bytes of the KV cache a step changed: none but those of the rows that were kept.
 
-The audit knows nothing of how a mode works. It copies the target layers' caches before the forward, and after
-sampling compares every byte with the copy. A slot whose bytes changed must belong to a row that sampling kept, and
-each kept row must have been written.
+The audit knows nothing of how a mode works. Before the forward it marks the slots of the step's rows, whose content
+nobody may read until it is written, and copies the target layers' caches; after sampling it compares every byte with
+the copy. A slot whose bytes changed must belong to a row that sampling kept, and no kept row may still bear the mark.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# A finite number in every cache dtype: kernels multiply what lies beyond a sequence by zero, and 0 x NaN is NaN.
+_MARK = {1: 0x55, 2: 0x5555, 4: 0x55555555}
 
 
 @dataclass
@@ -21,7 +23,7 @@ class AuditReport:
 
     steps: audited steps; layer_steps: steps x target layers.
     dirty_layer_steps, dirty_slots: where bytes changed that were not to change.
-    kept_rows: rows x layers that were to be written; unwritten_rows: those of them whose bytes stayed as they were.
+    kept_rows: rows x layers that were to be written; unwritten_rows: those of them that still bear the mark.
     """
 
     steps: int = 0
@@ -47,9 +49,27 @@ class CacheAudit:
     def __init__(self, caches: Sequence[Tensor], packing: Tensor | None = None) -> None:
         self.caches, self.packing = caches, packing
         self.report = AuditReport()
+        self.enabled = True
         self._before: list[Tensor] = []
 
-    def before(self) -> None:
+    def before(self, slots: Tensor) -> None:
+        """Mark and remember, before the forward.
+
+        Args:
+            slots: int64 [num_rows], the slots of all rows of the step; negative ones are skipped.
+        """
+        slots = slots[slots >= 0]
+        block_size = self.caches[0].shape[2]
+        block, offset = slots // block_size, slots % block_size
+        for cache in self.caches:
+            bits = cache.view(_SAME_SIZE[cache.element_size()])
+            if self.packing is None:
+                bits[block, :, offset] = _MARK[cache.element_size()]
+            else:
+                chunks = bits.view(*bits.shape[:2], -1)
+                heads = torch.arange(bits.shape[1])
+                places = self.packing[offset].long()
+                chunks[block[:, None, None], heads[None, :, None], places[:, None, :]] = _MARK[cache.element_size()]
         self._before = [cache.clone() for cache in self.caches]
 
     def after(self, kept_slots: Tensor) -> None:
@@ -82,3 +102,22 @@ class CacheAudit:
             flat = changed.reshape(blocks, heads, block_size * width)
             changed = flat[:, :, self.packing.flatten().long()].view(changed.shape)
         return changed.any(dim=3).any(dim=1).flatten()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m nwor audit --mode ...`: run engines under the audit; 0 when every mode but vanilla is clean.
+
+    Takes the arguments of `python -m nwor bench`, and measures no time.
+    """
+    from nwor import bench
+
+    arguments = bench.parser("audit").parse_args(argv)
+    spec, plan, prompts = bench.read(arguments, repeats=0, audit=True)
+    _, report = bench.run(spec, plan, prompts)
+    bad = 0
+    for mode, ranks in report["ranks"].items():
+        for rank in ranks:
+            found = AuditReport(**rank["audit"])
+            print(f"{mode:6} rank {rank['rank']}: {'clean' if found.clean else 'DIRTY'}  {found}")
+            bad += mode != "off" and not found.clean
+    return int(bad > 0)

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from nwor import paths, results
-from nwor.engine import Engine, EngineSpec, Generation
+from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.settings import MODES, Settings
 
 
@@ -28,6 +28,7 @@ class Plan:
 
     modes: the first is the baseline the others are compared with.
     temperatures: 0 is greedy; parity of tokens is judged there alone.
+    audit: hold the first pass, which is not timed, to the whole-cache audit.
     logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
     """
 
@@ -38,15 +39,15 @@ class Plan:
     repeats: int = 5
     logit_gap: float = 0.25
     seed: int = 0
-    audit: bool = False
+    audit: bool = True
 
     def __post_init__(self) -> None:
         for mode in self.modes:
             Settings(mode=mode)
         if len(set(self.modes)) != len(self.modes):
             raise ValueError(f"modes repeat: {','.join(self.modes)}")
-        if self.repeats < 1 or self.num_prompts < 1:
-            raise ValueError("repeats and num_prompts must be at least 1")
+        if self.repeats < 0 or self.num_prompts < 1:
+            raise ValueError("repeats must be at least 0 and num_prompts at least 1")
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,15 @@ def compare(baseline: Generation, other: Generation) -> Parity:
             continue
         place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         best = baseline.top_logprobs[index][place] if place is not None and baseline.top_logprobs else {}
-        gaps.append(best[ours[place]] - best[theirs[place]] if place is not None and theirs[place] in best else math.inf)
+        gaps.append(
+            best[ours[place]] - best[theirs[place]] if place is not None and theirs[place] in best else math.inf
+        )
     return Parity(equal, len(baseline.tokens), max(gaps))
 
 
-def run(spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def run(
+    spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run the plan.
 
     Returns:
@@ -89,16 +94,14 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> tup
         RuntimeError: an engine failed, or a rank does not serve the mode that was asked for.
     """
     with ExitStack() as stack:
-        engines = {
-            mode: stack.enter_context(Engine(spec, Settings(mode=mode, audit=plan.audit, debug_sync=mode != "off")))
-            for mode in plan.modes
-        }
+        engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
         for mode, engine in engines.items():
             engine.wait()
             require_served(mode, engine.report())
         first = engines[plan.modes[0]]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        tokens = first.encode(texts) if texts else [list(prompt) for prompt in prompts]
+        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        tokens = given + first.encode(texts)
         longest = spec.max_model_len - plan.max_tokens
         batch = [prompt[:longest] for prompt in (tokens * plan.num_prompts)[: plan.num_prompts]]
 
@@ -109,6 +112,7 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> tup
         for mode, generation in warm.items():
             parity[mode] = compare(warm[plan.modes[0]], generation)
             answers[mode] = generation.text[:4]
+            engines[mode].stop_audit()
         for temperature in plan.temperatures:
             for repeat in range(plan.repeats):
                 for mode, engine in engines.items():
@@ -128,11 +132,18 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> tup
     return rows, report
 
 
+def settings_of(mode: str, audit: bool) -> Settings:
+    """A mode's settings; what repairs vLLM's loading and sampling is the same in all modes, the baseline too."""
+    return Settings(mode=mode, audit=audit, debug_sync=mode != "off", eagle_bias=True, fix_cpu_sampling=on_cpu())
+
+
 def require_served(mode: str, ranks: list[dict[str, Any]]) -> None:
     """Proof of treatment: raise `RuntimeError` unless `mode` itself is active on every rank."""
     wrong = [rank for rank in ranks if rank["mode"] != mode or not rank["serving"].startswith(mode)]
     if wrong or not ranks:
-        raise RuntimeError(f"mode {mode} is not active on every rank, so nothing may be measured under its name: {wrong}")
+        raise RuntimeError(
+            f"mode {mode} is not active on every rank, so nothing may be measured under its name: {wrong}"
+        )
 
 
 def measured(generation: Generation) -> list[dict[str, Any]]:
@@ -209,11 +220,13 @@ def read_prompts(source: str) -> list[str]:
     return [json.loads(line)["prompt"] for line in path.read_text().splitlines() if line.strip()]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(command: str = "bench") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="nwor bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"nwor {command}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--mode", default="off,cow,stage", help=f"modes to compare, of {', '.join(MODES)}; first is baseline")
+    made.add_argument(
+        "--mode", default="off,cow,stage", help=f"modes to compare, of {', '.join(MODES)}; first is baseline"
+    )
     made.add_argument("--temperature", default="0", help="temperatures, comma-separated")
     made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
     made.add_argument("--random-prompts", type=int, default=0, metavar="N", help="random token ids, N to a prompt")
@@ -224,7 +237,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _add_fields(made: argparse.ArgumentParser, kind: type, defaults: dict[str, Any], skip: tuple[str, ...] = ()) -> None:
+def _add_fields(
+    made: argparse.ArgumentParser, kind: type, defaults: dict[str, Any], skip: tuple[str, ...] = ()
+) -> None:
     for field in fields(kind):
         if field.name in skip:
             continue
@@ -236,22 +251,30 @@ def _add_fields(made: argparse.ArgumentParser, kind: type, defaults: dict[str, A
             made.add_argument(name, type=type(default), default=default, help="default: %(default)s")
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+def read(arguments: argparse.Namespace, **fixed: Any) -> tuple[EngineSpec, Plan, list[Any]]:
+    """The spec, the plan and the prompts that the arguments describe; `fixed` fields of the plan win."""
     given = vars(arguments)
     spec = EngineSpec(**{field.name: given[field.name] for field in fields(EngineSpec)})
-    plan = Plan(
-        modes=tuple(arguments.mode.split(",")),
-        temperatures=tuple(float(value) for value in arguments.temperature.split(",")),
-        **{f.name: given[f.name] for f in fields(Plan) if f.name not in ("modes", "temperatures")},
-    )
-    prompts: list[Any] = random_prompts(spec, plan, arguments.random_prompts) if arguments.random_prompts else []
-    rows, report = run(spec, plan, prompts or read_prompts(arguments.prompts))
+    chosen = {
+        "modes": tuple(arguments.mode.split(",")),
+        "temperatures": tuple(float(value) for value in arguments.temperature.split(",")),
+    }
+    plan = Plan(**{field.name: given[field.name] for field in fields(Plan) if field.name in given} | chosen | fixed)
+    length = arguments.random_prompts
+    return spec, plan, random_prompts(plan, length) if length else read_prompts(arguments.prompts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    spec, plan, prompts = read(arguments)
+    rows, report = run(spec, plan, prompts)
     directory = Path(arguments.run_dir) if arguments.run_dir else paths.RESULTS / arguments.name
     model = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
-    frame = results.tidy(rows, run_id=directory.name, model=model, tp=spec.tp, k=spec.k, batch=spec.batch, seed=spec.seed)
+    frame = results.tidy(
+        rows, run_id=directory.name, model=model, tp=spec.tp, k=spec.k, batch=spec.batch, seed=spec.seed
+    )
     results.write_table(directory / f"{arguments.name}.parquet", frame)
-    report |= {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(given)}
+    report |= {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(vars(arguments))}
     results.write_json(directory / f"{arguments.name}.json", report)
     table = summary(frame, plan.modes, plan.logit_gap)
     print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
@@ -259,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def random_prompts(spec: EngineSpec, plan: Plan, length: int) -> list[list[int]]:
+def random_prompts(plan: Plan, length: int) -> list[list[int]]:
     """Prompts of random token ids, for models without a tokenizer of their own."""
     import random
 

@@ -5,6 +5,7 @@ A child gets its mode through the environment before vLLM is imported, holds one
 `Engine.generate` and `Engine.report`.
 """
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from nwor.settings import Settings
 
@@ -27,6 +28,7 @@ class EngineSpec:
     method: vLLM's speculative method; k is its ``num_speculative_tokens``.
     num_blocks: cache blocks, or 0 for as many as vLLM finds room for.
     load_format: ``auto``, or ``dummy`` for random weights of the model's shape.
+    cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
     acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
     """
 
@@ -45,6 +47,7 @@ class EngineSpec:
     enforce_eager: bool = True
     prefix_caching: bool = False
     load_format: str = "auto"
+    cpu_threads: int = 1
     acceptance_length: float = 0.0
     seed: int = 0
 
@@ -88,16 +91,16 @@ class EngineSpec:
         return arguments
 
     def environ(self) -> dict[str, str]:
-        """Environment of a child: repeatable batches, and on a CPU a small cache and cores shared out among ranks."""
+        """Environment of a child: repeatable batches, and on a CPU a small cache and cores of its own for each rank."""
         env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         if Path(self.model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if on_cpu():
             env["VLLM_CPU_KVCACHE_SPACE"] = "1"
             cores = sorted(os.sched_getaffinity(0))
-            share = max(1, len(cores) // self.tp)
+            share = self.cpu_threads or max(1, len(cores) // self.tp)
             parts = [cores[rank * share : (rank + 1) * share] for rank in range(self.tp)]
-            if all(parts):
+            if all(len(part) == share for part in parts):
                 env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
         return env
 
@@ -148,10 +151,12 @@ class Engine:
         theirs.close()
         self._ready = False
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def wait(self) -> None:
@@ -163,7 +168,11 @@ class Engine:
     def generate(
         self, prompts: Sequence[list[int]], max_tokens: int, temperature: float = 0.0, seed: int = 0, logprobs: int = 0
     ) -> Generation:
-        """Generate for all prompts (token ids) at once; request i samples with seed `seed + i`."""
+        """Generate for all prompts (token ids) at once.
+
+        Request i samples with seed `seed + i` on a GPU. On a CPU the engine's own seed has to do: a request's own
+        generator fails there beside a chunked prefill ("CPU Generator does not use offset").
+        """
         return self._call("generate", list(prompts), max_tokens, temperature, seed, logprobs)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -174,16 +183,18 @@ class Engine:
         """Every rank's status (`nwor.vllm.worker.Status`) as a dict."""
         return self._call("report")
 
+    def stop_audit(self) -> None:
+        """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
+        self._call("stop_audit")
+
     def metrics(self) -> dict[str, float]:
         """The ``vllm:nwor_*`` and ``vllm:spec_decode_*`` values of ``LLM.get_metrics()``."""
         return self._call("metrics")
 
     def close(self) -> None:
         if self._process.is_alive():
-            try:
+            with contextlib.suppress(OSError):
                 self._pipe.send(None)
-            except (BrokenPipeError, OSError):
-                pass
             self._process.join(timeout=30)
             if self._process.is_alive():
                 self._process.terminate()
@@ -217,9 +228,9 @@ def _serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection) -> None:
         while (call := pipe.recv()) is not None:
             name, arguments = call
             pipe.send((True, getattr(served, name)(*arguments)))
-    except EOFError:
-        pass
-    except BaseException:
+    except EOFError:  # the parent is gone
+        return
+    except BaseException:  # noqa: BLE001  (the parent raises it)
         pipe.send((False, traceback.format_exc()))
     finally:
         if served is not None:
@@ -252,7 +263,7 @@ class _Served:
                 temperature=temperature,
                 max_tokens=max_tokens,
                 ignore_eos=True,
-                seed=seed + index if temperature else None,
+                seed=seed + index if temperature and not on_cpu() else None,
                 logprobs=logprobs or None,
             )
             self.engine.add_request(f"{self.calls}-{index}", {"prompt_token_ids": prompt}, sampling)
@@ -283,6 +294,11 @@ class _Served:
         from nwor.vllm.worker import status
 
         return self.llm.collective_rpc(status)
+
+    def stop_audit(self) -> None:
+        from nwor.vllm.worker import stop_audit
+
+        self.llm.collective_rpc(stop_audit)
 
     def metrics(self) -> dict[str, float]:
         wanted = ("vllm:nwor_", "vllm:spec_decode_")

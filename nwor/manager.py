@@ -63,7 +63,9 @@ class CacheLayout:
         size = first.element_size()
         return cls(
             pool=torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage),
-            layer_offsets=torch.tensor([c.storage_offset() * size for c in kv_caches], dtype=torch.int64).to(first.device),
+            layer_offsets=torch.tensor([c.storage_offset() * size for c in kv_caches], dtype=torch.int64).to(
+                first.device
+            ),
             strides=(first.stride(0) * size, first.stride(1) * size, first.stride(2) * size),
             num_heads=num_heads,
             block_size=block_size,
@@ -250,7 +252,9 @@ class DraftCommitManager:
         count = len(self.window)
         if self.emulate:
             assert self.old_rows is not None
-            ops.log_all_layers(*self._cache(layer), self.slots[:count], self.layout.packing, self.old_rows[layer : layer + 1])
+            ops.log_all_layers(
+                *self._cache(layer), self.slots[:count], self.layout.packing, self.old_rows[layer : layer + 1]
+            )
             self._stage[layer] = True  # before the write: should it fail half way, `cancel` undoes it
             write(kv_cache, slot_mapping)
         else:
@@ -286,7 +290,9 @@ class DraftCommitManager:
         if self.mode == "stage" and not all(self._stage):
             missing = [layer for layer, staged in enumerate(self._stage) if not staged]
             self.cancel()
-            raise RuntimeError(f"target layers {missing} staged nothing: their attention does not go through NWOR's hook")
+            raise RuntimeError(
+                f"target layers {missing} staged nothing: their attention does not go through NWOR's hook"
+            )
         count = len(window)
         move = ops.restore_all_layers if self.mode == "cow" else ops.commit_all_layers
         move(

@@ -23,7 +23,8 @@ class Settings:
     emit_metrics: export the ``vllm:nwor_*`` counters.
     debug_sync: check the worker's committed counts against the scheduler's in every step, and stop at a difference.
     audit: compare the whole cache before and after every step (`nwor.audit`); works in every mode, ``off`` too.
-    eagle_bias: load EAGLE heads with biases vLLM has no place for; any mode but ``off`` does so without being told.
+    eagle_bias: apply an EAGLE head's biases in mode ``off`` too; the other modes do so without being told.
+    fix_cpu_sampling: repair vLLM's sampling at temperatures above 0 with speculation on a CPU.
     """
 
     mode: str = "off"
@@ -31,6 +32,7 @@ class Settings:
     debug_sync: bool = False
     audit: bool = False
     eagle_bias: bool = False
+    fix_cpu_sampling: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -42,12 +44,15 @@ class Settings:
         given = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
         if unknown := sorted(given.keys() - known.keys()):
             raise ValueError(f"unknown setting {', '.join(unknown)}; the settings are {', '.join(known)}")
-        return cls(**{known[name]: value if known[name] == "mode" else _flag(name, value) for name, value in given.items()})
+        flags = {known[name]: _flag(name, value) for name, value in given.items() if known[name] != "mode"}
+        return cls(mode=given.get(PREFIX + "MODE", "off"), **flags)
 
     def environ(self) -> dict[str, str]:
         """The same settings as environment variables, for a child process."""
         return {
-            PREFIX + field.name.upper(): str(int(value)) if isinstance(value := getattr(self, field.name), bool) else value
+            PREFIX + field.name.upper(): str(int(value))
+            if isinstance(value := getattr(self, field.name), bool)
+            else value
             for field in fields(self)
         }
 

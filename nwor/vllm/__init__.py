@@ -3,7 +3,7 @@
 
 Where the patches go: `engine` and `metrics` into the front end and the engine core, where they only count and check;
 `worker` into every worker, where it applies `runner_v1` and the attention backend's hooks at device initialisation.
-`eagle_bias` goes wherever models are loaded. With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched.
+With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched.
 """
 
 from nwor.settings import PREFIX, Settings
@@ -19,7 +19,7 @@ def register() -> None:
     """
     settings = Settings.from_env()
     _declare_variables(settings)
-    if settings.mode == "off" and not settings.audit and not settings.eagle_bias:
+    if not (settings.mode != "off" or settings.audit or settings.eagle_bias or settings.fix_cpu_sampling):
         return
 
     from nwor import ops

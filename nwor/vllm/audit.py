@@ -52,10 +52,12 @@ def _make_initialize(original: Callable) -> Callable:
 
 def _make_forward(original: Callable) -> Callable:
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.nwor_audit.enabled:
+            return original(self, *args, **kwargs)
         starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1].tolist()
         slots = target_slot_mapping(self)[: starts[-1]].clone()
         self.nwor_audited = starts, slots
-        self.nwor_audit.before()
+        self.nwor_audit.before(slots)
         return original(self, *args, **kwargs)
 
     return _model_forward
@@ -64,6 +66,8 @@ def _make_forward(original: Callable) -> Callable:
 def _make_sample(original: Callable) -> Callable:
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         output = original(self, logits, spec_decode_metadata)
+        if not self.nwor_audit.enabled:
+            return output
         starts, slots = self.nwor_audited
         self.nwor_audit.after(kept_slots(starts, slots, output.sampled_token_ids, spec_decode_metadata))
         return output

@@ -77,14 +77,12 @@ def _make_forward(original: Callable) -> Callable:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         context = getattr(layer, "nwor", None)
-        manager = None if context is None else context.manager
-        holding = manager is not None and manager.holding and attn_metadata is not None
-        if not holding or manager.emulate or not manager.window.whole_batch:
-            original(
-                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-        if not holding:
-            return output
+        vanilla = (self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        if context is None or not context.manager.holding or attn_metadata is None:
+            return original(*vanilla)
+        manager = context.manager
+        if manager.emulate or not manager.window.whole_batch:
+            original(*vanilla)
         if manager.emulate:
             manager.put_back(context.index)
             return output

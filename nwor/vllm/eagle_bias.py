@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM's EAGLE head: load checkpoints that carry biases it has no place for.
+"""Patch of vLLM's EAGLE head: biases of a checkpoint are applied, never dropped or invented.
 
-Why: `EagleLlamaForCausalLM` builds `fc` without a bias and fails on a checkpoint that has one, as the original EAGLE
-recipe's have. Dropping a bias that is not zero costs acceptance.
-How: a bias of zeros is skipped with a notice; `fc`'s own, when it is not zero, becomes its parameter. Any other bias
-without a place goes on to vLLM, which refuses it.
+Why: `EagleLlamaForCausalLM` builds `fc` without a bias, and vLLM's loader passes over a bias it has no place for, with
+a debug line; dropping one that is not zero costs acceptance. Where a head's `config.json` says ``"bias": true``, as the
+original EAGLE recipe writes for `fc`, vLLM instead gives its attention biases that no checkpoint fills.
+How: a bias of zeros without a place is skipped with a notice; `fc`'s own, when it is not zero, becomes its parameter;
+any other stops the load. A bias that was built but is not in the checkpoint is zero.
 When it can go: when vLLM gives `fc` a bias where the checkpoint has one.
 """
 
@@ -16,8 +17,13 @@ from torch import Tensor
 
 from nwor.vllm.patch import wrap
 
-_STACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-_STACKED["up_proj"] = "gate_up_proj"
+_STACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 
 
 def install() -> None:
@@ -28,32 +34,38 @@ def install() -> None:
 
 def _make_load(original: Callable) -> Callable:
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        from vllm.logger import init_logger
-
-        logger = init_logger(__name__)
-        loaded = original(self, _without_placeless(self, weights, logger))
-        fc = self.model.fc
-        if (bias := self.__dict__.pop("nwor_fc_bias", None)) is not None:
+        found: dict[str, Tensor] = {}
+        loaded = original(self, _with_a_place(dict(self.model.named_parameters()), weights, found))
+        for name, parameter in self.model.named_parameters():
+            if name.endswith(".bias") and name not in found:
+                parameter.data.zero_()
+        bias = found.get("fc.bias")
+        if bias is not None and bool(bias.any()):
+            fc = self.model.fc
             fc.register_parameter("bias", torch.nn.Parameter(bias.to(fc.weight), requires_grad=False))
-            logger.info("NWOR: applied the checkpoint's fc.bias, which vLLM's EAGLE head lacks.")
         return loaded
 
     return load_weights
 
 
-def _without_placeless(head: Any, weights: Iterable[tuple[str, Tensor]], logger: Any) -> Iterator[tuple[str, Tensor]]:
-    places = dict(head.model.named_parameters())
+def _with_a_place(
+    places: dict[str, Any], weights: Iterable[tuple[str, Tensor]], found: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass on the weights that vLLM has a place for, and note every bias in `found` by its place's name."""
+    from vllm.logger import init_logger
+
     for name, tensor in weights:
-        own = name.removeprefix("model.")
-        if own.endswith(".bias") and _place(own) not in places:
-            if not bool(tensor.any()):
-                logger.warning("NWOR: skipped %s: it is all zeros and vLLM's EAGLE head has no place for it.", name)
-                continue
-            if own == "fc.bias":
-                head.nwor_fc_bias = tensor
+        place = ".".join(_STACKED.get(part, part) for part in name.removeprefix("model.").split("."))
+        if place.endswith(".bias"):
+            found[place] = tensor
+            if place not in places:
+                zero = not bool(tensor.any())
+                if not zero and place != "fc.bias":
+                    raise ValueError(f"the EAGLE head's {name} is not zero, and vLLM has no place for it")
+                init_logger(__name__).warning(
+                    "NWOR: %s, which vLLM's EAGLE head has no place for, is %s.",
+                    name,
+                    "skipped: zeros" if zero else "applied",
+                )
                 continue
         yield name, tensor
-
-
-def _place(name: str) -> str:
-    return ".".join(_STACKED.get(part, part) for part in name.split("."))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrap methods of vLLM: only those whose signature is the one this kit was written for, once, and undone by one call."""
+"""Wrap methods and functions of vLLM: only those whose signature is the one this kit was written for, once, and undone by one call."""
 
 import functools
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 VLLM_VERSION = "0.32"
 
-_originals: dict[tuple[type, str, str], Any] = {}
+_originals: dict[tuple[type | ModuleType, str, str], Any] = {}
 
 
 class IncompatibleVLLM(RuntimeError):
@@ -26,11 +27,14 @@ def check_version() -> None:
         )
 
 
-def wrap(owner: type, name: str, parameters: tuple[str, ...], make: Callable[[Callable], Callable]) -> None:
+def wrap(
+    owner: type | ModuleType, name: str, parameters: tuple[str, ...], make: Callable[[Callable], Callable]
+) -> None:
     """Replace ``owner.name`` by ``make(original)``; a second call from the same module does nothing.
 
     Args:
-        owner: the class that defines the method itself (an inherited one would be patched on the wrong class).
+        owner: the class that defines the method itself (an inherited one would be patched on the wrong class), or the
+            module of a function.
         name: the method's name.
         parameters: the parameter names it is known to take, ``self`` included.
         make: given the original function, returns its replacement.
@@ -42,12 +46,12 @@ def wrap(owner: type, name: str, parameters: tuple[str, ...], make: Callable[[Ca
     if key in _originals:
         return
     if name not in vars(owner):
-        raise IncompatibleVLLM(f"{owner.__module__}.{owner.__qualname__} defines no {name}; use vllm=={VLLM_VERSION}.0")
+        raise IncompatibleVLLM(f"{_name(owner)} defines no {name}; use vllm=={VLLM_VERSION}.0")
     original = vars(owner)[name]
     found = tuple(inspect.signature(original).parameters)
     if found != parameters:
         raise IncompatibleVLLM(
-            f"{owner.__module__}.{owner.__qualname__}.{name} takes {found}, NWOR knows {parameters}; "
+            f"{_name(owner)}.{name} takes {found}, NWOR knows {parameters}; "
             f"use vllm=={VLLM_VERSION}.0, or run with VLLM_NWOR_MODE=off"
         )
     replacement = functools.wraps(original)(make(original))
@@ -64,4 +68,8 @@ def undo_all() -> None:
 
 def wrapped() -> list[str]:
     """Names of the methods wrapped in this process."""
-    return sorted({f"{owner.__qualname__}.{name}" for owner, name, _ in _originals})
+    return sorted({f"{_name(owner)}.{name}" for owner, name, _ in _originals})
+
+
+def _name(owner: type | ModuleType) -> str:
+    return owner.__name__.rpartition(".")[2]

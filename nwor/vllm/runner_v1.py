@@ -70,11 +70,9 @@ def target_layers(runner: Any) -> dict[str, Any]:
     from vllm.model_executor.layers.attention import Attention
 
     drafter = getattr(runner, "drafter", None)
-    draft_names = getattr(drafter, "_draft_attn_layer_names", set())
+    draft_names: set[str] = getattr(drafter, "_draft_attn_layer_names", set())
     context = runner.compilation_config.static_forward_context
-    return {
-        name: layer for name, layer in context.items() if isinstance(layer, Attention) and name not in draft_names
-    }
+    return {name: layer for name, layer in context.items() if isinstance(layer, Attention) and name not in draft_names}
 
 
 def unsupported(runner: Any, layers: dict[str, Any]) -> str:

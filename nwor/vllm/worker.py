@@ -37,9 +37,11 @@ def install(settings: Settings) -> None:
 
     def make(original: Callable) -> Callable:
         def init_device(self: Any) -> Any:
-            from nwor.vllm import cpu, eagle_bias, runner_v1
+            from nwor.vllm import cpu, cpu_sampling, eagle_bias, runner_v1
 
             eagle_bias.install()
+            if settings.fix_cpu_sampling:
+                cpu_sampling.install()
             runner_v1.install(settings)
             if settings.mode == "stage":
                 cpu.install()
@@ -72,3 +74,9 @@ def status(worker: Any) -> dict[str, Any]:
             audit={} if audit is None else asdict(audit.report),
         )
     )
+
+
+def stop_audit(worker: Any) -> None:
+    """End this worker's audit, if it has one; sent like `status`."""
+    if (audit := getattr(worker.model_runner, "nwor_audit", None)) is not None:
+        audit.enabled = False

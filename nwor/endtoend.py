@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the end-to-end runs must show, judged from a bench run's table and report."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from nwor.acceptance import same_share
+from nwor.bench import Parity, summary
+from nwor.results import Run
+
+
+def overview(bench: pd.DataFrame, report: Mapping[str, Any]) -> pd.DataFrame:
+    """One line a mode: parity, acceptance, dirty layer-steps, rejected bytes avoided and, beside parity, step time."""
+    plan = report["plan"]
+    table = summary(bench, plan["modes"], plan["logit_gap"])
+    audits = [report["ranks"][mode][0]["audit"] for mode in table["mode"]]
+    counters = [report["ranks"][mode][0]["counters"] for mode in table["mode"]]
+    table["layer_steps"] = [audit.get("layer_steps", 0) for audit in audits]
+    table["dirty"] = [audit.get("dirty_layer_steps", 0) for audit in audits]
+    table["MB_avoided"] = [counter.get("bytes_avoided", 0) / 1e6 for counter in counters]
+    table.insert(0, "tp", report["spec"]["tp"])
+    return table
+
+
+def step_rows(bench: pd.DataFrame, report: Mapping[str, Any]) -> pd.DataFrame:
+    """Rows `step_ms` for the figure: the median step of each repeat, for modes at parity alone."""
+    good = [mode for mode, found in report["parity"].items() if Parity(**found).explained(report["plan"]["logit_gap"])]
+    rows = bench[(bench.metric == "step_ms") & bench["mode"].isin(good)]
+    medians = rows.groupby(["mode", "model", "tp", "k", "batch", "seed", "repeat"], as_index=False).value.median()
+    return medians.assign(metric="step_ms", unit="ms")
+
+
+def rank_rows(report: Mapping[str, Any]) -> pd.DataFrame:
+    """Proof of treatment: each rank's mode, layers and counters, one line a rank."""
+    lines = [
+        {
+            "asked": mode,
+            "rank": rank["rank"],
+            "serving": rank["serving"],
+            "layers": rank["target_layers"],
+            **rank["counters"],
+        }
+        for mode, ranks in report["ranks"].items()
+        for rank in ranks
+    ]
+    return pd.DataFrame(lines)
+
+
+def claim(run: Run, bench: pd.DataFrame, report: Mapping[str, Any]) -> None:
+    """Record what must hold of one bench run with modes off, cow and stage, audited."""
+    spec, plan = report["spec"], report["plan"]
+    where = f"TP={spec['tp']}, {spec['dtype']}"
+    ranks, parity = report["ranks"], {mode: Parity(**found) for mode, found in report["parity"].items()}
+    serving = sorted({(mode, rank["serving"]) for mode, found in ranks.items() for rank in found})
+    run.claim(
+        f"{where}: every rank serves the mode asked for",
+        [(mode, mode) for mode in sorted(ranks)],
+        serving,
+        all(served == mode for mode, served in serving) and all(len(found) == spec["tp"] for found in ranks.values()),
+    )
+    cow, stage = parity["cow"], parity["stage"]
+    run.claim(f"{where}: cow's greedy tokens are vanilla's", cow.requests, cow.equal, cow.equal == cow.requests)
+    run.claim(
+        f"{where}: a token of stage that differs is a near tie (nats)",
+        f"<= {plan['logit_gap']}",
+        stage.largest_gap,
+        stage.explained(plan["logit_gap"]),
+    )
+    counts = {mode: acceptance(bench, mode) for mode in plan["modes"]}
+    z = same_share((counts["off"], counts["stage"]))
+    run.claim(f"{where}: stage accepts as many drafts as vanilla (|z|)", "< 3", abs(z), abs(z) < 3)
+    for mode in ("cow", "stage"):
+        same = all(rank["counters"] == ranks[mode][0]["counters"] for rank in ranks[mode])
+        run.claim(f"{where}: {mode}'s counts are the same on every rank", True, same, same)
+        metrics = report["metrics"][mode]
+        checks, wrong = metrics["nwor_scheduler_checks"], metrics["nwor_scheduler_mismatches"]
+        run.claim(f"{where}: {mode}'s commits are the scheduler's in every step", 0, wrong, checks > 0 and wrong == 0)
+        audits = [rank["audit"] for rank in ranks[mode]]
+        dirty = sum(audit["dirty_layer_steps"] + audit["unwritten_rows"] for audit in audits)
+        steps = sum(audit["layer_steps"] for audit in audits)
+        run.claim(f"{where}: {mode} leaves no layer-step dirty, of {steps}", 0, dirty, steps > 0 and dirty == 0)
+    dirty = sum(rank["audit"]["dirty_layer_steps"] for rank in ranks["off"])
+    run.claim(f"{where}: vanilla leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
+    counters = ranks["stage"][0]["counters"]
+    row = counters["bytes_written"] / (counters["committed_tokens"] + counters["windows"])
+    predicted = counters["rejected_tokens"] * row
+    avoided = counters["bytes_avoided"]
+    run.claim(f"{where}: stage avoids the rejected rows' bytes, no more", predicted, avoided, avoided == predicted)
+
+
+def acceptance(bench: pd.DataFrame, mode: str) -> tuple[int, int]:
+    """Accepted and offered drafts of one mode."""
+    rows = bench[bench["mode"] == mode].groupby("metric").value.sum()
+    return int(rows["accepted_tokens"]), int(rows["draft_tokens"])

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines for tests: many small ones after each other in one child process, with faults planted on request."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nwor.engine import EngineSpec, Generation, _Served
+from nwor.settings import Settings
+
+PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i in range(13)]
+
+
+@dataclass
+class Outcome:
+    """What an engine did, or the traceback of why it stopped."""
+
+    generation: Generation | None = None
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    counters_after_start: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        assert self.generation is not None, self.error
+        return self.generation.tokens
+
+    @property
+    def audit(self) -> dict[str, int]:
+        return self.ranks[0]["audit"]
+
+
+class Engines:
+    """A child process that builds one engine per call; importing vLLM is paid for once."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_loop, args=(theirs,))
+        self._process.start()
+
+    def run(
+        self, spec: EngineSpec, settings: Settings, fault: Callable[[], None] | None = None, **call: Any
+    ) -> Outcome:
+        """Build an engine, generate for `PROMPTS` greedily unless `call` says otherwise, and tear it down."""
+        self._pipe.send((spec, settings, fault, {"prompts": PROMPTS, "max_tokens": 40, **call}))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(timeout=60)
+
+
+def _loop(pipe: Any) -> None:
+    while (job := pipe.recv()) is not None:
+        pipe.send(_run(*job))
+
+
+def _run(spec: EngineSpec, settings: Settings, fault: Callable[[], None] | None, call: dict[str, Any]) -> Outcome:
+    import pytest
+    import vllm.plugins
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    import nwor.vllm
+
+    nwor.vllm.unregister()
+    vllm.plugins.plugins_loaded = False
+    environ = {**spec.environ(), **settings.environ(), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    outcome, served = Outcome(), None
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        try:
+            if fault is not None:
+                fault(patch)
+            served = _Served(spec)
+            outcome.counters_after_start = dict(served.report()[0]["counters"])
+            outcome.generation = served.generate(
+                call["prompts"],
+                call["max_tokens"],
+                call.get("temperature", 0.0),
+                call.get("seed", 0),
+                call.get("logprobs", 0),
+            )
+            outcome.ranks, outcome.metrics = served.report(), served.metrics()
+        except BaseException:  # noqa: BLE001  (what tests look at)
+            outcome.error = traceback.format_exc()
+        finally:
+            if served is not None:
+                served.engine.engine_core.shutdown()
+            cleanup_dist_env_and_memory()
+            os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
+    return outcome

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in a child's process, each one a way this has failed before; a test that stays green is no test."""
+
+import pytest
+
+from nwor import ops
+from nwor.manager import DraftCommitManager
+
+
+def no_commit(patch: pytest.MonkeyPatch) -> None:
+    def close_without_commit(self: DraftCommitManager, num_rejected: object) -> None:
+        self._close()
+
+    patch.setattr(DraftCommitManager, "commit", close_without_commit)
+
+
+def no_restore(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ops, "restore_all_layers", lambda *args: None)
+
+
+def no_unmask(patch: pytest.MonkeyPatch) -> None:
+    def close(self: DraftCommitManager) -> None:
+        self.staging_slots.fill_(-1)
+        self.window = self._slot_mapping = None
+
+    patch.setattr(DraftCommitManager, "_close", close)
+
+
+def commit_one_layer(patch: pytest.MonkeyPatch) -> None:
+    commit = ops.commit_all_layers
+
+    def first_only(pool, offsets, strides, slots, packing, rows, *rest):  # type: ignore[no-untyped-def]
+        commit(pool, offsets[:1], strides, slots, packing, rows[:1], *rest)
+
+    patch.setattr(ops, "commit_all_layers", first_only)
+
+
+def blind_attention(patch: pytest.MonkeyPatch) -> None:
+    """The second generation's flaw: the staged tail is not seen."""
+    attend = ops.verify_attention
+
+    def blind(query, kv_cache, staging, *rest, **named):  # type: ignore[no-untyped-def]
+        attend(query, kv_cache, staging.new_zeros(staging.shape), *rest, **named)
+
+    patch.setattr(ops, "verify_attention", blind)
+
+
+def small_capacity(patch: pytest.MonkeyPatch) -> None:
+    init = DraftCommitManager.__init__
+
+    def small(self, layout, mode, capacity, max_tokens, emulate=False):  # type: ignore[no-untyped-def]
+        init(self, layout, mode, 12, max_tokens, emulate)
+
+    patch.setattr(DraftCommitManager, "__init__", small)
+
+
+def unattended(patch: pytest.MonkeyPatch) -> None:
+    from nwor.vllm import cpu
+
+    patch.setattr(cpu, "cannot_attend", lambda layer: "a feature our attention lacks")
+
+
+def unreadable_packing(patch: pytest.MonkeyPatch) -> None:
+    from nwor.vllm import cpu
+
+    patch.setattr(cpu, "find_packing", lambda layer: None)
+
+
+def broken_extension(patch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("the operators do not load")
+
+    patch.setattr(ops, "load", fail)
+
+
+def plugin_missing_in_worker(patch: pytest.MonkeyPatch) -> None:
+    from nwor.vllm import worker
+
+    patch.setattr(worker, "install", lambda settings: None)
+
+
+def unknown_vllm(patch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    patch.setattr(vllm, "__version__", "0.33.0")
+
+
+def changed_signature(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    patch.setattr(GPUModelRunner, "_sample", lambda self, logits, metadata, extra: None)
+
+
+def layer_without_hook(patch: pytest.MonkeyPatch) -> None:
+    from nwor.vllm import cpu
+
+    patch.setattr(cpu, "install", lambda: None)
+
+
+def scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:
+    from nwor.vllm import runner_v1
+
+    rejected = runner_v1.rejected
+    patch.setattr(runner_v1, "rejected", lambda sampled, drafts: (rejected(sampled, drafts) + 1).clamp(max=drafts))
