@@ -6,11 +6,12 @@ import torch
 from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import BLOCK_SIZE, NUM_BLOCKS, Paged, write_rows
+from paged import BITS, BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, WIDTH, Paged, write_rows
 
 from nwor.audit import AuditReport, CacheAudit
 
-KEPT = torch.tensor([9, 2, 17])
+STEP = torch.tensor([9, 4, 2, 17, 21])  # the slots of the step's rows
+KEPT, REJECTED = STEP[:3], STEP[3:]
 MEMORY = {
     "NHD": {"order": "LBNH"},
     "HND": {"order": "LBHN"},
@@ -22,39 +23,72 @@ MEMORY = {
 memory = pytest.mark.parametrize("kind", MEMORY)
 
 
-def audit_of(kind: str, device: str = "cpu") -> tuple[Paged, CacheAudit]:
-    paged = Paged(**MEMORY[kind], device=device)
-    return paged, CacheAudit(paged.targets(), paged.packing)
+class Audited:
+    """Three target layers, poisoned, and their audit."""
 
+    def __init__(self, kind: str, device: str = "cpu") -> None:
+        if device == "cuda" and MEMORY[kind].get("packed"):
+            pytest.skip("a packing describes vLLM's CPU caches")
+        self.paged = Paged(**MEMORY[kind], device=device)
+        self.audit = CacheAudit(self.paged.targets(), self.paged.packing)
 
-def write(paged: Paged, layer: int, slots: torch.Tensor) -> None:
-    write_rows(paged.targets()[layer], slots, paged.new_rows(len(slots), 50 + layer), paged.packing)
+    def write(self, layer: int, slots: torch.Tensor, seed: int = 50) -> None:
+        rows = self.paged.new_rows(len(slots), seed + layer)
+        write_rows(self.paged.targets()[layer], slots, rows, self.paged.packing)
 
-
-def flip(paged: Paged, layer: int, slot: int, element: tuple[int, int]) -> None:
-    """Change one bit of one element (head, place in the row) of one slot."""
-    cache = paged.targets()[layer]
-    row = cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()])[slot // BLOCK_SIZE]
-    head, place = element
-    if paged.packing is None:
-        row[head, slot % BLOCK_SIZE, place] ^= 1
-    else:
-        row[head].view(-1)[paged.packing[slot % BLOCK_SIZE, place].long()] ^= 1
+    def flip(self, layer: int, slot: int, head: int, place: int) -> None:
+        """Change one bit of one element of one slot."""
+        cache = self.paged.targets()[layer]
+        chunk = cache.view(BITS[cache.element_size()])[slot // BLOCK_SIZE, head]
+        if self.paged.packing is None:
+            chunk[slot % BLOCK_SIZE, place] ^= 1
+        else:
+            chunk.view(-1)[self.paged.packing[slot % BLOCK_SIZE, place].long()] ^= 1
 
 
 @memory
 @each_device
 def test_kept_rows_written_and_nothing_else_is_clean(kind, device):
-    paged, audit = audit_of(kind, device)
-    kept = torch.cat([KEPT, torch.tensor([-1])]).to(device)  # a padding slot is nobody's
-    for _ in range(2):
-        audit.before()
+    """Rejected rows untouched, a padding slot, other layers, and what happens between steps are no dirt."""
+    audited = Audited(kind, device)
+    padding = torch.tensor([-1])
+    for step in range(2):
+        audited.audit.before(torch.cat([STEP, padding]).to(device))
         for layer in range(3):
-            write(paged, layer, kept)
-        audit.after(kept)
-        paged.pool.bitwise_xor_(255)  # what happens between steps is another's business
-    assert audit.report == AuditReport(steps=2, layer_steps=6, kept_rows=18)
-    assert audit.report.clean
+            audited.write(layer, KEPT)
+        audited.audit.after(torch.cat([KEPT, padding]).to(device))
+        if step == 0:
+            audited.paged.pool.bitwise_xor_(255)
+    assert audited.audit.report == AuditReport(steps=2, layer_steps=6, kept_rows=18)
+    assert audited.audit.report.clean
+
+
+@memory
+def test_a_row_written_with_the_bytes_it_held_is_written(kind):
+    """A request that runs again after preemption writes what its blocks may still hold."""
+    audited = Audited(kind)
+    for layer in range(3):
+        audited.write(layer, KEPT)
+    audited.audit.before(STEP)
+    for layer in range(3):
+        audited.write(layer, KEPT)
+    audited.audit.after(KEPT)
+    assert audited.audit.report.clean
+
+
+@memory
+@each_device
+def test_the_steps_rows_are_marked_and_no_others(kind, device):
+    """#25: the mark is a finite number: attention multiplies what lies beyond a sequence by zero."""
+    audited = Audited(kind, device)
+    expected = audited.paged.pool.clone()
+    marks = torch.full((5, NUM_HEADS, WIDTH * audited.paged.dtype.itemsize), 0x55, dtype=torch.uint8, device=device)
+    for cache in audited.paged.targets(expected):
+        write_rows(cache, STEP, marks.view(audited.paged.dtype), audited.paged.packing)
+    audited.audit.before(torch.cat([STEP, torch.tensor([-1])]).to(device))
+    assert torch.equal(audited.paged.pool, expected)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        assert marks.view(dtype).float().isfinite().all()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -62,19 +96,20 @@ def test_kept_rows_written_and_nothing_else_is_clean(kind, device):
     kind=st.sampled_from(sorted(MEMORY)),
     layer=st.integers(0, 2),
     slot=st.integers(0, NUM_BLOCKS * BLOCK_SIZE - 1),
-    element=st.tuples(st.integers(0, 1), st.integers(0, 7)),
+    head=st.integers(0, NUM_HEADS - 1),
+    place=st.integers(0, WIDTH - 1),
 )
-def test_one_bit_anywhere_is_seen(kind, layer, slot, element):
+def test_one_bit_anywhere_is_seen(kind, layer, slot, head, place):
     """A changed bit in a slot that is not kept makes that layer dirty; in a kept one it is part of the write."""
-    paged, audit = audit_of(kind)
-    audit.before()
-    flip(paged, layer, slot, element)
-    changed = [
-        index for index, cache in enumerate(paged.targets()) if audit.changed_slots(cache, audit._before[index]).any()
-    ]
-    found = audit.changed_slots(paged.targets()[layer], audit._before[layer])
+    audited = Audited(kind)
+    audit = audited.audit
+    audit.before(STEP)
+    before = [cache.clone() for cache in audited.paged.targets()]
+    audited.flip(layer, slot, head, place)
+    together = zip(audited.paged.targets(), before, strict=True)
+    changed = [audit.changed_slots(cache, old).nonzero().flatten().tolist() for cache, old in together]
+    assert changed == [[slot] if index == layer else [] for index in range(3)]
     audit.after(KEPT)
-    assert (changed, found.nonzero().flatten().tolist()) == ([layer], [slot])
     kept = slot in KEPT.tolist()
     assert audit.report.dirty_slots == audit.report.dirty_layer_steps == int(not kept)
     assert audit.report.unwritten_rows == 3 * len(KEPT) - int(kept)
@@ -82,30 +117,42 @@ def test_one_bit_anywhere_is_seen(kind, layer, slot, element):
 
 
 @memory
+def test_a_rejected_row_that_was_written_is_seen(kind):
+    """What vanilla vLLM leaves behind: the audit's negative control."""
+    audited = Audited(kind)
+    audited.audit.before(STEP)
+    for layer in range(3):
+        audited.write(layer, STEP if layer == 1 else KEPT)
+    audited.audit.after(KEPT)
+    expected = AuditReport(steps=1, layer_steps=3, dirty_layer_steps=1, dirty_slots=len(REJECTED), kept_rows=9)
+    assert audited.audit.report == expected
+    assert not audited.audit.report.clean
+
+
+@memory
 def test_a_kept_row_that_was_not_written_is_seen(kind):
     """#2: a commit that leaves out one row of one layer."""
-    paged, audit = audit_of(kind)
-    audit.before()
+    audited = Audited(kind)
+    audited.audit.before(STEP)
     for layer in range(3):
-        write(paged, layer, KEPT[: 2 if layer == 1 else 3])
-    audit.after(KEPT)
-    assert audit.report == AuditReport(steps=1, layer_steps=3, kept_rows=9, unwritten_rows=1)
-    assert not audit.report.clean
+        audited.write(layer, KEPT[: 2 if layer == 1 else 3])
+    audited.audit.after(KEPT)
+    assert audited.audit.report == AuditReport(steps=1, layer_steps=3, kept_rows=9, unwritten_rows=1)
+    assert not audited.audit.report.clean
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_are_compared_not_numbers(dtype):
     """#12, #25: NaN equals itself, another NaN is a change, and so is the sign of zero."""
-    bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     cache = torch.full((2, 1, 4, 8), float("nan"), dtype=dtype)
     cache[1] = 0
     audit = CacheAudit([cache])
     nothing = torch.empty(0, dtype=torch.int64)
-    audit.before()
+    audit.before(nothing)
     audit.after(nothing)
     assert audit.report == AuditReport(steps=1, layer_steps=1)
-    audit.before()
-    cache.view(bits)[0, 0, 1, 3] ^= 1
+    audit.before(nothing)
+    cache.view(BITS[dtype.itemsize])[0, 0, 1, 3] ^= 1
     assert bool(cache[0].isnan().all())
     cache[1, 0, 2, 5] = -0.0
     audit.after(nothing)
@@ -119,8 +166,8 @@ def test_no_step_is_no_proof():
 
 def test_a_step_that_was_not_opened_is_an_error():
     """After a step the copy is gone: a second judgement needs a second copy."""
-    _, audit = audit_of("HND")
-    audit.before()
-    audit.after(KEPT[:0])
-    with pytest.raises(ValueError, match="zip"):
+    audit = Audited("HND").audit
+    audit.before(STEP)
+    audit.after(KEPT)
+    with pytest.raises(ValueError, match="shorter"):
         audit.after(KEPT)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches go on once, only where vLLM is the one they were written for, and come off whole (R18, #16, #19)."""
 
+from types import ModuleType
+
 import pytest
 
 from nwor.settings import PREFIX
@@ -78,6 +80,16 @@ def test_two_modules_nest_and_come_off_together():
     assert dict(vars(Runner)) == ORIGINALS
 
 
+def test_functions_of_a_module():
+    module = ModuleType("some.sampler")
+    original = module.sample = lambda logits: logits + 1
+    patch.wrap(module, "sample", ("logits",), lambda sample: lambda logits: 10 * sample(logits))
+    assert module.sample(1) == 20
+    assert patch.wrapped() == ["sampler.sample"]
+    patch.undo_all()
+    assert module.sample is original
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -153,6 +165,7 @@ def test_the_known_release_is_served(environment, version):
         ({"MODE": "off"}, []),
         ({"AUDIT": "1"}, FRONT_AND_CORE),
         ({"EAGLE_BIAS": "1"}, FRONT_AND_CORE),
+        ({"FIX_CPU_SAMPLING": "1"}, FRONT_AND_CORE),
         ({"MODE": "cow"}, FRONT_AND_CORE + COUNTS + METRICS),
         ({"MODE": "stage"}, FRONT_AND_CORE + COUNTS + METRICS),
         ({"MODE": "stage", "EMIT_METRICS": "0"}, FRONT_AND_CORE + COUNTS),

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to h
 
 from nwor.manager import CacheLayout, Counters, DraftCommitManager, LayerContext
 from nwor.settings import Settings
-from nwor.vllm import audit, cpu, eagle_bias, engine, metrics, patch, runner_v1, worker
+from nwor.vllm import audit, cpu, cpu_sampling, eagle_bias, engine, metrics, patch, runner_v1, worker
 
 # -- what was rejected -------------------------------------------------------------------------------------------------
 
@@ -27,7 +27,6 @@ from nwor.vllm import audit, cpu, eagle_bias, engine, metrics, patch, runner_v1,
         ([[5, 6, 7, 8]], [3], [0]),
         ([[5, 6, -1, -1], [9, -1, -1, -1], [1, 2, 3, -1]], [3, 0, 2], [2, 0, 0]),
         ([[5, -1, -1, -1], [4, 7, -1, -1]], [1, 1], [1, 0]),
-        ([[5]], [0], [0]),
         ([[0, 0, -1]], [2], [1]),  # token 0 is a token
     ],
 )
@@ -315,7 +314,7 @@ def test_every_hook_fits_the_installed_vllm():
     try:
         for module in (worker, engine, runner_v1):
             module.install(settings)
-        for module in (cpu, audit, metrics, eagle_bias):
+        for module in (cpu, cpu_sampling, audit, metrics, eagle_bias):
             module.install()
         assert {"CPUAttentionBackendImpl.do_kv_cache_update", "CPUAttentionBackendImpl.forward"} < {*patch.wrapped()}
         assert {"GPUModelRunner._model_forward", "GPUModelRunner._sample"} < {*patch.wrapped()}
