@@ -10,6 +10,8 @@ from collections.abc import Iterable
 import pandas as pd
 from scipy.stats import binomtest
 
+from nwor import figures
+
 
 def interval(accepted: int, windows: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share (Wilson 1927); windows of one request are treated as independent."""
@@ -64,11 +66,17 @@ def same_share(counts: Iterable[tuple[int, int]]) -> float:
     return 0.0 if deviation == 0 else (a / n - b / m) / deviation
 
 
-def agrees_with_longest(table: pd.DataFrame) -> float:
-    """Largest difference in survival between any k and the longest, at equal temperature and position.
-
-    A chain's first drafts do not depend on how many follow, so the runs must agree within their intervals.
-    """
-    rows = table[table.metric == "survival"]
-    longest = rows[rows.k == rows.k.max()].set_index(["temperature", "position"]).value
-    return max(abs(row.value - longest[row.temperature, row.position]) for row in rows.itertuples())
+def checks(table: pd.DataFrame) -> list[tuple[str, object, object, bool]]:
+    """What must hold of a survival table, as (claim, predicted, measured, holds)."""
+    survival = table[table.metric == "survival"].sort_values("position")
+    falling = all(part.value.is_monotonic_decreasing for _, part in survival.groupby(["k", "temperature"]))
+    lines: list[tuple[str, object, object, bool]] = [
+        ("survival never rises with position", True, falling, falling),
+    ]
+    predicted = figures.predict_rejected(table).set_index(["temperature", "k"]).value
+    measured = table[table.metric == "rejected_share"]
+    off = max(abs(row.value - predicted[row.temperature, row.k]) for row in measured.itertuples())
+    lines.append(
+        ("rejected share of written rows: counted against predicted from survival", "<= 0.08 apart", off, off <= 0.08)
+    )
+    return lines

@@ -91,6 +91,6 @@ def claim(run: Run, bench: pd.DataFrame, report: Mapping[str, Any]) -> None:
 
 
 def acceptance(bench: pd.DataFrame, mode: str) -> tuple[int, int]:
-    """Accepted and offered drafts of one mode."""
-    rows = bench[bench["mode"] == mode].groupby("metric").value.sum()
+    """Accepted and offered drafts of one mode, in the first repeat: greedy repeats are the same drafts again."""
+    rows = bench[(bench["mode"] == mode) & (bench.repeat == 0)].groupby("metric").value.sum()
     return int(rows["accepted_tokens"]), int(rows["draft_tokens"])

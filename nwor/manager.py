@@ -229,7 +229,9 @@ class DraftCommitManager:
             ops.log_all_layers(*self._cache(), self.slots[:count], self.layout.packing, self.rows)
         else:
             self.staging_slots[window.rows] = torch.arange(count, device=self.slots.device)
-            if not self.emulate:
+            if self.old_rows is not None:
+                ops.log_all_layers(*self._cache(), self.slots[:count], self.layout.packing, self.old_rows)
+            else:
                 slot_mapping[window.rows] = -1
         self.window, self._slot_mapping = window, slot_mapping
         self._stage = self.layout.num_layers * [False]
@@ -249,17 +251,13 @@ class DraftCommitManager:
                 split, so rows are found by its offset in that buffer.
         """
         assert self.window is not None and self._slot_mapping is not None
-        count = len(self.window)
         if self.emulate:
-            assert self.old_rows is not None
-            ops.log_all_layers(
-                *self._cache(layer), self.slots[:count], self.layout.packing, self.old_rows[layer : layer + 1]
-            )
-            self._stage[layer] = True  # before the write: should it fail half way, `cancel` undoes it
             write(kv_cache, slot_mapping)
         else:
             if not self.window.whole_batch:
                 write(kv_cache, slot_mapping)
+            if slot_mapping.untyped_storage().data_ptr() != self._slot_mapping.untyped_storage().data_ptr():
+                raise RuntimeError("slot_mapping is a copy, no view of the batch's buffer: its rows cannot be told")
             first = slot_mapping.storage_offset() - self._slot_mapping.storage_offset()
             write(self.staged(layer), self.staging_slots[first : first + slot_mapping.numel()])
         self._stage[layer] = True
@@ -316,10 +314,8 @@ class DraftCommitManager:
             return
         if self.mode == "cow":
             self._restore_everything(*self._cache(), self.rows)
-        elif self.emulate and self.old_rows is not None:
-            for layer, staged in enumerate(self._stage):
-                if staged:
-                    self._restore_everything(*self._cache(layer), self.old_rows[layer : layer + 1])
+        elif self.old_rows is not None:
+            self._restore_everything(*self._cache(), self.old_rows)
         self.counters.cancelled += 1
         self._close()
 

@@ -212,7 +212,7 @@ def test_windows_follow_each_other(mode, device):
 
 
 @pytest.mark.parametrize("splits", [(5,), (6, 11), (2, 3)])
-@pytest.mark.parametrize("mode", ["cow", "stage"])
+@modes
 def test_micro_batches_find_their_rows(mode, splits, device):
     """R23, #9: a layer called with slices of the slot mapping stages each slice's rows at their own places."""
     step = Step("HND", mode, device)
@@ -233,6 +233,14 @@ def test_micro_batches_of_decodes_alone(device):
     step.commit((3, 0, 1))
     step.expect(step.batch.kept((3, 0, 1)))
     step.assert_pool()
+
+
+def test_a_copied_slot_mapping_is_refused(device):
+    """#6: a copy no longer follows the batch's buffer, and rows found by its offset would be wrong ones."""
+    step = Step("HND", "stage", device)
+    step.begin()
+    with pytest.raises(RuntimeError, match="is a copy"):
+        step.manager.stage(0, lambda cache, slots: None, step.paged.targets()[0], torch.arange(3, device=device).clone())
 
 
 @modes

@@ -120,6 +120,10 @@ def change(**attributes):
     return apply
 
 
+def nhd(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 WRONG = {
     "query of two dimensions": (change(query=lambda t: t.flatten(1)), "query and output must be"),
     "output of two dimensions": (change(output=lambda t: t.flatten(1)), "query and output must be"),
@@ -156,6 +160,11 @@ WRONG = {
         change(packing=lambda t: t[:8].contiguous()),
         "packing has 512 elements, needs 1024",
     ),
+    "a place beyond the chunk": (change(packing=lambda t: t + 1), "packing: place 1024 is not in a chunk"),
+    "a negative place": (change(packing=lambda t: t - 1), "packing: place -1 is not in a chunk"),
+    "a cache of tokens before heads": (change(kv_cache=nhd), "must hold each block and head as one dense"),
+    "staging of tokens before heads": (change(staging=nhd), "must hold each block and head as one dense"),
+    "rows before the query": (change(query_start_loc=lambda t: t - 1), "request 0: its rows do not fit"),
     "int64 block_table": (change(block_table=lambda t: t.long()), "block_table must be int32"),
     "block_table without rows": (change(block_table=lambda t: t[0]), "block_table must be int32"),
     "block_table of one request": (change(block_table=lambda t: t[:1]), "block_table must be int32"),

@@ -145,6 +145,9 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const Tensor&
   STD_TORCH_CHECK(staging.size(1) == kv_heads && staging.size(2) == n && staging.size(3) == 2 * d &&
                       staging.scalar_type() == kv_cache.scalar_type(),
                   "staging must have the heads, block size, row and dtype of kv_cache");
+  STD_TORCH_CHECK(kv_cache.stride(3) == 1 && kv_cache.stride(2) == 2 * d && staging.stride(3) == 1 &&
+                      staging.stride(2) == 2 * d,
+                  "kv_cache and staging must hold each block and head as one dense [N, 2 * D] chunk");
   STD_TORCH_CHECK(heads % kv_heads == 0, heads, " query heads do not divide among ", kv_heads, " KV heads");
   check_index(query_start_loc, "query_start_loc", requests + 1);
   check_index(seq_lens, "seq_lens", requests);
@@ -165,10 +168,13 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const Tensor&
                   query.stride(0), query.stride(1), output.stride(0), output.stride(1),
                   static_cast<float>(scale), static_cast<float>(softcap),
                   fp8 ? static_cast<float>(k_scale) : 1.0f, fp8 ? static_cast<float>(v_scale) : 1.0f, sliding_window};
+  for (int64_t e = 0; e < n * 2 * d; ++e)
+    STD_TORCH_CHECK(p.packing[e] >= 0 && p.packing[e] < n * 2 * d, "packing: place ", p.packing[e], " is not in a chunk");
   for (int64_t r = 0; r < requests; ++r) {
     if (p.window_start[r] < 0) continue;
     const int64_t rows = p.query_start_loc[r + 1] - p.query_start_loc[r], prefix = p.seq_lens[r] - rows;
-    STD_TORCH_CHECK(rows > 0 && prefix >= 0 && p.query_start_loc[r + 1] <= query.size(0), "request ", r,
+    STD_TORCH_CHECK(p.query_start_loc[r] >= 0 && rows > 0 && prefix >= 0 && p.query_start_loc[r + 1] <= query.size(0),
+                    "request ", r,
                     ": its rows do not fit its length or the batch");
     STD_TORCH_CHECK(p.window_start[r] + rows <= staging.size(0) * n, "request ", r, ": its window leaves staging");
     STD_TORCH_CHECK((prefix + n - 1) / n <= block_table.size(1), "request ", r, ": block_table is too short");

@@ -200,7 +200,7 @@ def rejected(sampled_token_ids: Tensor, num_drafts: Tensor) -> Tensor:
         int32 [num_reqs].
     """
     accepted = (sampled_token_ids != -1).sum(dim=1, dtype=torch.int32) - 1
-    return (num_drafts - accepted).clamp_(min=0)
+    return torch.minimum((num_drafts - accepted).clamp_(min=0), num_drafts)
 
 
 def _make_sample_tokens(original: Callable) -> Callable:

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism and serving in real vLLM on the CPU: R18, R20, R22, hazards 13, 18, 19; the bench command, R28."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from nwor import audit, bench, pair
+from nwor.engine import EngineSpec
+from nwor.settings import Settings
+from tests.engines import PROMPTS
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    pair.random_pair(path, noise=0.3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(model) -> list[str]:
+    words = ["--model", model / "target", "--draft", model / "eagle", "--dtype", "float32", "--num-blocks", 64]
+    return list(map(str, [*words, "--random-prompts", 24, "--num-prompts", 6, "--max-tokens", 24, "--repeats", 1]))
+
+
+def test_bench_over_two_ranks(small, tmp_path):
+    """R22: every rank holds all target layers and a share of their heads; counts agree; the EAGLE layer is left alone."""
+    assert bench.main([*small, "--tp", "2", "--run-dir", str(tmp_path), "--name", "tp2"]) == 0
+    report = json.loads((tmp_path / "tp2.json").read_text())
+    for mode in ("cow", "stage"):
+        ranks = report["ranks"][mode]
+        assert [rank["rank"] for rank in ranks] == [0, 1]
+        assert all(rank["serving"] == mode and rank["target_layers"] == 3 for rank in ranks)
+        assert ranks[0]["counters"] == ranks[1]["counters"]
+        assert ranks[0]["counters"]["committed_tokens"] > 0
+        assert report["parity"][mode]["equal"] == report["parity"][mode]["requests"]
+        assert report["metrics"][mode]["nwor_scheduler_mismatches"] == 0
+        for rank in ranks:
+            assert audit.AuditReport(**rank["audit"]).clean
+    assert all(rank["audit"]["dirty_layer_steps"] for rank in report["ranks"]["off"])
+    table = pd.read_parquet(tmp_path / "tp2.parquet")
+    assert {"step_ms", "accepted_at", "equal_requests", "counters.staged_tokens"} <= set(table.metric)
+    assert set(table["tp"]) == {2}
+
+
+def test_a_misspelt_mode_stops_before_anything_is_written(small, tmp_path):
+    """#16."""
+    with pytest.raises(ValueError, match="'stag' is not a mode"):
+        bench.main([*small, "--mode", "stag", "--run-dir", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_dies_leaves_no_result(small, tmp_path):
+    with pytest.raises(RuntimeError, match="the cow engine failed at start"):
+        bench.main([*small, "--mode", "cow", "--kv-cache-dtype", "nonsense", "--run-dir", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mode_that_is_not_served_is_not_measured():
+    """#18, #19: proof of treatment from every rank."""
+    served = {"rank": 0, "mode": "stage", "serving": "stage"}
+    bench.require_served("stage", [served, {**served, "rank": 1, "serving": "stage (emulated)"}])
+    for wrong in ({"serving": "off"}, {"mode": "off"}):
+        with pytest.raises(RuntimeError, match="not active on every rank"):
+            bench.require_served("stage", [served, {**served, "rank": 1, **wrong}])
+    with pytest.raises(RuntimeError, match="not active on every rank"):
+        bench.require_served("stage", [])
+
+
+def test_audit_command_tells_clean_from_dirty(small, capsys):
+    assert audit.main([*small, "--mode", "off,stage"]) == 0
+    said = capsys.readouterr().out
+    assert "off    rank 0: DIRTY" in said
+    assert "stage  rank 0: clean" in said
+
+
+def test_serve_exports_the_counters(model, tmp_path):
+    """R20: vLLM's server on loopback, and its `/metrics`.
+
+    Started by its module: the `vllm` command asks for a distribution named vllm, which the CPU build is not.
+    """
+    port = 18000 + os.getpid() % 2000
+    spec = EngineSpec(str(model / "target"), str(model / "eagle"), dtype="float32", num_blocks=64)
+    speculative = {"method": "eagle", "model": spec.draft, "num_speculative_tokens": 4}
+    words = ["--model", spec.model, "--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-model-len", 256]
+    words += ["--max-num-seqs", 8, "--num-gpu-blocks-override", 64, "--enforce-eager"]
+    words += ["--speculative-config", json.dumps(speculative)]
+    environ = {
+        **os.environ,
+        **spec.environ(),
+        **Settings(mode="stage").environ(),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    with open(tmp_path / "serve.log", "w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, words)],
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        body = {"model": spec.model, "prompt": PROMPTS[3], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        url = f"http://127.0.0.1:{port}"
+        wait_for(f"{url}/health", server, tmp_path / "serve.log")
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 24
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("vllm:")}
+    assert values["vllm:nwor_staged_tokens_total"] == values["vllm:spec_decode_num_draft_tokens_total"] > 0
+    assert values["vllm:nwor_committed_tokens_total"] == values["vllm:spec_decode_num_accepted_tokens_total"]
+    assert values["vllm:nwor_scheduler_mismatches_total"] == 0
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    for _ in range(240):
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(1)
+    raise TimeoutError(log.read_text()[-3000:])
