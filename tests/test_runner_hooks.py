@@ -54,7 +54,10 @@ def test_kept_slots_of_the_audit(sampled):
 def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespace:
     """A V1 runner as far as `unsupported` looks at it; a change of a dotted name goes inside."""
     parallel = SimpleNamespace(
-        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        use_ubatching=False,
     )
     groups = [SimpleNamespace(layer_names=[*names, "draft"])]
     runner = SimpleNamespace(
@@ -62,6 +65,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
             speculative_config=SimpleNamespace(), kv_transfer_config=None, parallel_config=parallel
         ),
         shared_kv_cache_layers={},
+        device=torch.device("cpu"),
         kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
     )
     for path, value in changes.items():
@@ -72,6 +76,11 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
         assert hasattr(owner, name)
         setattr(owner, name, value)
     return runner
+
+
+def test_cow_needs_neither_attention_nor_a_whole_batch():
+    runner = make_runner(device=torch.device("cuda"), vllm_config__parallel_config__use_ubatching=True)
+    assert runner_v1.unsupported(runner, {"a": None, "b": None}, "cow") == ""
 
 
 def groups_of(*names: list[str]) -> SimpleNamespace:
@@ -88,6 +97,8 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
         ({"vllm_config__parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"vllm_config__parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
         ({"vllm_config__parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"device": torch.device("cuda")}, "stage has an attention hook on the CPU alone"),
+        ({"vllm_config__parallel_config__use_ubatching": True}, "micro-batches"),
         ({"shared_kv_cache_layers": {"b": "a"}}, "layers that share another layer's KV cache"),
         ({"kv_cache_config": groups_of(["a"], ["b", "draft"])}, "a hybrid model: its target layers lie in 2 cache"),
         ({"kv_cache_config": groups_of(["a", "draft"])}, "a hybrid model"),
@@ -96,7 +107,7 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
 )
 def test_unsupported(changes, why):
     """R19: each configuration that no mode serves is named, and vLLM's own write serves it."""
-    found = runner_v1.unsupported(make_runner(**changes), {"a": None, "b": None})
+    found = runner_v1.unsupported(make_runner(**changes), {"a": None, "b": None}, "stage")
     assert found.startswith(why) and bool(found) == bool(why)
 
 

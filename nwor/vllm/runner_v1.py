@@ -45,7 +45,7 @@ def _make_initialize(original: Callable, mode: str) -> Callable:
         if mode == "off":
             return
         layers = target_layers(self)
-        self.nwor_reason = unsupported(self, layers)
+        self.nwor_reason = unsupported(self, layers, mode)
         if not self.nwor_reason:
             self.nwor, self.nwor_reason = build_manager(self, mode, list(layers.values()))
         if self.nwor_reason:
@@ -75,8 +75,8 @@ def target_layers(runner: Any) -> dict[str, Any]:
     return {name: layer for name, layer in context.items() if isinstance(layer, Attention) and name not in draft_names}
 
 
-def unsupported(runner: Any, layers: dict[str, Any]) -> str:
-    """Why no mode can serve this configuration, or an empty string."""
+def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
+    """Why the mode cannot serve this configuration, or an empty string."""
     config = runner.vllm_config
     if config.speculative_config is None:
         return "no speculative decoding: there are no drafts to hold back"
@@ -87,6 +87,10 @@ def unsupported(runner: Any, layers: dict[str, Any]) -> str:
         return "pipeline parallelism: only the last stage knows what was rejected"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism"
+    if mode == "stage" and runner.device.type != "cpu":
+        return f"stage has an attention hook on the CPU alone, not on {runner.device.type}"
+    if mode == "stage" and parallel.use_ubatching:
+        return "micro-batches: stage's attention takes a batch whole"
     if runner.shared_kv_cache_layers:
         return "layers that share another layer's KV cache"
     groups = {

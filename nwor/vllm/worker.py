@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nwor.settings import Settings
-from nwor.vllm.patch import wrap, wrapped
+from nwor.vllm.patch import IncompatibleVLLM, wrap, wrapped
 
 
 @dataclass
@@ -39,6 +39,8 @@ def install(settings: Settings) -> None:
         def init_device(self: Any) -> Any:
             from nwor.vllm import cpu, cpu_sampling, eagle_bias, runner_v1
 
+            if settings.mode != "off" and self.vllm_config.use_v2_model_runner:
+                raise IncompatibleVLLM("NWOR hooks into the V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
             eagle_bias.install()
             if settings.fix_cpu_sampling:
                 cpu_sampling.install()
