@@ -87,10 +87,10 @@ $(VENV)/.packages: requirements/cpu.lock | need-python
 	@$(INSTALL) 'torch==$(TORCH)' 2>/dev/null \
 	  || $(INSTALL) --extra-index-url $(TORCH_INDEX) 'torch==$(TORCH)' \
 	  || $(INSTALL) 'torch==$(firstword $(subst +, ,$(TORCH)))'
-	@$(BIN)/python -c 'import torch'
 	@echo '[3/4] the $(shell grep -c == requirements/cpu.lock) packages of requirements/cpu.lock (a minute or two; 3 GB)'
 	@grep -v '^torch==' requirements/cpu.lock > $(VENV)/lock-without-torch
 	@$(INSTALL) -r $(VENV)/lock-without-torch
+	@$(BIN)/python -c 'import torch'
 	@touch $@
 
 $(VENV)/.stamp: $(VENV)/.packages pyproject.toml setup.py $(SOURCES) | need-cxx
