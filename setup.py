@@ -94,7 +94,9 @@ def operators() -> Extension:
         libraries=["torch", "torch_cpu"],
         define_macros=[("NWOR_CUDA", None)] if CUDA_HOME else [],
         extra_compile_args=["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", TORCH_TARGET],
-        extra_link_args=[*cudart, "-ldl"],
+        # What is linked statically stays inside: cudart, and libstdc++ where the toolchain has no shared one, would
+        # otherwise mix with the copies of other libraries in the process.
+        extra_link_args=[*cudart, "-ldl", "-Wl,--exclude-libs,ALL"],
         language="c++",
         py_limited_api=True,
     )

@@ -314,6 +314,9 @@ inline AllLayersArgs check_all_layers(const Tensor& pool, const Tensor& layer_of
   a.verdict.num_rows = slots.size(0);
   STD_TORCH_CHECK(a.verdict.num_rows <= rows.size(1) * rows.size(3), "rows holds ", rows.size(1) * rows.size(3),
                   " slots a layer but slots lists ", a.verdict.num_rows, "; make rows larger");
+  STD_TORCH_CHECK(rows.is_cpu() || a.pool.size / a.pool.block_stride < (int64_t{1} << 31) / a.pool.block_size - 1,
+                  "pool must hold fewer than 2^31 slots a layer on CUDA, got ", a.pool.size, " bytes in blocks of ",
+                  a.pool.block_size, " slots every ", a.pool.block_stride, " bytes");
   if (packing) {
     STD_TORCH_CHECK(rows.is_cpu(), "packing describes vLLM's CPU caches; pass None for a cache on the GPU");
     check_dim(*packing, "packing", 2, "[block_size, elements of a slot]");

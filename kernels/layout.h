@@ -93,11 +93,11 @@ struct Verdict {
   int64_t* counts;              // [2]: kept, rejected
   int64_t num_rows;
   int num_requests;
-  NWOR_HD Fate of(int64_t row) const {
-    const int32_t request = row_request[row];
-    if (slots[row] < 0 || request < 0 || request >= num_requests) return Fate::kSkipped;
-    return rows_behind[row] < num_rejected[request] ? Fate::kRejected : Fate::kKept;
+  NWOR_HD Fate of(int64_t slot, int32_t request, int32_t behind) const {
+    if (slot < 0 || request < 0 || request >= num_requests) return Fate::kSkipped;
+    return behind < num_rejected[request] ? Fate::kRejected : Fate::kKept;
   }
+  NWOR_HD Fate of(int64_t row) const { return of(slots[row], row_request[row], rows_behind[row]); }
 };
 
 }  // namespace nwor

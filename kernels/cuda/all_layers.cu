@@ -1,72 +1,115 @@
 // SPDX-License-Identifier: Apache-2.0
-// Twins of kernels/cpu/all_layers.cpp in one launch each: thread block (m, l) moves row m of layer l, all its heads.
-// A block whose row is not its own to move leaves before it loads any of it. Slots beyond the pool are skipped.
+// Twins of kernels/cpu/all_layers.cpp in one launch each. A thread block takes a few rows of a few layers: each warp
+// asks for the verdict on all of its rows at once, and leaves before it loads any row that is not to move.
+//
+// With a handful of rows the time goes into waiting for memory, and for instructions that no cache holds: so loads are
+// asked for together, divisions are multiplications prepared by the host, and the counting has a block of its own.
 #include "../ops.h"
 #include "launch.h"
 
 namespace nwor::cuda {
 namespace {
 
-__device__ bool inside(const Pool& p, int64_t layer, int64_t slot) {
-  if (slot / p.block_size > p.size / p.block_stride) return false;  // before a product that could overflow
-  const int64_t first = p.offset(layer, slot, 0);
-  return first >= 0 && p.offset(layer, slot, p.num_heads - 1) + p.bytes <= p.size;
+constexpr int kThreads = 256;
+constexpr int kBlocksEach = 4;     // on a multiprocessor at least
+constexpr int kMostRows = 8;      // of a block
+constexpr int kManyBlocks = 4096;  // enough to keep every multiprocessor busy to the end
+
+// What the launch is cut into: `threads` threads a row of a layer, `rows` rows and `layers` layers a block.
+struct Cut {
+  int threads, layers, rows;
+  int64_t end_slot;  // slots from here on lie beyond the pool
+  Divisor block_size, head_bytes;
+};
+
+// The fate of the lane's row. Up to 32 requests are asked for with the row itself, not after it.
+__device__ Fate fate_of(const Verdict& v, int row, bool has_row, int lane, int64_t slot) {
+  const int32_t of_lane = lane < v.num_requests ? v.num_rejected[lane] : 0;
+  const int32_t request = has_row ? v.row_request[row] : -1, behind = has_row ? v.rows_behind[row] : 0;
+  if (v.num_requests > 32) return v.of(slot, request, behind);
+  const int32_t rejected = __shfl_sync(~0u, of_lane, request);
+  if (slot < 0 || request < 0 || request >= v.num_requests) return Fate::kSkipped;
+  return behind < rejected ? Fate::kRejected : Fate::kKept;
 }
 
-__device__ void copy_row(const AllLayersArgs& a, int64_t layer, int64_t m, bool into_pool) {
-  const int64_t slot = a.verdict.slots[m];
-  if (!inside(a.pool, layer, slot)) return;
-  const Span in_pool{a.pool.data + a.pool.offset(layer, slot, 0), a.pool.head_stride};
-  const Span in_rows{a.rows.data + a.rows.offset(layer, m, 0), a.rows.head_stride};
-  copy_span(into_pool ? in_pool : in_rows, into_pool ? in_rows : in_pool, a.pool.num_heads, a.pool.bytes);
-}
-
-// Block (0, 0) alone counts every row once, so that neither layers nor heads nor the launch shape enter the counts.
+// Alone counts every row once, so that neither layers nor heads nor the launch shape enter the counts.
 __device__ void count_rows(const Verdict& v) {
-  int64_t kept = 0, rejected = 0;
-  for (int64_t first = 0; first < v.num_rows; first += blockDim.x) {
-    const int64_t m = first + threadIdx.x;
-    const Fate fate = m < v.num_rows ? v.of(m) : Fate::kSkipped;
+  int kept = 0, rejected = 0;
+  for (int64_t first = 0; first < v.num_rows; first += kThreads) {
+    const int64_t row = first + threadIdx.x;
+    const Fate fate = row < v.num_rows ? v.of(row) : Fate::kSkipped;
     kept += __syncthreads_count(fate == Fate::kKept);
     rejected += __syncthreads_count(fate == Fate::kRejected);
   }
-  if (threadIdx.x == 0) {
-    v.counts[0] += kept;
-    v.counts[1] += rejected;
+  if (threadIdx.x < 2)  // added where the counts lie: nobody waits for the old ones
+    atomicAdd(reinterpret_cast<unsigned long long*>(v.counts + threadIdx.x), threadIdx.x ? rejected : kept);
+}
+
+template <bool kLogging>
+__global__ void __launch_bounds__(kThreads, kBlocksEach) move_rows(const AllLayersArgs a, const Cut cut, Fate wanted) {
+  const Pool& p = a.pool;
+  if (!kLogging && blockIdx.y == 0) {
+    if (blockIdx.x == 0) count_rows(a.verdict);
+    return;
+  }
+  const int group = kLogging ? blockIdx.y : blockIdx.y - 1;
+  const int layer = group * cut.layers + threadIdx.x / cut.threads, thread = threadIdx.x % cut.threads;
+  if (layer >= p.num_layers) return;
+  const int64_t layer_offset = p.layer_offsets[layer];
+  const int lane = threadIdx.x % 32, row = blockIdx.x * cut.rows + lane;
+  const bool has_row = lane < cut.rows && row < a.verdict.num_rows;
+  const int64_t slot = has_row ? a.verdict.slots[row] : -1;
+  bool moves = slot >= 0 && slot < cut.end_slot;
+  if constexpr (!kLogging) moves &= fate_of(a.verdict, row, has_row, lane, slot) == wanted;
+  unsigned left = __ballot_sync(~0u, moves);
+
+  const int block = cut.block_size.of(slot), block_of_row = cut.block_size.of(row);
+  const int64_t in_pool = layer_offset + block * p.block_stride +
+                          (static_cast<int>(slot) - block * p.block_size) * p.token_stride;
+  const int64_t in_rows = layer * a.rows.layer_stride + block_of_row * a.rows.block_stride +
+                          (row - block_of_row * p.block_size) * a.rows.token_stride;
+  const int64_t length = (p.num_heads - 1) * p.head_stride + p.bytes;
+  for (; left; left &= left - 1) {
+    const int64_t offset = __shfl_sync(~0u, in_pool, __ffs(left) - 1);
+    char* in_pool_data = p.data + offset;
+    char* in_rows_data = a.rows.data + __shfl_sync(~0u, in_rows, __ffs(left) - 1);
+    if (offset < 0 || offset + length > p.size) continue;
+    const Strided pool_row{in_pool_data, p.head_stride}, rows_row{in_rows_data, a.rows.head_stride};
+    copy_heads(kLogging ? rows_row : pool_row, kLogging ? pool_row : rows_row, p.num_heads, cut.head_bytes, thread,
+               cut.threads);
   }
 }
 
-__global__ void log_rows(const AllLayersArgs a) {
-  if (a.verdict.slots[blockIdx.x] >= 0) copy_row(a, blockIdx.y, blockIdx.x, false);
-}
-
-__global__ void write_back_rows(const AllLayersArgs a, Fate wanted) {
-  if (a.verdict.of(blockIdx.x) == wanted) copy_row(a, blockIdx.y, blockIdx.x, true);
-  if (blockIdx.x == 0 && blockIdx.y == 0) count_rows(a.verdict);
-}
-
-dim3 grid_of(const AllLayersArgs& a) { return dim3(a.verdict.num_rows, a.pool.num_layers); }
-
-int threads_of(const AllLayersArgs& a) { return threads_for(int64_t{a.pool.num_heads} * a.pool.bytes); }
-
-void write_back(const AllLayersArgs& a, Fate wanted, void* stream, const char* name) {
+// As many threads a row as have their loads under way at once; one row a block as long as that gives few blocks.
+template <bool kLogging>
+void launch(AllLayersArgs a, Fate wanted, void* stream, const char* name) {
+  Pool& p = a.pool;
   if (a.verdict.num_rows == 0) return;
-  write_back_rows<<<grid_of(a), threads_of(a), 0, static_cast<cudaStream_t>(stream)>>>(a, wanted);
+  const int64_t end_slot = (p.size / p.block_stride + 1) * p.block_size;
+  if (p.head_stride == p.bytes && a.rows.head_stride == p.bytes) {  // heads lie side by side: one piece
+    p.bytes *= p.num_heads;
+    p.num_heads = 1;
+  }
+  Cut cut{32, 1, 1, end_slot, Divisor(p.block_size), Divisor(p.bytes)};
+  while (cut.threads < kThreads && cut.threads * kInFlight * 16 < p.num_heads * p.bytes) cut.threads *= 2;
+  cut.layers = kThreads / cut.threads;
+  const int groups = (p.num_layers + cut.layers - 1) / cut.layers;
+  while (cut.rows < kMostRows && a.verdict.num_rows / cut.rows * groups > kManyBlocks) cut.rows *= 2;
+  const dim3 grid((a.verdict.num_rows + cut.rows - 1) / cut.rows, groups + (kLogging ? 0 : 1));
+  move_rows<kLogging><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, cut, wanted);
   check_launch(name);
 }
 
 }  // namespace
 
-void log_all_layers(const AllLayersArgs& a, void* stream) {
-  if (a.verdict.num_rows == 0) return;
-  log_rows<<<grid_of(a), threads_of(a), 0, static_cast<cudaStream_t>(stream)>>>(a);
-  check_launch("log_all_layers");
-}
+void log_all_layers(const AllLayersArgs& a, void* stream) { launch<true>(a, Fate::kKept, stream, "log_all_layers"); }
 
 void restore_all_layers(const AllLayersArgs& a, void* stream) {
-  write_back(a, Fate::kRejected, stream, "restore_all_layers");
+  launch<false>(a, Fate::kRejected, stream, "restore_all_layers");
 }
 
-void commit_all_layers(const AllLayersArgs& a, void* stream) { write_back(a, Fate::kKept, stream, "commit_all_layers"); }
+void commit_all_layers(const AllLayersArgs& a, void* stream) {
+  launch<false>(a, Fate::kKept, stream, "commit_all_layers");
+}
 
 }  // namespace nwor::cuda

@@ -8,8 +8,12 @@
 namespace nwor::cuda {
 namespace {
 
+__device__ Strided heads_of(const Rows& rows, int64_t token) { return {rows.at(token, 0), rows.head_stride}; }
+
+__device__ Strided heads_of(const Cache& cache, int64_t slot) { return {cache.at(slot, 0), cache.head_stride}; }
+
 template <class T, CacheDtype format>
-__device__ void quantise(const Vectors& v, const Rows& source, const Scale& scale, int64_t token, Span destination) {
+__device__ void quantise(const Vectors& v, const Rows& source, const Scale& scale, int64_t token, Strided destination) {
   const int total = v.num_heads * v.head_size;
   for (int i = threadIdx.x; i < total; i += blockDim.x) {
     const int head = i / v.head_size, d = i % v.head_size;
@@ -19,9 +23,10 @@ __device__ void quantise(const Vectors& v, const Rows& source, const Scale& scal
 }
 
 // One token's vectors of all heads, from key or value to the bytes that the cache holds.
-__device__ void write_vectors(const Vectors& v, const Rows& source, const Scale& scale, int64_t token, Span destination) {
+__device__ void write_vectors(const Vectors& v, const Rows& source, const Scale& scale, int64_t token, Strided destination,
+                              const Divisor& bytes) {
   if (v.cache_dtype == CacheDtype::kSame) {
-    copy_span(destination, {source.at(token, 0), source.head_stride}, v.num_heads, v.vector_bytes);
+    copy_heads(destination, heads_of(source, token), v.num_heads, bytes, threadIdx.x, blockDim.x);
     return;
   }
   with_element(v.element, [&](auto element) {
@@ -46,15 +51,15 @@ __device__ bool fits(const StageArgs& a, int rows) {
   return !error_flag && staged_count >= 0 && staged_count + rows <= a.capacity;
 }
 
-__global__ void stage_rows(const StageArgs a) {
+__global__ void stage_rows(const StageArgs a, const Divisor bytes) {
   const Vectors& v = a.tokens;
   const int64_t t = blockIdx.x;
   if (a.slot_mapping[t] < 0) return;
   const int rank = count_rows(a.slot_mapping, 0, t);
   if (!fits(a, rank + count_rows(a.slot_mapping, t, v.num_tokens))) return;
   const int64_t row = a.metadata[0] + rank;
-  write_vectors(v, v.key, v.k_scale, t, {a.staging_key.at(row, 0), a.staging_key.head_stride});
-  write_vectors(v, v.value, v.v_scale, t, {a.staging_value.at(row, 0), a.staging_value.head_stride});
+  write_vectors(v, v.key, v.k_scale, t, heads_of(a.staging_key, row), bytes);
+  write_vectors(v, v.value, v.v_scale, t, heads_of(a.staging_value, row), bytes);
   if (threadIdx.x == 0) a.staging_slots[row] = a.slot_mapping[t];
 }
 
@@ -66,7 +71,7 @@ __global__ void advance_count(const StageArgs a) {
   else a.metadata[1] = 1;
 }
 
-__global__ void commit_staged_rows(const CommitStagedArgs a) {
+__global__ void commit_staged_rows(const CommitStagedArgs a, const Divisor bytes) {
   const int64_t row = blockIdx.x;
   const int64_t accepted = a.accepted_len_is_64bit ? *static_cast<const int64_t*>(a.accepted_len)
                                                    : *static_cast<const int32_t*>(a.accepted_len);
@@ -74,36 +79,30 @@ __global__ void commit_staged_rows(const CommitStagedArgs a) {
   if (error_flag || row >= accepted || row >= staged_count) return;
   const int64_t slot = a.staging_slots[row];
   if (!a.key_cache.holds(slot)) return;
-  copy_span({a.key_cache.at(slot, 0), a.key_cache.head_stride}, {a.staging_key.at(row, 0), a.staging_key.head_stride},
-            a.num_heads, a.vector_bytes);
-  copy_span({a.value_cache.at(slot, 0), a.value_cache.head_stride},
-            {a.staging_value.at(row, 0), a.staging_value.head_stride}, a.num_heads, a.vector_bytes);
+  copy_heads(heads_of(a.key_cache, slot), heads_of(a.staging_key, row), a.num_heads, bytes, threadIdx.x, blockDim.x);
+  copy_heads(heads_of(a.value_cache, slot), heads_of(a.staging_value, row), a.num_heads, bytes, threadIdx.x, blockDim.x);
 }
 
-__global__ void commit_draft_rows(const CommitDraftArgs a) {
+__global__ void commit_draft_rows(const CommitDraftArgs a, const Divisor bytes) {
   const Vectors& v = a.tokens;
   const int64_t t = blockIdx.x, slot = a.slot_mapping[t];
   if (!a.accepted_mask[t] || !a.key_cache.holds(slot)) return;
-  write_vectors(v, v.key, v.k_scale, t, {a.key_cache.at(slot, 0), a.key_cache.head_stride});
-  write_vectors(v, v.value, v.v_scale, t, {a.value_cache.at(slot, 0), a.value_cache.head_stride});
+  write_vectors(v, v.key, v.k_scale, t, heads_of(a.key_cache, slot), bytes);
+  write_vectors(v, v.value, v.v_scale, t, heads_of(a.value_cache, slot), bytes);
 }
 
-__global__ void log_slots(const SlotLogArgs a) {
+__global__ void log_slots(const SlotLogArgs a, const Divisor bytes) {
   const int64_t t = blockIdx.x, slot = a.slot_mapping[t];
   if (!a.key_cache.holds(slot)) return;
-  copy_span({a.log_key.at(t, 0), a.log_key.head_stride}, {a.key_cache.at(slot, 0), a.key_cache.head_stride},
-            a.num_heads, a.vector_bytes);
-  copy_span({a.log_value.at(t, 0), a.log_value.head_stride}, {a.value_cache.at(slot, 0), a.value_cache.head_stride},
-            a.num_heads, a.vector_bytes);
+  copy_heads(heads_of(a.log_key, t), heads_of(a.key_cache, slot), a.num_heads, bytes, threadIdx.x, blockDim.x);
+  copy_heads(heads_of(a.log_value, t), heads_of(a.value_cache, slot), a.num_heads, bytes, threadIdx.x, blockDim.x);
 }
 
-__global__ void restore_slots(const SlotLogArgs a) {
+__global__ void restore_slots(const SlotLogArgs a, const Divisor bytes) {
   const int64_t t = blockIdx.x, slot = a.slot_mapping[t];
   if (a.accepted_mask[t] || !a.key_cache.holds(slot)) return;
-  copy_span({a.key_cache.at(slot, 0), a.key_cache.head_stride}, {a.log_key.at(t, 0), a.log_key.head_stride},
-            a.num_heads, a.vector_bytes);
-  copy_span({a.value_cache.at(slot, 0), a.value_cache.head_stride}, {a.log_value.at(t, 0), a.log_value.head_stride},
-            a.num_heads, a.vector_bytes);
+  copy_heads(heads_of(a.key_cache, slot), heads_of(a.log_key, t), a.num_heads, bytes, threadIdx.x, blockDim.x);
+  copy_heads(heads_of(a.value_cache, slot), heads_of(a.log_value, t), a.num_heads, bytes, threadIdx.x, blockDim.x);
 }
 
 int threads_for_vectors(const Vectors& v) {
@@ -116,7 +115,7 @@ int threads_for_vectors(const Vectors& v) {
 void stage_kv_cache(const StageArgs& a, void* stream) {
   if (a.tokens.num_tokens == 0) return;
   const auto s = static_cast<cudaStream_t>(stream);
-  stage_rows<<<a.tokens.num_tokens, threads_for_vectors(a.tokens), 0, s>>>(a);
+  stage_rows<<<a.tokens.num_tokens, threads_for_vectors(a.tokens), 0, s>>>(a, Divisor(a.tokens.vector_bytes));
   check_launch("stage_kv_cache");
   advance_count<<<1, 256, 0, s>>>(a);
   check_launch("stage_kv_cache");
@@ -125,26 +124,26 @@ void stage_kv_cache(const StageArgs& a, void* stream) {
 void commit_staged_kv_cache(const CommitStagedArgs& a, void* stream) {
   if (a.capacity == 0) return;
   commit_staged_rows<<<a.capacity, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0,
-                       static_cast<cudaStream_t>(stream)>>>(a);
+                       static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.vector_bytes));
   check_launch("commit_staged_kv_cache");
 }
 
 void commit_draft_layer(const CommitDraftArgs& a, void* stream) {
   if (a.tokens.num_tokens == 0) return;
-  commit_draft_rows<<<a.tokens.num_tokens, threads_for_vectors(a.tokens), 0, static_cast<cudaStream_t>(stream)>>>(a);
+  commit_draft_rows<<<a.tokens.num_tokens, threads_for_vectors(a.tokens), 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.tokens.vector_bytes));
   check_launch("commit_draft_layer");
 }
 
 void log_cache_slots(const SlotLogArgs& a, void* stream) {
   if (a.num_tokens == 0) return;
-  log_slots<<<a.num_tokens, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0, static_cast<cudaStream_t>(stream)>>>(a);
+  log_slots<<<a.num_tokens, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.vector_bytes));
   check_launch("log_cache_slots");
 }
 
 void restore_rejected_drafts(const SlotLogArgs& a, void* stream) {
   if (a.num_tokens == 0) return;
   restore_slots<<<a.num_tokens, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0,
-                  static_cast<cudaStream_t>(stream)>>>(a);
+                  static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.vector_bytes));
   check_launch("restore_rejected_drafts");
 }
 
