@@ -240,7 +240,9 @@ def test_a_copied_slot_mapping_is_refused(device):
     step = Step("HND", "stage", device)
     step.begin()
     with pytest.raises(RuntimeError, match="is a copy"):
-        step.manager.stage(0, lambda cache, slots: None, step.paged.targets()[0], torch.arange(3, device=device).clone())
+        step.manager.stage(
+            0, lambda cache, slots: None, step.paged.targets()[0], torch.arange(3, device=device).clone()
+        )
 
 
 @modes

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's numbers are those of the recorded run, and what it names exists (#23)."""
+
+import re
+
+import pandas as pd
+import pytest
+
+from nwor import paths, results
+
+README = (paths.ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def acceptance() -> pd.DataFrame:
+    return results.read_table("acceptance", paths.RECORDED)
+
+
+def line(start: str) -> str:
+    return next(text for text in README.splitlines() if text.startswith(f"| {start}"))
+
+
+def value(table: pd.DataFrame, metric: str, **where: float) -> float:
+    rows = table[(table.metric == metric) & table.position.isna()]
+    for column, wanted in where.items():
+        rows = rows[rows[column] == wanted]
+    (found,) = rows.value
+    return float(found)
+
+
+def measured(claim: str) -> str:
+    claims = results.read_table("claims", paths.RECORDED)
+    (found,) = claims.loc[claims.claim == claim, "measured"]
+    return found
+
+
+def test_every_recorded_claim_holds() -> None:
+    assert results.read_table("claims", paths.RECORDED).holds.all()
+
+
+def test_acceptance(acceptance: pd.DataFrame) -> None:
+    length = value(acceptance, "acceptance_length", k=4, temperature=0)
+    assert f"| {length:.2f} tokens a window" in line("The shipped pair's acceptance length")
+    greedy, hot = (value(acceptance, "rejected_share", k=8, temperature=t) for t in (0, 1))
+    assert f"| {greedy:.0%} / {hot:.0%} |" in line("Share of written rows")
+
+
+def test_reference() -> None:
+    table = results.read_table("reference", paths.RECORDED)
+    off, blind = (value(table[table["mode"] == mode], "acceptance_length") for mode in ("off", "blind"))
+    assert f"acceptance length {blind:.2f} against {off:.2f};" in line("Blind staging")
+
+
+def test_end_to_end() -> None:
+    cow, gaps, dirty = (
+        [measured(f"TP={tp}, bfloat16: {claim}") for tp in (1, 2)]
+        for claim in (
+            "cow's greedy tokens are vanilla's",
+            "a token of stage that differs is a near tie (nats)",
+            "vanilla leaves dirty layer-steps behind",
+        )
+    )
+    assert f"| {cow[0]}/{cow[0]}, {cow[1]}/{cow[1]} requests |" in line("`cow` gives vanilla's")
+    assert f"| {gaps[0]}, {gaps[1]} nats" in line("`stage` gives them")
+    assert f"| {dirty[0]} / 0 / 0, {dirty[1]} / 0 / 0 |" in line("Layer-steps")
+
+
+def test_step_time() -> None:
+    steps = results.read_table("steps", paths.RECORDED)
+    medians = steps[steps.tp == 1].groupby("mode").value.median()
+    said = re.search(r"took ([\d.]+) times vanilla's under `cow` and\s+([\d.]+) times under `stage`", README)
+    assert said
+    assert said.groups() == tuple(f"{medians[mode] / medians['off']:.2f}" for mode in ("cow", "stage"))
+
+
+def test_what_it_names_exists() -> None:
+    for name in re.findall(r"`(?:notebooks|nwor|data|tools|kernels)/[\w./-]*`", README):
+        assert (paths.ROOT / name.strip("`")).exists(), name
+    for link in re.findall(r"\]\(([\w./-]+)\)", README):
+        assert (paths.ROOT / link).exists(), link
