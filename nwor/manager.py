@@ -9,6 +9,7 @@ Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as alwa
 new bytes in `rows` while the pages stay as they were.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from nwor import ops
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,12 @@ class DraftCommitManager:
         if not len(window):
             return False
         if len(window) > self.capacity:
+            if not self.counters.fallbacks:
+                logger.warning(
+                    "NWOR: a window of %d rows does not fit %d; vLLM's own write serves such steps, counted as fallbacks",
+                    len(window),
+                    self.capacity,
+                )
             self.counters.fallbacks += 1
             return False
         count = len(window)

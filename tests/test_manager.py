@@ -276,7 +276,7 @@ def test_begin_twice(mode, device):
 
 
 @modes
-def test_a_window_beyond_the_capacity_is_vllms_own(mode, device):
+def test_a_window_beyond_the_capacity_is_vllms_own(mode, device, caplog):
     """R19, #10: counted, nothing changed, and the real write is not skipped; one that just fits is served."""
     held = len(Batch(QUERIES, DRAFTS).held("cow" if mode == "cow" else "stage"))
     step = Step("HND", mode, device, capacity=held - 1)
@@ -287,6 +287,8 @@ def test_a_window_beyond_the_capacity_is_vllms_own(mode, device):
     step.expect(list(range(step.batch.num_tokens)))
     step.assert_pool()
     assert step.manager.read_counters() == Counters(fallbacks=1)
+    assert not step.begin()
+    assert len([line for line in caplog.messages if "does not fit" in line]) == 1, "said once"
     assert Step("HND", mode, device, capacity=held).begin()
 
 

@@ -67,3 +67,11 @@ def test_a_process_reads_its_own_environment():
     environment = {**os.environ, **Settings(mode="stage", audit=True).environ()}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == repr(Settings(mode="stage", audit=True))
+
+
+def test_ray_takes_every_setting_to_its_workers(monkeypatch):
+    """R18: vLLM copies variables to Ray's actors by prefix; ours bear it for that reason."""
+    ray_env = pytest.importorskip("vllm.ray.ray_env")
+    for name, value in Settings("stage").environ().items():
+        monkeypatch.setenv(name, value)
+    assert Settings("stage").environ().keys() <= ray_env.get_env_vars_to_copy()
