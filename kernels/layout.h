@@ -93,9 +93,13 @@ struct Verdict {
   int64_t* counts;              // [2]: kept, rejected
   int64_t num_rows;
   int num_requests;
+  NWOR_HD bool skips(int64_t slot, int32_t request) const { return slot < 0 || request < 0 || request >= num_requests; }
+  NWOR_HD Fate of(int64_t slot, int32_t request, int32_t behind, int32_t rejected) const {
+    if (skips(slot, request)) return Fate::kSkipped;
+    return behind < rejected ? Fate::kRejected : Fate::kKept;
+  }
   NWOR_HD Fate of(int64_t slot, int32_t request, int32_t behind) const {
-    if (slot < 0 || request < 0 || request >= num_requests) return Fate::kSkipped;
-    return behind < num_rejected[request] ? Fate::kRejected : Fate::kKept;
+    return skips(slot, request) ? Fate::kSkipped : of(slot, request, behind, num_rejected[request]);
   }
   NWOR_HD Fate of(int64_t row) const { return of(slots[row], row_request[row], rows_behind[row]); }
 };

@@ -237,3 +237,26 @@ def test_values_that_the_host_does_not_see_are_skipped():
     ops.commit_all_layers(*pool.arguments(beyond[:3]), request[:3], behind[:3], rejected, pool.counts)
     before.storages.pop(pool.counts.untyped_storage().data_ptr())
     before.assert_equal("slots beyond the pool")
+
+
+def test_pools_of_too_many_slots_are_refused():
+    """R14: slots are divided in 32 bits; a pool that would need more is an error, before anything is launched."""
+    pool = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+    rows = torch.full((1, 1, 1, 16, 16), 7, dtype=torch.uint8, device="cuda")
+    offsets, slots = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor([3], device="cuda")
+    with pytest.raises(RuntimeError, match="fewer than 2\\^31 slots a layer"):
+        ops.log_all_layers(pool, offsets, (1, 16, 16), slots, None, rows)
+    assert bool((rows == 7).all())
+
+
+def test_blocks_of_any_size_and_more_requests_than_a_warp_has_lanes():
+    """R11, R13: block sizes that are no power of two, far slots, and verdicts of 1, 32, 33 and 100 requests."""
+    for block_size, requests in ((1, 1), (3, 32), (7, 33), (528, 100)):
+        queries = [1 + request % 3 for request in range(requests)]
+        blocks = 4 * (sum(queries) // block_size + 2)
+        pool = Pool("LBHN", 2, blocks, 2, block_size, 16, "cuda", mini_blocks=sum(queries) // block_size + 2)
+        slots = make_slots(sum(queries) + 1, blocks * block_size, "cuda", requests)
+        window = make_window([request % 4 for request in range(requests)], queries, "cuda")
+        check("log_all_layers", *pool.arguments(slots))
+        check("commit_all_layers", *pool.arguments(slots), *window, pool.counts)
+        check("restore_all_layers", *pool.arguments(slots), *window, pool.counts)

@@ -11,8 +11,8 @@ namespace nwor::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksEach = 4;     // on a multiprocessor at least
-constexpr int kMostRows = 8;      // of a block
+constexpr int kBlocksEach = 4;     // on a multiprocessor, at least
+constexpr int kMostRows = 8;       // of a block
 constexpr int kManyBlocks = 4096;  // enough to keep every multiprocessor busy to the end
 
 // What the launch is cut into: `threads` threads a row of a layer, `rows` rows and `layers` layers a block.
@@ -22,14 +22,12 @@ struct Cut {
   Divisor block_size, head_bytes;
 };
 
-// The fate of the lane's row. Up to 32 requests are asked for with the row itself, not after it.
+// The fate of the lane's row. The verdicts of up to 32 requests are asked for with the row itself, not after it.
 __device__ Fate fate_of(const Verdict& v, int row, bool has_row, int lane, int64_t slot) {
-  const int32_t of_lane = lane < v.num_requests ? v.num_rejected[lane] : 0;
+  const int32_t rejected_of_lane = lane < v.num_requests ? v.num_rejected[lane] : 0;
   const int32_t request = has_row ? v.row_request[row] : -1, behind = has_row ? v.rows_behind[row] : 0;
   if (v.num_requests > 32) return v.of(slot, request, behind);
-  const int32_t rejected = __shfl_sync(~0u, of_lane, request);
-  if (slot < 0 || request < 0 || request >= v.num_requests) return Fate::kSkipped;
-  return behind < rejected ? Fate::kRejected : Fate::kKept;
+  return v.of(slot, request, behind, __shfl_sync(~0u, rejected_of_lane, request));
 }
 
 // Alone counts every row once, so that neither layers nor heads nor the launch shape enter the counts.
@@ -71,11 +69,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) move_rows(const AllLaye
   const int64_t length = (p.num_heads - 1) * p.head_stride + p.bytes;
   for (; left; left &= left - 1) {
     const int64_t offset = __shfl_sync(~0u, in_pool, __ffs(left) - 1);
-    char* in_pool_data = p.data + offset;
-    char* in_rows_data = a.rows.data + __shfl_sync(~0u, in_rows, __ffs(left) - 1);
+    char* mini = a.rows.data + __shfl_sync(~0u, in_rows, __ffs(left) - 1);
     if (offset < 0 || offset + length > p.size) continue;
-    const Strided pool_row{in_pool_data, p.head_stride}, rows_row{in_rows_data, a.rows.head_stride};
-    copy_heads(kLogging ? rows_row : pool_row, kLogging ? pool_row : rows_row, p.num_heads, cut.head_bytes, thread,
+    const Strided pool_row{p.data + offset, p.head_stride}, mini_row{mini, a.rows.head_stride};
+    copy_heads(kLogging ? mini_row : pool_row, kLogging ? pool_row : mini_row, p.num_heads, cut.head_bytes, thread,
                cut.threads);
   }
 }

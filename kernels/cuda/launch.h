@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies by one thread block, in the widest pieces that both sides' alignment allows, and the launch check.
+// Copies in the widest pieces that both sides' alignment allows, division without dividing, and the launch check.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -41,12 +41,14 @@ __device__ void copy_words(Strided to, Strided from, int heads, const Divisor& b
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       const int at = first + u * step, head = bytes.of(at);
-      if (at < end) held[u] = *reinterpret_cast<const Word*>(from.data + head * from.stride + (at - head * bytes.divisor));
+      const char* source = from.data + head * from.stride + (at - head * bytes.divisor);
+      if (at < end) held[u] = *reinterpret_cast<const Word*>(source);
     }
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       const int at = first + u * step, head = bytes.of(at);
-      if (at < end) *reinterpret_cast<Word*>(to.data + head * to.stride + (at - head * bytes.divisor)) = held[u];
+      char* target = to.data + head * to.stride + (at - head * bytes.divisor);
+      if (at < end) *reinterpret_cast<Word*>(target) = held[u];
     }
   }
 }

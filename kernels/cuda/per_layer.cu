@@ -12,6 +12,10 @@ __device__ Strided heads_of(const Rows& rows, int64_t token) { return {rows.at(t
 
 __device__ Strided heads_of(const Cache& cache, int64_t slot) { return {cache.at(slot, 0), cache.head_stride}; }
 
+__device__ void copy_block(Strided to, Strided from, int heads, const Divisor& bytes) {
+  copy_heads(to, from, heads, bytes, threadIdx.x, blockDim.x);
+}
+
 template <class T, CacheDtype format>
 __device__ void quantise(const Vectors& v, const Rows& source, const Scale& scale, int64_t token, Strided destination) {
   const int total = v.num_heads * v.head_size;
@@ -23,10 +27,10 @@ __device__ void quantise(const Vectors& v, const Rows& source, const Scale& scal
 }
 
 // One token's vectors of all heads, from key or value to the bytes that the cache holds.
-__device__ void write_vectors(const Vectors& v, const Rows& source, const Scale& scale, int64_t token, Strided destination,
-                              const Divisor& bytes) {
+__device__ void write_vectors(const Vectors& v, const Rows& source, const Scale& scale, int64_t token,
+                              Strided destination, const Divisor& bytes) {
   if (v.cache_dtype == CacheDtype::kSame) {
-    copy_heads(destination, heads_of(source, token), v.num_heads, bytes, threadIdx.x, blockDim.x);
+    copy_block(destination, heads_of(source, token), v.num_heads, bytes);
     return;
   }
   with_element(v.element, [&](auto element) {
@@ -79,8 +83,8 @@ __global__ void commit_staged_rows(const CommitStagedArgs a, const Divisor bytes
   if (error_flag || row >= accepted || row >= staged_count) return;
   const int64_t slot = a.staging_slots[row];
   if (!a.key_cache.holds(slot)) return;
-  copy_heads(heads_of(a.key_cache, slot), heads_of(a.staging_key, row), a.num_heads, bytes, threadIdx.x, blockDim.x);
-  copy_heads(heads_of(a.value_cache, slot), heads_of(a.staging_value, row), a.num_heads, bytes, threadIdx.x, blockDim.x);
+  copy_block(heads_of(a.key_cache, slot), heads_of(a.staging_key, row), a.num_heads, bytes);
+  copy_block(heads_of(a.value_cache, slot), heads_of(a.staging_value, row), a.num_heads, bytes);
 }
 
 __global__ void commit_draft_rows(const CommitDraftArgs a, const Divisor bytes) {
@@ -94,15 +98,15 @@ __global__ void commit_draft_rows(const CommitDraftArgs a, const Divisor bytes) 
 __global__ void log_slots(const SlotLogArgs a, const Divisor bytes) {
   const int64_t t = blockIdx.x, slot = a.slot_mapping[t];
   if (!a.key_cache.holds(slot)) return;
-  copy_heads(heads_of(a.log_key, t), heads_of(a.key_cache, slot), a.num_heads, bytes, threadIdx.x, blockDim.x);
-  copy_heads(heads_of(a.log_value, t), heads_of(a.value_cache, slot), a.num_heads, bytes, threadIdx.x, blockDim.x);
+  copy_block(heads_of(a.log_key, t), heads_of(a.key_cache, slot), a.num_heads, bytes);
+  copy_block(heads_of(a.log_value, t), heads_of(a.value_cache, slot), a.num_heads, bytes);
 }
 
 __global__ void restore_slots(const SlotLogArgs a, const Divisor bytes) {
   const int64_t t = blockIdx.x, slot = a.slot_mapping[t];
   if (a.accepted_mask[t] || !a.key_cache.holds(slot)) return;
-  copy_heads(heads_of(a.key_cache, slot), heads_of(a.log_key, t), a.num_heads, bytes, threadIdx.x, blockDim.x);
-  copy_heads(heads_of(a.value_cache, slot), heads_of(a.log_value, t), a.num_heads, bytes, threadIdx.x, blockDim.x);
+  copy_block(heads_of(a.key_cache, slot), heads_of(a.log_key, t), a.num_heads, bytes);
+  copy_block(heads_of(a.value_cache, slot), heads_of(a.log_value, t), a.num_heads, bytes);
 }
 
 int threads_for_vectors(const Vectors& v) {
@@ -110,41 +114,42 @@ int threads_for_vectors(const Vectors& v) {
   return threads_for(int64_t{v.num_heads} * v.head_size * (same ? v.vector_bytes / v.head_size : 4));
 }
 
+template <class Args>
+void launch(void (*kernel)(Args, Divisor), const Args& a, int64_t blocks, int threads, int vector_bytes, void* stream,
+            const char* name) {
+  if (blocks == 0) return;
+  kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(vector_bytes));
+  check_launch(name);
+}
+
 }  // namespace
 
 void stage_kv_cache(const StageArgs& a, void* stream) {
-  if (a.tokens.num_tokens == 0) return;
-  const auto s = static_cast<cudaStream_t>(stream);
-  stage_rows<<<a.tokens.num_tokens, threads_for_vectors(a.tokens), 0, s>>>(a, Divisor(a.tokens.vector_bytes));
-  check_launch("stage_kv_cache");
-  advance_count<<<1, 256, 0, s>>>(a);
+  const Vectors& v = a.tokens;
+  if (v.num_tokens == 0) return;
+  launch(stage_rows, a, v.num_tokens, threads_for_vectors(v), v.vector_bytes, stream, "stage_kv_cache");
+  advance_count<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(a);
   check_launch("stage_kv_cache");
 }
 
 void commit_staged_kv_cache(const CommitStagedArgs& a, void* stream) {
-  if (a.capacity == 0) return;
-  commit_staged_rows<<<a.capacity, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0,
-                       static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.vector_bytes));
-  check_launch("commit_staged_kv_cache");
+  const int threads = threads_for(int64_t{a.num_heads} * a.vector_bytes);
+  launch(commit_staged_rows, a, a.capacity, threads, a.vector_bytes, stream, "commit_staged_kv_cache");
 }
 
 void commit_draft_layer(const CommitDraftArgs& a, void* stream) {
-  if (a.tokens.num_tokens == 0) return;
-  commit_draft_rows<<<a.tokens.num_tokens, threads_for_vectors(a.tokens), 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.tokens.vector_bytes));
-  check_launch("commit_draft_layer");
+  const Vectors& v = a.tokens;
+  launch(commit_draft_rows, a, v.num_tokens, threads_for_vectors(v), v.vector_bytes, stream, "commit_draft_layer");
 }
 
 void log_cache_slots(const SlotLogArgs& a, void* stream) {
-  if (a.num_tokens == 0) return;
-  log_slots<<<a.num_tokens, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.vector_bytes));
-  check_launch("log_cache_slots");
+  const int threads = threads_for(int64_t{a.num_heads} * a.vector_bytes);
+  launch(log_slots, a, a.num_tokens, threads, a.vector_bytes, stream, "log_cache_slots");
 }
 
 void restore_rejected_drafts(const SlotLogArgs& a, void* stream) {
-  if (a.num_tokens == 0) return;
-  restore_slots<<<a.num_tokens, threads_for(int64_t{a.num_heads} * a.vector_bytes), 0,
-                  static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.vector_bytes));
-  check_launch("restore_rejected_drafts");
+  const int threads = threads_for(int64_t{a.num_heads} * a.vector_bytes);
+  launch(restore_slots, a, a.num_tokens, threads, a.vector_bytes, stream, "restore_rejected_drafts");
 }
 
 }  // namespace nwor::cuda
