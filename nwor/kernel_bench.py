@@ -27,6 +27,7 @@ import csv
 import functools
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from nwor import ops, results
+from nwor import ops, paths, results
 from nwor.traffic import Shape
 
 LAYERS, HEAD_SIZE, BLOCK_SIZE, BLOCKS, QUERY = 32, 128, 16, 1024, 9
@@ -397,6 +398,30 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
             | {"metric": METRICS[line["Metric Name"]], "value": value, "unit": "bytes"}
         )
     return results.tidy(found, mode="", model="")
+
+
+def obtain(run: results.Run, source: str = "") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(times, counters), measured now and kept as tables of `run`, or as recorded in `data/recorded`.
+
+    Args:
+        run: where measured tables go.
+        source: `measure` or `recorded`; empty: measure where there is a GPU. Without `ncu` counters are the recorded.
+
+    Raises:
+        ValueError: another source, or `measure` without a GPU.
+    """
+    if source not in ("", "measure", "recorded"):
+        raise ValueError(f"source is measure, recorded or empty, got {source!r}")
+    if source == "measure" and not torch.cuda.is_available():
+        raise ValueError("source is measure, but there is no NVIDIA GPU here; the recorded results need none")
+    if source == "recorded" or not torch.cuda.is_available():
+        times, counters = (results.read_table(name, paths.RECORDED) for name in ("kernel_times", "kernel_counters"))
+        return times, counters
+    times = run.table("kernel_times", measure())
+    if not shutil.which("ncu"):
+        print("no ncu on the PATH: the counters are those recorded on an H200")
+        return times, results.read_table("kernel_counters", paths.RECORDED)
+    return times, run.table("kernel_counters", count_bytes())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from nwor import ops, plot, results
+from nwor import ops, paths, plot, results
 from nwor.ops_reference import (
     ACCEPTANCE,
     LAYOUTS,
@@ -109,6 +109,28 @@ def draw_all_layers(device: str, rng: random.Random, seed: int) -> Iterator[Case
     yield Case("log_all_layers", layout, cache, pool.arguments(slots))
     yield Case("restore_all_layers", layout, cache, (*pool.arguments(slots), *window, pool.counts))
     yield Case("commit_all_layers", layout, cache, (*pool.arguments(slots), *window, pool.counts))
+
+
+def devices(device: str = "") -> list[str]:
+    """The devices to compare on: the one named, else the CPU, and CUDA where there is a GPU.
+
+    Raises:
+        ValueError: a device that is neither `cpu` nor `cuda`, or no GPU for `cuda`.
+    """
+    here = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    if device and device not in here:
+        raise ValueError(f"device is {' or '.join(here)} on this machine, or empty for all; got {device!r}")
+    return [device] if device else here
+
+
+def everywhere(check: Callable[[str], pd.DataFrame], on: list[str]) -> pd.DataFrame:
+    """The rows of `check(device)` of all devices, each with its `device`."""
+    return pd.concat([check(device).assign(device=device) for device in on], ignore_index=True)
+
+
+def recorded() -> pd.DataFrame:
+    """What `compare` found on a GPU, as recorded in `data/recorded`."""
+    return results.read_table("kernel_check", paths.RECORDED)
 
 
 def compare(device: str, cases: int, seed: int) -> pd.DataFrame:
