@@ -28,6 +28,7 @@ class EngineSpec:
     method: vLLM's speculative method; k is its ``num_speculative_tokens``.
     num_blocks: cache blocks, or 0 for as many as vLLM finds room for.
     load_format: ``auto``, or ``dummy`` for random weights of the model's shape.
+    gpu_memory_utilization: share of a GPU for each engine; the modes' engines are up at once.
     cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
     acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
     """
@@ -47,6 +48,7 @@ class EngineSpec:
     enforce_eager: bool = True
     prefix_caching: bool = False
     load_format: str = "auto"
+    gpu_memory_utilization: float = 0.3
     cpu_threads: int = 1
     acceptance_length: float = 0.0
     seed: int = 0
@@ -81,6 +83,7 @@ class EngineSpec:
             "enforce_eager": self.enforce_eager,
             "enable_prefix_caching": self.prefix_caching,
             "load_format": self.load_format,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
             "seed": self.seed,
             "disable_log_stats": False,
         }
@@ -91,8 +94,17 @@ class EngineSpec:
         return arguments
 
     def environ(self) -> dict[str, str]:
-        """Environment of a child: repeatable batches, and on a CPU a small cache and cores of its own for each rank."""
-        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        """Environment of a child.
+
+        The runner that the hooks are for, repeatable batches, and on a CPU a small cache and cores of its own for each
+        rank.
+        """
+        env = {
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
         if Path(self.model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if on_cpu():

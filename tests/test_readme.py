@@ -73,6 +73,15 @@ def test_step_time() -> None:
     assert said.groups() == tuple(f"{medians[mode] / medians['off']:.2f}" for mode in ("cow", "stage"))
 
 
+def test_cow_on_a_gpu() -> None:
+    table = results.read_table("gpu_cow", paths.RECORDED)
+    steps = table[table.metric == "step_ms"].groupby(["graphs", "mode", "repeat"]).value.median()
+    eager, graphs = (steps[on, "cow"].median() / steps[on, "off"].median() for on in (False, True))
+    assert re.search(rf"a step {eager:.2f}\s+and {graphs:.2f} times vanilla's", README)
+    dirty = table[table.metric == "audit.dirty_layer_steps"].groupby("mode").value.apply(list)
+    assert (dirty["cow"], dirty["off"]) == ([0, 0], [240, 240])
+
+
 def test_what_it_names_exists() -> None:
     for name in re.findall(r"`(?:notebooks|nwor|data|tools|kernels)/[\w./-]*`", README):
         assert (paths.ROOT / name.strip("`")).exists(), name

@@ -175,11 +175,16 @@ def test_emulated_stage_is_exact_and_says_so(engines, model, vanilla, dtype, kv_
 
 
 def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, vanilla):
-    outcome = treated(engines, model, "stage", faults.unreadable_packing)
+    outcome = engines.run(spec_of(model), Settings(mode="stage"), faults.unreadable_packing)
     assert not outcome.error, outcome.error
     assert outcome.tokens == vanilla().tokens
     assert outcome.ranks[0]["serving"] == "off"
     assert "packing" in outcome.ranks[0]["reason"]
+
+
+def test_the_audit_refuses_a_packing_it_cannot_read(engines, model):
+    """It would mark other bytes than the slots'."""
+    assert "unset VLLM_NWOR_AUDIT" in engines.run(spec_of(model), Settings(audit=True), faults.unreadable_packing).error
 
 
 @pytest.mark.parametrize(

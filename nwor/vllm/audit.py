@@ -45,6 +45,8 @@ def _make_initialize(original: Callable) -> Callable:
             from nwor.vllm.cpu import find_packing
 
             packing = find_packing(layers[0])
+            if packing is None:
+                raise RuntimeError("the audit cannot tell the slots of this CPU cache packing: unset VLLM_NWOR_AUDIT")
         self.nwor_audit = CacheAudit([layer.kv_cache for layer in layers], packing)
 
     return initialize_kv_cache
