@@ -123,6 +123,17 @@ def devices(device: str = "") -> list[str]:
     return [device] if device else here
 
 
+def with_vllm(on: list[str]) -> list[str]:
+    """Those of the devices that the vLLM installed here has a cache writer for: its builds are for one device each."""
+    from vllm import _custom_ops  # noqa: F401 - loads vLLM's operators
+
+    has = {
+        "cpu": hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"),
+        "cuda": hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"),
+    }
+    return [device for device in on if has[device]]
+
+
 def everywhere(check: Callable[[str], pd.DataFrame], on: list[str]) -> pd.DataFrame:
     """The rows of `check(device)` of all devices, each with its `device`."""
     return pd.concat([check(device).assign(device=device) for device in on], ignore_index=True)
