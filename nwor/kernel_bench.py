@@ -185,12 +185,22 @@ class Window:
         self.counts = torch.zeros(2, dtype=torch.int64, device="cuda")
 
     def write(self, layer: int, cache: Tensor, slots: Tensor) -> None:
+        """One layer's keys and values to `cache` [blocks, N, H, 2 * D] at `slots`, by vLLM's writer."""
         from vllm import _custom_ops
 
         keys, values = cache.split(HEAD_SIZE, -1)
         dtype = "fp8" if self.fp8 else "auto"
         key, value = self.key[layer], self.value[layer]
         _custom_ops.reshape_and_cache_flash(key, value, keys, values, slots, dtype, self.scale, self.scale)
+
+    def writes(self, layers: int, slots: Tensor) -> Call:
+        """vLLM's writer on the first `layers` layers, a launch each."""
+
+        def each_layer() -> None:
+            for layer in range(layers):
+                self.write(layer, self.layers[layer], slots)
+
+        return each_layer
 
     def calls(self, kept: int) -> dict[str, Call]:
         """Every operator and peer at hand on the present window, each request keeping its first `kept` rows."""
@@ -206,7 +216,7 @@ class Window:
         }
         accepted = torch.arange(QUERY) < kept
         masked = torch.where(accepted.cuda(), self.slots, -1).flatten()
-        found["vllm"] = lambda: [self.write(layer, cache, masked) for layer, cache in enumerate(self.layers)]
+        found["vllm"] = self.writes(LAYERS, masked)
         found["vllm triton"] = self._triton(masked)
         if not kept:
             return found  # the others launch nothing for no rows
@@ -322,10 +332,7 @@ def _launches(timer: Timer, window: Window, repeats: int) -> list[dict[str, Any]
     """vLLM's writer on the first n layers, for growing n: what one launch more costs."""
     slots = window.slots.flatten()
 
-    def first(n: int) -> Call:
-        return lambda: [window.write(layer, cache, slots) for layer, cache in enumerate(window.layers[:n])]
-
-    calls = {str(n): first(n) for n in (1, 2, 4, 8, 16, 32)}
+    calls = {str(n): window.writes(n, slots) for n in (1, 2, 4, 8, 16, 32)}
     rows = slots.numel()
     return [
         {

@@ -217,7 +217,8 @@ def log_all_layers(
     """Copy the raw bytes of the slots of all layers to a mini-cache, in one launch.
 
     Args:
-        pool: uint8 [bytes], the whole KV allocation; every layer is a view of it.
+        pool: uint8 [bytes], the whole KV allocation; every layer is a view of it. On CUDA a layer has fewer than 2^31
+            slots.
         layer_offsets: int64 [L], byte offset of each layer's first element.
         cache_strides: bytes between blocks, between heads and between the tokens of a block, the same in all layers.
         slots: int64 [M], negative: no row.

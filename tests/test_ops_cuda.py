@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU shows: graphs, streams, devices, far offsets, values the host does not see (R15, #5, #6, #14)."""
 
+import subprocess
+
 import pytest
 import torch
 
@@ -260,3 +262,13 @@ def test_blocks_of_any_size_and_more_requests_than_a_warp_has_lanes():
         check("log_all_layers", *pool.arguments(slots))
         check("commit_all_layers", *pool.arguments(slots), *window, pool.counts)
         check("restore_all_layers", *pool.arguments(slots), *window, pool.counts)
+
+
+def test_what_is_linked_statically_stays_inside():
+    """A libstdc++ or cudart of our own that showed would mix with those of the process: refusals crashed that way."""
+    command = ["nm", "--dynamic", "--defined-only", str(ops.library())]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    symbols = [line.split()[-2:] for line in lines]
+    assert any("log_all_layers" in name for _, name in symbols)
+    inside = ("cuda", "__cuda", "_ZNSt", "_ZNKSt", "_ZSt")
+    assert [name for kind, name in symbols if kind in "TDBR" and name.startswith(inside)] == []
