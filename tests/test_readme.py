@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from nwor import paths, results
+from nwor import kernel_figures, paths, results
 
 README = (paths.ROOT / "README.md").read_text()
 
@@ -80,6 +80,24 @@ def test_cow_on_a_gpu() -> None:
     assert re.search(rf"a step {eager:.2f}\s+and {graphs:.2f} times vanilla's", README)
     dirty = table[table.metric == "audit.dirty_layer_steps"].groupby("mode").value.apply(list)
     assert (dirty["cow"], dirty["off"]) == ([0, 0], [240, 240])
+
+
+def test_kernels() -> None:
+    nine, peer, share = (
+        float(measured(claim))
+        for claim in (
+            "times faster than 32 launches, a third of 9 rows, worst",
+            "times faster than any peer, worst of all shapes",
+            "share of copy bandwidth, 2,304 rows that all move, launch taken off, worst",
+        )
+    )
+    assert f"| {nine:.1f} times faster, worst shape |" in line("One launch writes")
+    assert f"| {peer:.2f} times faster |" in line("Its least lead")
+    assert f"| {share:.2f}, worst shape |" in line("Share of a copy's bandwidth")
+    goals = kernel_figures.goal_table(results.read_table("kernel_times", paths.RECORDED)).worst
+    empty, copy = (goals[goals.index.str.startswith(goal)].iloc[0] for goal in ("empty kernels", "share of copy"))
+    assert f"they take up to {empty:.1f} empty kernels" in README
+    assert re.search(rf"the worst shape reaches {copy:.2f} of the copy bandwidth", README)
 
 
 def test_what_it_names_exists() -> None:
