@@ -6,7 +6,6 @@ of them alike. Parity comes first: a mode whose tokens are neither the baseline'
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor import paths, results
+from nwor import pair, paths, results
 from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.settings import MODES, Settings
 
@@ -215,14 +214,6 @@ def summary(frame: pd.DataFrame, modes: Sequence[str], logit_gap: float) -> pd.D
     return pd.DataFrame(lines)
 
 
-def read_prompts(source: str) -> list[str]:
-    """Prompts of a JSONL file with a `prompt` in each line."""
-    path = Path(source)
-    if not path.is_file():
-        raise FileNotFoundError(f"no prompts at {path}; give a JSONL file with a `prompt` in each line")
-    return [json.loads(line)["prompt"] for line in path.read_text().splitlines() if line.strip()]
-
-
 def parser(command: str = "bench") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=f"nwor {command}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -264,7 +255,7 @@ def read(arguments: argparse.Namespace, **fixed: Any) -> tuple[EngineSpec, Plan,
     }
     plan = Plan(**{field.name: given[field.name] for field in fields(Plan) if field.name in given} | chosen | fixed)
     length = arguments.random_prompts
-    return spec, plan, random_prompts(plan, length) if length else read_prompts(arguments.prompts)
+    return spec, plan, random_prompts(plan, length) if length else pair.load_prompts(arguments.prompts)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
+from transformers import AutoConfig
 
 from nwor.acceptance import same_share
 from nwor.bench import Parity, summary
 from nwor.results import Run
+from nwor.traffic import Shape
 
 
 def overview(bench: pd.DataFrame, report: Mapping[str, Any]) -> pd.DataFrame:
@@ -83,11 +85,24 @@ def claim(run: Run, bench: pd.DataFrame, report: Mapping[str, Any]) -> None:
         run.claim(f"{where}: {mode} leaves no layer-step dirty, of {steps}", 0, dirty, steps > 0 and dirty == 0)
     dirty = sum(rank["audit"]["dirty_layer_steps"] for rank in ranks["off"])
     run.claim(f"{where}: vanilla leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
-    counters = ranks["stage"][0]["counters"]
-    row = counters["bytes_written"] / (counters["committed_tokens"] + counters["windows"])
-    predicted = counters["rejected_tokens"] * row
-    avoided = counters["bytes_avoided"]
+    metrics, shape = report["metrics"]["stage"], cache_shape(spec)
+    rejected = metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"]
+    predicted = int(rejected) * shape.num_layers * shape.row
+    avoided = ranks["stage"][0]["counters"]["bytes_avoided"]
     run.claim(f"{where}: stage avoids the rejected rows' bytes, no more", predicted, avoided, avoided == predicted)
+
+
+def cache_shape(spec: Mapping[str, Any]) -> Shape:
+    """The target's cache as its own config describes it, for a spec as a bench report holds it."""
+    config = AutoConfig.from_pretrained(spec["model"])
+    heads = config.num_attention_heads
+    return Shape(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        cache_bytes=1 if spec["kv_cache_dtype"].startswith("fp8") else 4 if spec["dtype"] == "float32" else 2,
+        tp=spec["tp"],
+    )
 
 
 def acceptance(bench: pd.DataFrame, mode: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ new bytes in `rows` while the pages stay as they were.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -384,4 +384,3 @@ class LayerContext:
 
     manager: DraftCommitManager
     index: int
-    name: str = field(default="")

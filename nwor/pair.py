@@ -40,7 +40,11 @@ def load_pair(
 
 def load_prompts(path: str | Path = PROMPTS, count: int | None = None) -> list[str]:
     """The first `count` prompts of a `{"id": ..., "prompt": ...}` JSON-lines file."""
-    prompts = [json.loads(line)["prompt"] for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no prompts at {path}; give a JSON-lines file with a `prompt` in each line")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
     if count is not None and count > len(prompts):
         raise ValueError(f"{count} prompts asked for, {path} holds {len(prompts)}; ask for fewer or pass another file")
     return prompts[:count]

@@ -42,9 +42,10 @@ def _make_initialize(original: Callable, mode: str) -> Callable:
     def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.nwor, self.nwor_metadata, self.nwor_committed = None, None, {}
+        layers = target_layers(self)
+        self.nwor_group = target_group(self, layers)
         if mode == "off":
             return
-        layers = target_layers(self)
         self.nwor_reason = unsupported(self, layers, mode)
         if not self.nwor_reason:
             self.nwor, self.nwor_reason = build_manager(self, mode, list(layers.values()))
@@ -59,8 +60,8 @@ def _make_initialize(original: Callable, mode: str) -> Callable:
             )
         if self.nwor is None:
             return
-        for index, (name, layer) in enumerate(layers.items()):
-            layer.nwor = LayerContext(self.nwor, index, name)
+        for index, layer in enumerate(layers.values()):
+            layer.nwor = LayerContext(self.nwor, index)
 
     return initialize_kv_cache
 
@@ -163,12 +164,15 @@ def _make_forward(original: Callable) -> Callable:
     return _model_forward
 
 
+def target_group(runner: Any, layers: dict[str, Any]) -> int | None:
+    """The first cache group that holds target layers, None where none does."""
+    groups = runner.kv_cache_config.kv_cache_groups
+    return next((index for index, spec in enumerate(groups) if layers.keys() & set(spec.layer_names)), None)
+
+
 def target_slot_mapping(runner: Any) -> Tensor:
     """The persistent int64 slot mapping of the cache group that holds the target layers."""
-    names = target_layers(runner).keys()
-    groups = runner.kv_cache_config.kv_cache_groups
-    group = next(index for index, spec in enumerate(groups) if names & set(spec.layer_names))
-    return runner.input_batch.block_table[group].slot_mapping.gpu
+    return runner.input_batch.block_table[runner.nwor_group].slot_mapping.gpu
 
 
 def _make_sample(original: Callable) -> Callable:
