@@ -283,6 +283,22 @@ inline SlotLogArgs check_slot_log(const Tensor& log_key, const Tensor& log_value
   return a;
 }
 
+inline int64_t* check_slots(const Tensor& slots, const Tensor& like, const char* like_name) {
+  check_dim(slots, "slots", 2, "[requests, rows of a window]");
+  check_dtype(slots, "slots", ScalarType::Long);
+  check_same_device(slots, "slots", like, like_name);
+  STD_TORCH_CHECK(slots.size(1) > 0, "slots must have at least one column, got ", shape_of(slots));
+  STD_TORCH_CHECK(slots.is_contiguous(), "slots must be contiguous (cut it by requests, not by columns)");
+  STD_TORCH_CHECK(slots.numel() < int64_t{1} << 31, "slots must list fewer than 2^31 rows, got ", shape_of(slots));
+  return static_cast<int64_t*>(slots.data_ptr());
+}
+
+inline int64_t* check_counts(const Tensor& counts, const Tensor& like, const char* like_name) {
+  int64_t* data = check_vector<int64_t>(counts, "counts", ScalarType::Long, like, like_name);
+  check_length(counts, "counts", 5, "counts [kept, rejected, windows, drafts, fallbacks]");
+  return data;
+}
+
 inline AllLayersArgs check_all_layers(const Tensor& pool, const Tensor& layer_offsets,
                                       const std::vector<int64_t>& cache_strides, const Tensor& slots,
                                       const OptionalTensor& packing, const Tensor& rows, bool logging) {
@@ -310,10 +326,12 @@ inline AllLayersArgs check_all_layers(const Tensor& pool, const Tensor& layer_of
   a.pool.bytes = static_cast<int>(rows.size(4));
   a.rows = {static_cast<char*>(rows.data_ptr()), rows.stride(0), rows.stride(1), rows.stride(2), rows.stride(3),
             a.pool.block_size};
-  a.verdict.slots = check_vector<int64_t>(slots, "slots", ScalarType::Long, rows, "rows");
-  a.verdict.num_rows = slots.size(0);
-  STD_TORCH_CHECK(a.verdict.num_rows <= rows.size(1) * rows.size(3), "rows holds ", rows.size(1) * rows.size(3),
-                  " slots a layer but slots lists ", a.verdict.num_rows, "; make rows larger");
+  a.window.slots = check_slots(slots, rows, "rows");
+  a.window.num_requests = static_cast<int>(slots.size(0));
+  a.window.width = static_cast<int>(slots.size(1));
+  a.window.num_rows = slots.numel();
+  STD_TORCH_CHECK(a.window.num_rows <= rows.size(1) * rows.size(3), "rows holds ", rows.size(1) * rows.size(3),
+                  " slots a layer but slots lists ", a.window.num_rows, "; make rows larger");
   STD_TORCH_CHECK(rows.is_cpu() || a.pool.size / a.pool.block_stride < (int64_t{1} << 31) / a.pool.block_size - 1,
                   "pool must hold fewer than 2^31 slots a layer on CUDA, got ", a.pool.size, " bytes in blocks of ",
                   a.pool.block_size, " slots every ", a.pool.block_stride, " bytes");
@@ -339,17 +357,49 @@ inline AllLayersArgs check_all_layers(const Tensor& pool, const Tensor& layer_of
   return a;
 }
 
-inline void check_verdict(AllLayersArgs& a, const Tensor& rows, const Tensor& row_request, const Tensor& rows_behind,
-                          const Tensor& num_rejected, const Tensor& counts) {
-  Verdict& v = a.verdict;
-  v.row_request = check_vector<int32_t>(row_request, "row_request", ScalarType::Int, rows, "rows");
-  check_length(row_request, "row_request", v.num_rows, "slots");
-  v.rows_behind = check_vector<int32_t>(rows_behind, "rows_behind", ScalarType::Int, rows, "rows");
-  check_length(rows_behind, "rows_behind", v.num_rows, "slots");
-  v.num_rejected = check_vector<int32_t>(num_rejected, "num_rejected", ScalarType::Int, rows, "rows");
-  v.num_requests = static_cast<int>(num_rejected.size(0));
-  v.counts = check_vector<int64_t>(counts, "counts", ScalarType::Long, rows, "rows");
-  check_length(counts, "counts", 2, "counts [kept, rejected]");
+inline void check_verdict(AllLayersArgs& a, const Tensor& rows, const Tensor& num_rejected, const Tensor& kept,
+                          const Tensor& counts) {
+  Window& w = a.window;
+  w.num_rejected = check_vector<int32_t>(num_rejected, "num_rejected", ScalarType::Int, rows, "rows");
+  check_length(num_rejected, "num_rejected", w.num_requests, "requests of slots");
+  w.kept = check_vector<int32_t>(kept, "kept", ScalarType::Int, rows, "rows");
+  check_length(kept, "kept", w.num_requests, "requests of slots");
+  w.counts = check_counts(counts, rows, "rows");
+}
+
+inline OpenArgs check_open_window(const Tensor& query_start_loc, const Tensor& cu_num_logits, const Tensor& slot_mapping,
+                                  const Tensor& slots, const OptionalTensor& staging_rows,
+                                  const OptionalTensor& page_slots, const Tensor& counts) {
+  OpenArgs a{};
+  a.slots = check_slots(slots, slot_mapping, "slot_mapping");
+  a.max_requests = static_cast<int>(slots.size(0));
+  a.width = static_cast<int>(slots.size(1));
+  const auto check = [&](const Tensor& t, const char* name, ScalarType dtype) {
+    return check_vector<void>(t, name, dtype, slots, "slots");
+  };
+  a.slot_mapping = static_cast<const int64_t*>(check(slot_mapping, "slot_mapping", ScalarType::Long));
+  a.num_tokens = slot_mapping.size(0);
+  a.cu_num_logits = static_cast<const int32_t*>(check(cu_num_logits, "cu_num_logits", ScalarType::Int));
+  STD_TORCH_CHECK(1 <= cu_num_logits.size(0) && cu_num_logits.size(0) - 1 <= a.max_requests,
+                  "cu_num_logits must have one entry more than requests, of which slots holds ", a.max_requests, ", got ",
+                  cu_num_logits.size(0), " entries");
+  a.num_requests = static_cast<int>(cu_num_logits.size(0) - 1);
+  a.query_start_loc = static_cast<const int32_t*>(check(query_start_loc, "query_start_loc", ScalarType::Int));
+  check_at_least(query_start_loc, "query_start_loc", a.num_requests + 1, "entries of cu_num_logits");
+  STD_TORCH_CHECK(staging_rows.has_value() == page_slots.has_value(),
+                  "staging_rows and page_slots go together: pass both (stage) or neither (cow)");
+  if (staging_rows) {
+    a.staging_rows = static_cast<int64_t*>(check(*staging_rows, "staging_rows", ScalarType::Long));
+    a.page_slots = static_cast<int64_t*>(check(*page_slots, "page_slots", ScalarType::Long));
+    a.max_tokens = staging_rows->size(0);
+    check_at_least(*staging_rows, "staging_rows", a.num_tokens, "tokens of slot_mapping");
+    check_length(*page_slots, "page_slots", a.max_tokens, "rows of staging_rows");
+    for (const int64_t* written : {a.staging_rows, a.page_slots})
+      STD_TORCH_CHECK(written + a.max_tokens <= a.slot_mapping || a.slot_mapping + a.num_tokens <= written,
+                      "staging_rows and page_slots must not share memory with slot_mapping, which is read meanwhile");
+  }
+  a.counts = check_counts(counts, slots, "slots");
+  return a;
 }
 
 }  // namespace nwor

@@ -85,23 +85,19 @@ struct Packing {
 // The fate of each row of a window, decided on the device from what vLLM's sampler left there.
 enum class Fate : int { kSkipped, kKept, kRejected };
 
-struct Verdict {
-  const int64_t* slots;         // [M], negative: no row
-  const int32_t* row_request;   // [M], negative: no row
-  const int32_t* rows_behind;   // [M], rows of the same query behind this one
+// The rows of a step that are held, each request's to the right: column c has width - 1 - c rows of its query behind
+// it, and is row request * width + c of the mini-cache.
+struct Window {
+  const int64_t* slots;         // [num_requests, width], negative: no row
   const int32_t* num_rejected;  // [num_requests]
-  int64_t* counts;              // [2]: kept, rejected
+  int32_t* kept;                // [num_requests]
+  int64_t* counts;              // [0] kept and [1] rejected rows
   int64_t num_rows;
-  int num_requests;
-  NWOR_HD bool skips(int64_t slot, int32_t request) const { return slot < 0 || request < 0 || request >= num_requests; }
-  NWOR_HD Fate of(int64_t slot, int32_t request, int32_t behind, int32_t rejected) const {
-    if (skips(slot, request)) return Fate::kSkipped;
-    return behind < rejected ? Fate::kRejected : Fate::kKept;
+  int num_requests, width;
+  NWOR_HD Fate of(int64_t slot, int column, int32_t rejected) const {
+    if (slot < 0) return Fate::kSkipped;
+    return width - 1 - column < rejected ? Fate::kRejected : Fate::kKept;
   }
-  NWOR_HD Fate of(int64_t slot, int32_t request, int32_t behind) const {
-    return skips(slot, request) ? Fate::kSkipped : of(slot, request, behind, num_rejected[request]);
-  }
-  NWOR_HD Fate of(int64_t row) const { return of(slots[row], row_request[row], rows_behind[row]); }
 };
 
 }  // namespace nwor

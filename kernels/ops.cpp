@@ -53,20 +53,26 @@ void log_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::
 
 void restore_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
                         const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
-                        const Tensor& row_request, const Tensor& rows_behind, const Tensor& num_rejected,
-                        const Tensor& counts) {
+                        const Tensor& num_rejected, const Tensor& kept, const Tensor& counts) {
   AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, false);
-  check_verdict(args, rows, row_request, rows_behind, num_rejected, counts);
+  check_verdict(args, rows, num_rejected, kept, counts);
   NWOR_RUN(restore_all_layers, args, pool);
 }
 
 void commit_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
                        const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
-                       const Tensor& row_request, const Tensor& rows_behind, const Tensor& num_rejected,
-                       const Tensor& counts) {
+                       const Tensor& num_rejected, const Tensor& kept, const Tensor& counts) {
   AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, false);
-  check_verdict(args, rows, row_request, rows_behind, num_rejected, counts);
+  check_verdict(args, rows, num_rejected, kept, counts);
   NWOR_RUN(commit_all_layers, args, pool);
+}
+
+void open_window(const Tensor& query_start_loc, const Tensor& cu_num_logits, const Tensor& slot_mapping,
+                 const Tensor& slots, const OptionalTensor& staging_rows, const OptionalTensor& page_slots,
+                 const Tensor& counts) {
+  const OpenArgs args =
+      check_open_window(query_start_loc, cu_num_logits, slot_mapping, slots, staging_rows, page_slots, counts);
+  NWOR_RUN(open_window, args, slots);
 }
 
 }  // namespace
@@ -86,15 +92,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
         "Tensor(b!) log_value) -> ()");
   m.def("restore_rejected_drafts(Tensor log_key, Tensor log_value, Tensor slot_mapping, Tensor accepted_mask, "
         "Tensor(a!) key_cache, Tensor(b!) value_cache) -> ()");
-  // All layers in one call.
+  // A step's window, and all layers in one call.
+  m.def("open_window(Tensor query_start_loc, Tensor cu_num_logits, Tensor slot_mapping, Tensor(a!) slots, "
+        "Tensor(b!)? staging_rows, Tensor(c!)? page_slots, Tensor(d!) counts) -> ()");
   m.def("log_all_layers(Tensor pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, Tensor? packing, "
         "Tensor(a!) rows) -> ()");
   m.def("restore_all_layers(Tensor(a!) pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, "
-        "Tensor? packing, Tensor rows, Tensor row_request, Tensor rows_behind, Tensor num_rejected, "
-        "Tensor(b!) counts) -> ()");
+        "Tensor? packing, Tensor rows, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts) -> ()");
   m.def("commit_all_layers(Tensor(a!) pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, "
-        "Tensor? packing, Tensor rows, Tensor row_request, Tensor rows_behind, Tensor num_rejected, "
-        "Tensor(b!) counts) -> ()");
+        "Tensor? packing, Tensor rows, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts) -> ()");
 }
 
 #define NWOR_REGISTER_OPERATORS(m)                                              \
@@ -103,6 +109,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
   m.impl("commit_draft_layer", TORCH_BOX(&nwor::commit_draft_layer));           \
   m.impl("log_cache_slots", TORCH_BOX(&nwor::log_cache_slots));                 \
   m.impl("restore_rejected_drafts", TORCH_BOX(&nwor::restore_rejected_drafts)); \
+  m.impl("open_window", TORCH_BOX(&nwor::open_window));                         \
   m.impl("log_all_layers", TORCH_BOX(&nwor::log_all_layers));                   \
   m.impl("restore_all_layers", TORCH_BOX(&nwor::restore_all_layers));           \
   m.impl("commit_all_layers", TORCH_BOX(&nwor::commit_all_layers))

@@ -46,8 +46,37 @@ struct AllLayersArgs {
   Pool pool;
   MiniCache rows;
   Packing packing;
-  Verdict verdict;  // when logging only its slots and num_rows
+  Window window;  // when logging without num_rejected, kept and counts
 };
+
+// Which rows of a batch a window is to hold. Without staging_rows the drafts, with it every row of a verify query.
+struct OpenArgs {
+  const int32_t* query_start_loc;  // [num_requests + 1]
+  const int32_t* cu_num_logits;    // [num_requests + 1]
+  const int64_t* slot_mapping;     // [num_tokens]
+  int64_t* slots;                  // [max_requests, width]
+  int64_t* staging_rows;           // [max_tokens] or null
+  int64_t* page_slots;             // [max_tokens] or null
+  int64_t* counts;                 // [2] windows, [3] drafts, [4] fallbacks
+  int64_t num_tokens, max_tokens;
+  int num_requests, max_requests, width;
+};
+
+// The rows [end - held, end) of the batch.
+struct Hold {
+  int64_t end, held, drafts;
+  bool falls_back;
+};
+
+NWOR_HD inline Hold hold_of(const OpenArgs& a, int request) {
+  const int64_t begin = a.query_start_loc[request], end = a.query_start_loc[request + 1];
+  const int64_t logits = int64_t{a.cu_num_logits[request + 1]} - a.cu_num_logits[request], rows = end - begin;
+  const bool sane = 0 <= begin && begin <= end && end <= a.num_tokens;
+  if (!sane || logits <= 1 || (a.staging_rows && logits != rows)) return {end, 0, 0, false};
+  const int64_t held = a.staging_rows ? logits : logits - 1;
+  if (held > a.width || held > rows) return {end, 0, 0, true};
+  return {end, held, logits - 1, false};
+}
 
 namespace cpu {
 void stage_kv_cache(const StageArgs& args);
@@ -58,6 +87,7 @@ void restore_rejected_drafts(const SlotLogArgs& args);
 void log_all_layers(const AllLayersArgs& args);
 void restore_all_layers(const AllLayersArgs& args);
 void commit_all_layers(const AllLayersArgs& args);
+void open_window(const OpenArgs& args);
 }  // namespace cpu
 
 // `stream` is a cudaStream_t of the current device. Each call only enqueues kernels: no allocation, no synchronisation.
@@ -70,6 +100,7 @@ void restore_rejected_drafts(const SlotLogArgs& args, void* stream);
 void log_all_layers(const AllLayersArgs& args, void* stream);
 void restore_all_layers(const AllLayersArgs& args, void* stream);
 void commit_all_layers(const AllLayersArgs& args, void* stream);
+void open_window(const OpenArgs& args, void* stream);
 }  // namespace cuda
 
 }  // namespace nwor

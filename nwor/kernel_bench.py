@@ -179,10 +179,8 @@ class Window:
             self.write(layer, packed[layer], row_slots)
         self.packed = packed.flatten(1, 2)[:, :rows].flatten(2)  # [L, M, 2 * H * D]
         self.rows = packed.view(torch.uint8).transpose(2, 3)
-        self.row_request = torch.arange(requests).repeat_interleave(QUERY).int().cuda()
-        self.rows_behind = (QUERY - 1 - query).repeat(requests).int().cuda()
-        self.num_rejected = torch.zeros(requests, dtype=torch.int32, device="cuda")
-        self.counts = torch.zeros(2, dtype=torch.int64, device="cuda")
+        self.num_rejected, self.kept = torch.zeros(2, requests, dtype=torch.int32, device="cuda")
+        self.counts = torch.zeros(5, dtype=torch.int64, device="cuda")
 
     def write(self, layer: int, cache: Tensor, slots: Tensor) -> None:
         """One layer's keys and values to `cache` [blocks, N, H, 2 * D] at `slots`, by vLLM's writer."""
@@ -205,9 +203,8 @@ class Window:
     def calls(self, kept: int) -> dict[str, Call]:
         """Every operator and peer at hand on the present window, each request keeping its first `kept` rows."""
         self.num_rejected.fill_(QUERY - kept)
-        slots = self.slots.flatten()
-        where = (self.pool, self.layer_offsets, self.strides, slots, None, self.rows)
-        fate = (self.row_request, self.rows_behind, self.num_rejected, self.counts)
+        where = (self.pool, self.layer_offsets, self.strides, self.slots, None, self.rows)
+        fate = (self.num_rejected, self.kept, self.counts)
         found: dict[str, Call] = {
             "empty": empty,
             "commit": functools.partial(ops.commit_all_layers, *where, *fate),
@@ -221,7 +218,7 @@ class Window:
         if not kept:
             return found  # the others launch nothing for no rows
         index = self.slots[:, :kept].flatten()
-        chosen = torch.arange(slots.numel()).view(-1, QUERY)[:, :kept].flatten().cuda()
+        chosen = torch.arange(self.slots.numel()).view(-1, QUERY)[:, :kept].flatten().cuda()
         flat, source = self.layers.flatten(3).flatten(1, 2), self.packed[:, chosen].contiguous()
         found["index_copy"] = lambda: [to.index_copy_(0, index, rows) for to, rows in zip(flat, source, strict=True)]
         found["index_put"] = lambda: [to.index_put_((index,), rows) for to, rows in zip(flat, source, strict=True)]

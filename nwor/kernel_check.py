@@ -21,11 +21,13 @@ from nwor.ops_reference import (
     LAYOUTS,
     Pool,
     cache_dtype_of,
+    make_batch,
     make_cache,
     make_mask,
     make_scale,
     make_slots,
     make_staging,
+    make_targets,
     make_vectors,
     make_window,
     quantise,
@@ -103,12 +105,24 @@ def draw_all_layers(device: str, rng: random.Random, seed: int) -> Iterator[Case
     element_size = rng.choice((1, 2, 4)) if packed else 0
     pool = Pool(order, rng.randint(1, 4), 4, heads, block_size, slot_bytes, device, element_size, mini_blocks=4)
     queries = [rng.randint(1, 4) for _ in range(3)]
-    slots = make_slots(sum(queries) + 1, 4 * block_size, device, seed)
-    window = make_window([rng.randint(0, rows) for rows in queries], queries, device)
+    rejected = [rng.randint(0, rows) for rows in queries]
+    slots, *verdict = make_window(queries, rejected, 4 * block_size, device, seed)
     layout, cache = order + (", packed" if packed else ""), "raw bytes"
     yield Case("log_all_layers", layout, cache, pool.arguments(slots))
-    yield Case("restore_all_layers", layout, cache, (*pool.arguments(slots), *window, pool.counts))
-    yield Case("commit_all_layers", layout, cache, (*pool.arguments(slots), *window, pool.counts))
+    yield Case("restore_all_layers", layout, cache, (*pool.arguments(slots), *verdict, pool.counts))
+    yield Case("commit_all_layers", layout, cache, (*pool.arguments(slots), *verdict, pool.counts))
+    yield draw_open_window(device, rng, seed, pool.counts)
+
+
+def draw_open_window(device: str, rng: random.Random, seed: int, counts: Tensor) -> Case:
+    """A batch of prefills, decodes and verify steps, some too long for the window."""
+    queries = [rng.randint(0, 6) for _ in range(rng.randint(1, 8))]
+    num_logits = [rng.choice((0, 1, rows, rows, rng.randint(0, 7))) for rows in queries]
+    batch = make_batch(queries, num_logits, 64, device, seed)
+    slots, staging_rows, page_slots = make_targets(len(queries) + rng.randint(0, 2), 4, batch[2].numel() + 2, device)
+    if rng.random() < 0.5:
+        return Case("open_window", "stage", "", (*batch, slots, staging_rows, page_slots, counts))
+    return Case("open_window", "cow", "", (*batch, slots, None, None, counts))
 
 
 def devices(device: str = "") -> list[str]:
@@ -181,8 +195,10 @@ FAULTS: tuple[Fault, ...] = (
         "restore_all_layers",
         lambda args: [*args[:1], args[1][:1], *args[2:5], args[5][:1], *args[6:]],
     ),
-    ("bonus row taken for a draft", "commit_all_layers", swap(7, lambda behind: behind - 1)),
-    ("values for indices", "commit_all_layers", swap(6, lambda request: request.flip(0))),
+    ("bonus row taken for a draft", "commit_all_layers", swap(6, lambda rejected: rejected + 1)),
+    ("another request's verdict", "commit_all_layers", swap(6, lambda rejected: rejected.flip(0))),
+    ("prefill rows taken for drafts", "open_window", swap(1, lambda logits: logits + logits.new_tensor([0, 0, 0, 3]))),
+    ("slots of the step before", "open_window", swap(2, lambda slots: slots.roll(1))),
 )
 
 
@@ -206,15 +222,19 @@ def fixed_call(operator: str, device: str) -> tuple[Any, ...]:
     staging[2].copy_(slots)
     staging[3][0] = 4
     pool = Pool("LBHN", 2, 4, 2, 4, 16, device)
-    window = (*make_window([2, 0], [3, 1], device), pool.counts)
-    rows = torch.tensor([6, 1, 11, 4, -1], device=device)
+    rows = torch.tensor([[6, 1, 11], [-1, -1, 4]], device=device)
+    rejected = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    verdict = (rejected, torch.zeros_like(rejected), pool.counts)
+    batch = make_batch([3, 2, 4], [3, 1, 1], 64, device)  # a verify step, a decode after it, a prefill
+    targets = make_targets(3, 4, batch[2].numel(), device)
     calls: dict[str, tuple[Any, ...]] = {
         "commit_draft_layer": (key, value, *caches, slots, mask, "fp8", scale, scale),
         "commit_staged_kv_cache": (*staging, *caches, torch.tensor([2], device=device)),
         "log_cache_slots": (*caches, slots, *staging[:2]),
         "restore_rejected_drafts": (*staging[:2], slots, mask, *caches),
-        "restore_all_layers": (*pool.arguments(rows), *window),
-        "commit_all_layers": (*pool.arguments(rows), *window),
+        "open_window": (*batch, *targets, pool.counts),
+        "restore_all_layers": (*pool.arguments(rows), *verdict),
+        "commit_all_layers": (*pool.arguments(rows), *verdict),
     }
     return calls[operator]
 

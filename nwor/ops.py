@@ -20,7 +20,7 @@ and -0.0 as 0; CUDA's (`reshape_and_cache_flash`) divides by `scale`, rounds to 
 Both saturate.
 
 Wrong input is a RuntimeError that names the tensor, before anything is changed. Values that only the device knows (a
-slot beyond the cache, a request beyond the batch, more rows accepted than staged) are errors on the CPU and skipped
+slot beyond the cache, a batch that ends before it starts, more rows accepted than staged) are errors on the CPU and skipped
 without a write on CUDA, where the host must not wait for them. On CUDA every operator only enqueues kernels on the
 current stream of the tensors' device, allocates nothing, and may be captured in a CUDA graph: all that changes
 between replays is read on the device.
@@ -39,6 +39,7 @@ OPERATORS = (
     "commit_draft_layer",
     "log_cache_slots",
     "restore_rejected_drafts",
+    "open_window",
     "log_all_layers",
     "restore_all_layers",
     "commit_all_layers",
@@ -206,6 +207,40 @@ def restore_rejected_drafts(
     )
 
 
+def open_window(
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    slot_mapping: Tensor,
+    slots: Tensor,
+    staging_rows: Tensor | None,
+    page_slots: Tensor | None,
+    counts: Tensor,
+) -> None:
+    """Find on the device which rows of a batch a window holds, and where all of them are to be written.
+
+    Of a request with n logits and q rows, a copy-on-write window (`staging_rows` is None) holds the n - 1 drafts, the
+    last rows of the query; a staging window holds all rows of a verify query, one with ``1 < n == q``, and no others.
+    A request whose held rows are more than W or q falls back: none is held, and `counts` says so.
+
+    Args:
+        query_start_loc: int32 [R + 1], first row of each query in the batch; may be longer, as vLLM pads it.
+        cu_num_logits: int32 [R + 1], logits of the requests before each.
+        slot_mapping: int64 [T].
+        slots: int64 [R', W], R' >= R, written whole: of each request the slots of the held rows, to the right; -1
+            before them, for a negative slot, and for requests from R on. Its row w of request r is row ``r * W + w``
+            of the mini-cache, and has ``W - 1 - w`` rows of its query behind it.
+        staging_rows: None, or int64 [T'], T' >= T, written whole: the mini-cache's row of each held row, else -1.
+        page_slots: None, or int64 [T'], written whole: the slot of each row that is not held, else -1; -1 from
+            ``query_start_loc[R]`` on. Goes with `staging_rows`; neither may be `slot_mapping` itself.
+        counts: int64 [5], of which [2] is raised by the requests that hold rows, [3] by their drafts (n - 1 each) and
+            [4] by the requests that fall back. See `restore_all_layers` for the others.
+    """
+    load()
+    torch.ops._C_cache_ops.open_window(
+        query_start_loc, cu_num_logits, slot_mapping, slots, staging_rows, page_slots, counts
+    )
+
+
 def log_all_layers(
     pool: Tensor,
     layer_offsets: Tensor,
@@ -221,12 +256,12 @@ def log_all_layers(
             slots.
         layer_offsets: int64 [L], byte offset of each layer's first element.
         cache_strides: bytes between blocks, between heads and between the tokens of a block, the same in all layers.
-        slots: int64 [M], negative: no row.
+        slots: int64 [R, W], negative: no row; see `open_window`.
         packing: None, or int32 [N, E] for caches whose slots are scattered over the N * C bytes of their (block, head)
             chunk, as vLLM's CPU caches are: element e of in-block offset n is element ``packing[n, e]`` of the chunk,
             in `pool` and in `rows` alike. Elements have C / E bytes. CPU only.
-        rows: uint8 [L, B, H, N, C], C the bytes of one slot and head (keys, then values); row m lies in block
-            ``m // N`` at offset ``m % N``, so that vLLM's own writer can fill it with m for a slot.
+        rows: uint8 [L, B, H, N, C], C the bytes of one slot and head (keys, then values); row ``m = r * W + w`` lies
+            in block ``m // N`` at offset ``m % N``, so that vLLM's own writer can fill it with m for a slot.
     """
     load()
     torch.ops._C_cache_ops.log_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows)
@@ -239,26 +274,25 @@ def restore_all_layers(
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
-    row_request: Tensor,
-    rows_behind: Tensor,
     num_rejected: Tensor,
+    kept: Tensor,
     counts: Tensor,
 ) -> None:
     """Copy the *rejected* rows from the mini-cache to their slots in all layers, in one launch.
 
-    A row is rejected where ``rows_behind < num_rejected[row_request]``: vLLM keeps the rows
+    Row w of request r is rejected where ``W - 1 - w < num_rejected[r]``: vLLM keeps the rows
     ``[0, query_len - num_rejected)`` of a query, and advances `num_computed_tokens` by that many.
 
     Args:
         pool, layer_offsets, cache_strides, slots, packing, rows: as in `log_all_layers`.
-        row_request: int32 [M], the row's request as an index into the batch; negative: no row.
-        rows_behind: int32 [M], how many rows of the same query lie behind this one.
         num_rejected: int32 [R], as vLLM's runner has it.
-        counts: int64 [2], raised by the kept and the rejected rows: one count a row, whatever L, H or the launch.
+        kept: int32 [R], set to each request's kept rows, of those that are there.
+        counts: int64 [5], of which [0] is raised by the kept and [1] by the rejected rows: one count a row, whatever
+            L, H or the launch. See `open_window` for the others.
     """
     load()
     torch.ops._C_cache_ops.restore_all_layers(
-        pool, layer_offsets, cache_strides, slots, packing, rows, row_request, rows_behind, num_rejected, counts
+        pool, layer_offsets, cache_strides, slots, packing, rows, num_rejected, kept, counts
     )
 
 
@@ -269,9 +303,8 @@ def commit_all_layers(
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
-    row_request: Tensor,
-    rows_behind: Tensor,
     num_rejected: Tensor,
+    kept: Tensor,
     counts: Tensor,
 ) -> None:
     """Copy the *kept* rows from the mini-cache to their slots in all layers, in one launch.
@@ -280,7 +313,7 @@ def commit_all_layers(
     """
     load()
     torch.ops._C_cache_ops.commit_all_layers(
-        pool, layer_offsets, cache_strides, slots, packing, rows, row_request, rows_behind, num_rejected, counts
+        pool, layer_offsets, cache_strides, slots, packing, rows, num_rejected, kept, counts
     )
 
 

@@ -228,12 +228,46 @@ def move_rows(
     for layer, layer_offset in enumerate(layer_offsets.tolist()):
         for row in chosen:
             for head in range(rows.shape[2]):
-                in_pool = slot_in_pool(layer_offset, cache_strides, int(slots[row]), head, rows, packing)
+                in_pool = slot_in_pool(layer_offset, cache_strides, int(slots.view(-1)[row]), head, rows, packing)
                 chunk, in_chunk = row_in_chunk(rows, layer, row, head, packing)
                 if into_pool:
                     pool[in_pool] = chunk[in_chunk]
                 else:
                     chunk[in_chunk] = pool[in_pool]
+
+
+def open_window(
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    slot_mapping: Tensor,
+    slots: Tensor,
+    staging_rows: Tensor | None,
+    page_slots: Tensor | None,
+    counts: Tensor,
+    device: str,
+) -> None:
+    starts, logits, width = query_start_loc.tolist(), cu_num_logits.tolist(), slots.shape[1]
+    batch = slot_mapping.tolist()[: starts[len(logits) - 1]]
+    slots.fill_(-1)
+    if staging_rows is not None and page_slots is not None:
+        staging_rows.fill_(-1)
+        page_slots.fill_(-1)
+        page_slots[: len(batch)] = torch.tensor(batch, dtype=torch.int64)
+    for request in range(len(logits) - 1):
+        tokens = range(starts[request], starts[request + 1])
+        n = logits[request + 1] - logits[request]
+        if n <= 1 or (staging_rows is not None and n != len(tokens)):
+            continue
+        held = n if staging_rows is not None else n - 1
+        if held > min(width, len(tokens)):
+            counts[4] += 1
+            continue
+        counts[2] += 1
+        counts[3] += n - 1
+        for column, token in zip(range(width - held, width), tokens[len(tokens) - held :], strict=True):
+            slots[request, column] = max(batch[token], -1)
+            if staging_rows is not None and page_slots is not None:
+                staging_rows[token], page_slots[token] = request * width + column, -1
 
 
 def log_all_layers(
@@ -245,56 +279,46 @@ def log_all_layers(
     rows: Tensor,
     device: str,
 ) -> None:
-    chosen = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
+    chosen = [row for row, slot in enumerate(slots.flatten().tolist()) if slot >= 0]
     move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, chosen, into_pool=False)
 
 
-def split_rows(
-    slots: Tensor, row_request: Tensor, rows_behind: Tensor, num_rejected: Tensor
-) -> tuple[list[int], list[int]]:
-    """The kept and the rejected rows."""
-    kept: list[int] = []
-    rejected: list[int] = []
-    for row, (slot, request) in enumerate(zip(slots.tolist(), row_request.tolist(), strict=True)):
-        if slot >= 0 and request >= 0:
-            (rejected if rows_behind[row] < num_rejected[request] else kept).append(row)
-    return kept, rejected
+def split_rows(slots: Tensor, num_rejected: Tensor) -> list[tuple[list[int], list[int]]]:
+    """The kept and the rejected rows of each request."""
+    width = slots.shape[1]
+    found = []
+    for request, rejected in enumerate(num_rejected.tolist()):
+        there = [w for w in range(width) if slots[request, w] >= 0]
+        kept = [request * width + w for w in there if width - 1 - w >= rejected]
+        found.append((kept, [request * width + w for w in there if width - 1 - w < rejected]))
+    return found
 
 
-def restore_all_layers(
+def write_back(
+    wanted: int,
     pool: Tensor,
     layer_offsets: Tensor,
     cache_strides: Sequence[int],
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
-    row_request: Tensor,
-    rows_behind: Tensor,
     num_rejected: Tensor,
+    kept: Tensor,
     counts: Tensor,
-    device: str,
 ) -> None:
-    kept, rejected = split_rows(slots, row_request, rows_behind, num_rejected)
-    move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, rejected, into_pool=True)
-    counts += torch.tensor([len(kept), len(rejected)])
+    """Move the kept rows (`wanted` 0) or the rejected ones (1) into the pool, and count both."""
+    for request, split in enumerate(split_rows(slots, num_rejected)):
+        move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, split[wanted], into_pool=True)
+        kept[request] = len(split[0])
+        counts[:2] += torch.tensor([len(split[0]), len(split[1])])
 
 
-def commit_all_layers(
-    pool: Tensor,
-    layer_offsets: Tensor,
-    cache_strides: Sequence[int],
-    slots: Tensor,
-    packing: Tensor | None,
-    rows: Tensor,
-    row_request: Tensor,
-    rows_behind: Tensor,
-    num_rejected: Tensor,
-    counts: Tensor,
-    device: str,
-) -> None:
-    kept, rejected = split_rows(slots, row_request, rows_behind, num_rejected)
-    move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, kept, into_pool=True)
-    counts += torch.tensor([len(kept), len(rejected)])
+def restore_all_layers(*args: Any, device: str) -> None:
+    write_back(1, *args)
+
+
+def commit_all_layers(*args: Any, device: str) -> None:
+    write_back(0, *args)
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -487,16 +511,43 @@ class Pool:
             elements = self.slot_bytes // self.element_size
             index = torch.randperm(self.block_size * elements, generator=torch.Generator().manual_seed(9))
             self.packing = index.view(self.block_size, elements).to(torch.int32)
-        self.counts = torch.tensor([5, 7], device=self.device)
+        self.counts = torch.tensor([5, 7, 11, 13, 17], device=self.device)
 
     def arguments(self, slots: Tensor) -> tuple[Any, ...]:
         return self.pool, self.layer_offsets, self.cache_strides, slots, self.packing, self.rows
 
 
-def make_window(num_rejected: Sequence[int], queries: Sequence[int], device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """row_request, rows_behind and num_rejected of requests with `queries` rows each, a padding row behind them."""
-    row_request = [request for request, rows in enumerate(queries) for _ in range(rows)] + [-1]
-    rows_behind = [rows - 1 - row for rows in queries for row in range(rows)] + [0]
-    tensors = (torch.tensor(numbers, dtype=torch.int32) for numbers in (row_request, rows_behind, num_rejected))
-    first, second, third = (tensor.to(device) for tensor in tensors)
-    return first, second, third
+def make_window(
+    queries: Sequence[int], num_rejected: Sequence[int], num_slots: int, device: str, seed: int = 5, width: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """slots, num_rejected and kept of requests with `queries` held rows each, poison in kept.
+
+    The slots are different ones in no order, some of them -1, to the right of a window `width` rows wide (0: as wide
+    as the longest query).
+    """
+    drawn = make_slots(sum(queries) + 1, num_slots, "cpu", seed).tolist()
+    slots = torch.full((len(queries), width or max(queries)), -1)
+    for request, rows in enumerate(queries):
+        slots[request, slots.shape[1] - rows :] = torch.tensor([drawn.pop(0) for _ in range(rows)])
+    rejected = torch.tensor(num_rejected, dtype=torch.int32)
+    return slots.to(device), rejected.to(device), poison((len(queries),), torch.int32, device, 10)
+
+
+def make_batch(
+    queries: Sequence[int], num_logits: Sequence[int], num_slots: int, device: str, seed: int = 5, padding: int = 3
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query_start_loc, cu_num_logits and slot_mapping of a batch, padded as vLLM pads: slots of -1 behind the last row.
+
+    Some rows inside have slot -1 too.
+    """
+    starts, logits = (torch.tensor([0, *numbers]).cumsum(0).int() for numbers in (queries, num_logits))
+    slot_mapping = torch.full((sum(queries) + padding,), -1)
+    slot_mapping[: sum(queries)] = make_slots(sum(queries) + 1, num_slots, "cpu", seed)[:-1]
+    return torch.cat([starts, starts[-1:]]).to(device), logits.to(device), slot_mapping.to(device)
+
+
+def make_targets(requests: int, width: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Poisoned slots [requests, width], staging_rows and page_slots [tokens] for `open_window`."""
+    shapes = ((requests, width), (tokens,), (tokens,))
+    slots, staging_rows, page_slots = (poison(shape, torch.int64, device, 14) for shape in shapes)
+    return slots, staging_rows, page_slots

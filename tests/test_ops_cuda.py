@@ -11,11 +11,13 @@ from nwor.ops_reference import (
     Pool,
     Twins,
     check,
+    make_batch,
     make_cache,
     make_mask,
     make_scale,
     make_slots,
     make_staging,
+    make_targets,
     make_vectors,
     make_window,
     poison,
@@ -45,13 +47,17 @@ class Step:
         self.accepted_len = torch.tensor([2], device=device)
         self.pool = Pool("LBNH", 3, self.blocks, self.heads, self.block_size, 32, device)
         self.old_rows = poison_like(self.pool.rows, 50)
-        self.window = make_window([1, 0, 4], [4, 1, 3], device)
+        self.window = make_window([4, 1, 3], [1, 0, 4], self.blocks * self.block_size, device)
+        self.batch = make_batch([4, 1, 5], [4, 1, 3], self.blocks * self.block_size, device)
+        self.targets = make_targets(4, 4, self.batch[2].numel() + 1, device)
 
     def calls(self):
         k_scale, v_scale = self.scales
         fp8 = ("fp8", k_scale, v_scale)
-        pool = self.pool.arguments(self.slots)
-        window = (*self.window, self.pool.counts)
+        pool = self.pool.arguments(self.window[0])
+        window = (*self.window[1:], self.pool.counts)
+        yield "open_window", (*self.batch, *self.targets, self.pool.counts)
+        yield "open_window", (*self.batch, self.targets[0], None, None, self.pool.counts)
         yield "log_cache_slots", (*self.caches, self.slots, *self.log)
         yield "log_all_layers", (*pool[:5], self.old_rows)
         yield "stage_kv_cache", (self.key, self.value, self.slots, *self.staging, *fp8)
@@ -75,7 +81,14 @@ class Step:
         self.mask.copy_(torch.randint(0, 2, (self.tokens,), generator=torch.Generator().manual_seed(seed)).bool())
         self.accepted_len.fill_(seed % 3)
         self.scales[0].fill_(0.1 * seed + 0.05)
-        self.window[2].copy_(torch.tensor([seed % 5, seed % 2, 3 - seed % 4], dtype=torch.int32))
+        rejected = [seed % 5, seed % 2, 3 - seed % 4]
+        drawn = make_window([seed % 4, 1, 4 - seed % 3], rejected, self.blocks * self.block_size, "cuda", seed)
+        for tensor, other in zip(self.window, drawn, strict=True):
+            tensor.copy_(other)
+        queries = [5 - seed % 3, seed % 2, 5]
+        drawn = make_batch(queries, [queries[0], 1, 1 + seed % 6], self.blocks * self.block_size, "cuda", seed)
+        for tensor, other in zip(self.batch, drawn, strict=True):
+            tensor[: other.numel()].copy_(other[: tensor.numel()])
         self.staging[3].zero_()
         for tensor in (*self.caches, *self.log, self.pool.rows, self.old_rows):
             tensor.copy_(poison_like(tensor, seed))
@@ -192,10 +205,10 @@ def test_offsets_beyond_two_billion_elements():
     strides = (block_size * heads * head_size, head_size, heads * head_size)
     offsets = torch.tensor([0, 4096], device="cuda")
     rows = poison((2, 1, heads, block_size, head_size), torch.uint8, "cuda", 3)
-    far = torch.tensor([last - 64], device="cuda")
-    window = make_window([0], [1], "cuda")
-    counts = torch.zeros(2, dtype=torch.int64, device="cuda")
-    ops.commit_all_layers(pool, offsets, strides, far, None, rows, window[0][:1], window[1][:1], window[2], counts)
+    far = torch.tensor([[last - 64]], device="cuda")
+    rejected, kept = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+    ops.commit_all_layers(pool, offsets, strides, far, None, rows, rejected, kept, counts)
     block, at = divmod(last - 64, block_size)
     for layer in range(2):
         first = block * strides[0] + at * strides[2] + int(offsets[layer])
@@ -203,7 +216,7 @@ def test_offsets_beyond_two_billion_elements():
 
 
 def test_values_that_the_host_does_not_see_are_skipped():
-    """A slot beyond the cache, a request beyond the batch and too long an accepted_len write nothing out of place."""
+    """A slot beyond the cache, a batch out of order and too long an accepted_len write nothing out of place."""
     key, value = make_vectors("packed", 3, 2, 8, torch.float32, "cuda")
     caches = make_cache("NHD", 4, 4, 2, 8, torch.float32, "cuda")
     mask = torch.ones(3, dtype=torch.bool, device="cuda")
@@ -228,24 +241,40 @@ def test_values_that_the_host_does_not_see_are_skipped():
 
     pool = Pool("LBHN", 2, 4, 2, 4, 16, "cuda")
     before = Twins()
-    before(pool.pool), before(pool.counts)
-    request, behind, rejected = make_window([0], [3], "cuda")
-    beyond = torch.tensor([16 * 2, 2**40, 2**62, 5], device="cuda")
-    ops.log_all_layers(*pool.arguments(beyond[:3]))
-    request.fill_(1)
-    ops.commit_all_layers(*pool.arguments(beyond), request, behind, rejected, pool.counts)
-    before.assert_equal("requests beyond the batch")
-    request.fill_(0)
-    ops.commit_all_layers(*pool.arguments(beyond[:3]), request[:3], behind[:3], rejected, pool.counts)
-    before.storages.pop(pool.counts.untyped_storage().data_ptr())
+    before(pool.pool)
+    beyond = torch.tensor([[16 * 2, 2**40, 2**62]], device="cuda")
+    rejected, kept = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    ops.log_all_layers(*pool.arguments(beyond))
+    ops.commit_all_layers(*pool.arguments(beyond), rejected, kept, pool.counts)
     before.assert_equal("slots beyond the pool")
+
+
+@pytest.mark.parametrize(
+    "starts", [[0, 5, 3, 9], [0, -4, 2, 6], [0, 3, 900, 2**31 - 1], [-(2**31), 2**31 - 1, 0, 5], [7, 7, 7, 7]]
+)
+def test_batches_that_make_no_sense(starts):
+    """Queries that end before they start or beyond the batch are not held, and nothing outside is read or written."""
+    room = torch.full((64,), -5, dtype=torch.int64, device="cuda")  # what lies around the targets
+    slots, staging_rows, page_slots = room[8:20].view(3, 4), room[24:36], room[40:52]
+    for logits in ([0, 3, 6, 9], [4, 2, 2**31 - 1, -(2**31)]):
+        query_start_loc = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        cu_num_logits = torch.tensor(logits, dtype=torch.int32, device="cuda")
+        slot_mapping = torch.arange(100, 109, device="cuda")
+        counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+        for staging in ((staging_rows, page_slots), (None, None)):
+            ops.open_window(query_start_loc, cu_num_logits, slot_mapping, slots, *staging, counts)
+            torch.cuda.synchronize()
+            written = torch.cat([slots.flatten(), page_slots])
+            assert set(written.tolist()) <= {-1, *range(100, 109)}
+            assert set(staging_rows.tolist()) <= {-1, *range(12)}
+            assert {int(number) for gap in (room[:8], room[20:24], room[36:40], room[52:]) for number in gap} == {-5}
 
 
 def test_pools_of_too_many_slots_are_refused():
     """R14: slots are divided in 32 bits; a pool that would need more is an error, before anything is launched."""
     pool = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
     rows = torch.full((1, 1, 1, 16, 16), 7, dtype=torch.uint8, device="cuda")
-    offsets, slots = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor([3], device="cuda")
+    offsets, slots = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor([[3]], device="cuda")
     with pytest.raises(RuntimeError, match="fewer than 2\\^31 slots a layer"):
         ops.log_all_layers(pool, offsets, (1, 16, 16), slots, None, rows)
     assert bool((rows == 7).all())
@@ -256,12 +285,12 @@ def test_blocks_of_any_size_and_more_requests_than_a_warp_has_lanes():
     for block_size, requests in ((1, 1), (3, 32), (7, 33), (528, 100)):
         queries = [1 + request % 3 for request in range(requests)]
         blocks = 4 * (sum(queries) // block_size + 2)
-        pool = Pool("LBHN", 2, blocks, 2, block_size, 16, "cuda", mini_blocks=sum(queries) // block_size + 2)
-        slots = make_slots(sum(queries) + 1, blocks * block_size, "cuda", requests)
-        window = make_window([request % 4 for request in range(requests)], queries, "cuda")
+        pool = Pool("LBHN", 2, blocks, 2, block_size, 16, "cuda", mini_blocks=3 * requests // block_size + 2)
+        rejected = [request % 4 for request in range(requests)]
+        slots, *verdict = make_window(queries, rejected, blocks * block_size, "cuda", requests)
         check("log_all_layers", *pool.arguments(slots))
-        check("commit_all_layers", *pool.arguments(slots), *window, pool.counts)
-        check("restore_all_layers", *pool.arguments(slots), *window, pool.counts)
+        check("commit_all_layers", *pool.arguments(slots), *verdict, pool.counts)
+        check("restore_all_layers", *pool.arguments(slots), *verdict, pool.counts)
 
 
 def test_what_is_linked_statically_stays_inside():

@@ -12,11 +12,13 @@ from nwor import ops
 from nwor.ops_reference import (
     LAYOUTS,
     Pool,
+    make_batch,
     make_cache,
     make_mask,
     make_scale,
     make_slots,
     make_staging,
+    make_targets,
     make_vectors,
     make_window,
 )
@@ -32,16 +34,18 @@ def arguments_of(operator: str, device: str) -> tuple:
     caches = make_cache("NHD", 4, 4, 2, 8, torch.uint8, device)
     scales = make_scale("scalar", 5, 2, device, 1), make_scale("head", 5, 2, device, 2)
     pool = Pool("LBHN", 2, 4, 2, 4, 16, device, element_size=2 if device == "cpu" else 0)
-    window = (*make_window([1, 0], [3, 1], device), pool.counts)
+    window = make_window([3, 1], [1, 0], 16, device)
+    batch = make_batch([3, 4], [3, 1], 16, device)
     return {
         "stage_kv_cache": (key, value, slots, *staging, "fp8", *scales),
         "commit_staged_kv_cache": (*staging, *caches, torch.tensor([0], device=device)),
         "commit_draft_layer": (key, value, *caches, slots, mask, "fp8", *scales),
         "log_cache_slots": (*caches, slots, *staging[:2]),
         "restore_rejected_drafts": (*staging[:2], slots, mask, *caches),
-        "log_all_layers": pool.arguments(slots),
-        "restore_all_layers": (*pool.arguments(slots), *window),
-        "commit_all_layers": (*pool.arguments(slots), *window),
+        "open_window": (*batch, *make_targets(3, 3, batch[2].numel(), device), pool.counts),
+        "log_all_layers": pool.arguments(window[0]),
+        "restore_all_layers": (*pool.arguments(window[0]), *window[1:], pool.counts),
+        "commit_all_layers": (*pool.arguments(window[0]), *window[1:], pool.counts),
     }[operator]
 
 
@@ -55,13 +59,19 @@ def test_opcheck(operator, device):
     torch.library.opcheck(getattr(torch.ops._C_cache_ops, operator).default, arguments_of(operator, device))
 
 
+@each_device
+def test_opcheck_without_staging(device):
+    """R15: the optional tensors of `open_window` left out, as `cow` does."""
+    args = arguments_of("open_window", device)
+    torch.library.opcheck(torch.ops._C_cache_ops.open_window.default, (*args[:4], None, None, args[6]))
+
+
 @pytest.mark.parametrize("operator", LAYER_OPERATORS)
 def test_fakes_run_without_data(operator):
     """R2, R15: on fake tensors an operator does nothing and needs no data."""
+    args = arguments_of(operator, "cpu")
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fakes = [
-            mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in arguments_of(operator, "cpu")
-        ]
+        fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         assert getattr(torch.ops._C_cache_ops, operator)(*fakes) is None
 
 

@@ -32,19 +32,13 @@ int64_t count_blocks(const Pool& p, bool packed) {
 
 void check_slots(const AllLayersArgs& a) {
   const int64_t num_slots = count_blocks(a.pool, a.packing.index) * a.pool.block_size;
-  for (int64_t m = 0; m < a.verdict.num_rows; ++m)
-    STD_TORCH_CHECK(a.verdict.slots[m] < num_slots, "slots[", m, "] is ", a.verdict.slots[m],
-                    " but the layers end at slot ", num_slots - 1, "; take the slots from this cache's block table");
+  for (int64_t m = 0; m < a.window.num_rows; ++m)
+    STD_TORCH_CHECK(a.window.slots[m] < num_slots, "slots[", m / a.window.width, ", ", m % a.window.width, "] is ",
+                    a.window.slots[m], " but the layers end at slot ", num_slots - 1, "; take the slots from this cache's block table");
   const int64_t chunk = int64_t{a.pool.block_size} * a.packing.num_elements;
   for (int64_t i = 0; i < chunk; ++i)
     STD_TORCH_CHECK(a.packing.index[i] >= 0 && a.packing.index[i] < chunk, "packing[", i / a.packing.num_elements, ", ",
                     i % a.packing.num_elements, "] is ", a.packing.index[i], " but a chunk has ", chunk, " elements");
-}
-
-void check_requests(const Verdict& v) {
-  for (int64_t m = 0; m < v.num_rows; ++m)
-    STD_TORCH_CHECK(v.row_request[m] < v.num_requests, "row_request[", m, "] is ", v.row_request[m],
-                    " but num_rejected has ", v.num_requests, " entries");
 }
 
 template <class T>
@@ -55,7 +49,7 @@ void copy_elements(const char* source, const int32_t* from, char* destination, c
 
 // Row `m` of one layer and head, out of the pool or into it.
 void copy_row(const AllLayersArgs& a, int layer, int64_t m, int head, bool into_pool) {
-  const int64_t slot = a.verdict.slots[m];
+  const int64_t slot = a.window.slots[m];
   const int block_size = a.pool.block_size;
   if (!a.packing.index) {
     char* in_pool = a.pool.data + a.pool.offset(layer, slot, head);
@@ -85,14 +79,18 @@ void copy_row_of_all_layers(const AllLayersArgs& a, int64_t m, bool into_pool) {
 }
 
 void write_back(const AllLayersArgs& a, Fate wanted) {
-  const Verdict& v = a.verdict;
+  const Window& w = a.window;
   check_slots(a);
-  check_requests(v);
-  for (int64_t m = 0; m < v.num_rows; ++m) {
-    const Fate fate = v.of(m);
-    if (fate == Fate::kSkipped) continue;
-    v.counts[fate == Fate::kKept ? 0 : 1] += 1;
-    if (fate == wanted) copy_row_of_all_layers(a, m, true);
+  for (int request = 0; request < w.num_requests; ++request) {
+    w.kept[request] = 0;
+    for (int column = 0; column < w.width; ++column) {
+      const int64_t m = int64_t{request} * w.width + column;
+      const Fate fate = w.of(w.slots[m], column, w.num_rejected[request]);
+      if (fate == Fate::kSkipped) continue;
+      w.counts[fate == Fate::kKept ? 0 : 1] += 1;
+      w.kept[request] += fate == Fate::kKept;
+      if (fate == wanted) copy_row_of_all_layers(a, m, true);
+    }
   }
 }
 
@@ -100,8 +98,8 @@ void write_back(const AllLayersArgs& a, Fate wanted) {
 
 void log_all_layers(const AllLayersArgs& a) {
   check_slots(a);
-  for (int64_t m = 0; m < a.verdict.num_rows; ++m)
-    if (a.verdict.slots[m] >= 0) copy_row_of_all_layers(a, m, false);
+  for (int64_t m = 0; m < a.window.num_rows; ++m)
+    if (a.window.slots[m] >= 0) copy_row_of_all_layers(a, m, false);
 }
 
 void restore_all_layers(const AllLayersArgs& a) { write_back(a, Fate::kRejected); }

@@ -19,35 +19,34 @@ constexpr int kManyBlocks = 4096;  // enough to keep every multiprocessor busy t
 struct Cut {
   int threads, layers, rows;
   int64_t end_slot;  // slots from here on lie beyond the pool
-  Divisor block_size, head_bytes;
+  Divisor block_size, head_bytes, width;
 };
 
-// The fate of the lane's row. The verdicts of up to 32 requests are asked for with the row itself, not after it.
-__device__ Fate fate_of(const Verdict& v, int row, bool has_row, int lane, int64_t slot) {
-  const int32_t rejected_of_lane = lane < v.num_requests ? v.num_rejected[lane] : 0;
-  const int32_t request = has_row ? v.row_request[row] : -1, behind = has_row ? v.rows_behind[row] : 0;
-  if (v.num_requests > 32) return v.of(slot, request, behind);
-  return v.of(slot, request, behind, __shfl_sync(~0u, rejected_of_lane, request));
-}
-
-// Alone counts every row once, so that neither layers nor heads nor the launch shape enter the counts.
-__device__ void count_rows(const Verdict& v) {
+// Spare blocks count every row once, a warp a request, so that neither layers nor heads nor the launch shape enter.
+__device__ void count_rows(const Window& w) {
+  const int lane = threadIdx.x % 32, warps = gridDim.x * (kThreads / 32);
   int kept = 0, rejected = 0;
-  for (int64_t first = 0; first < v.num_rows; first += kThreads) {
-    const int64_t row = first + threadIdx.x;
-    const Fate fate = row < v.num_rows ? v.of(row) : Fate::kSkipped;
-    kept += __syncthreads_count(fate == Fate::kKept);
-    rejected += __syncthreads_count(fate == Fate::kRejected);
+  for (int request = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; request < w.num_requests; request += warps) {
+    const int before = kept;
+    for (int first = 0; first < w.width; first += 32) {
+      const int column = first + lane;
+      const int64_t slot = column < w.width ? w.slots[int64_t{request} * w.width + column] : -1;
+      const Fate fate = w.of(slot, column, w.num_rejected[request]);
+      kept += __popc(__ballot_sync(~0u, fate == Fate::kKept));
+      rejected += __popc(__ballot_sync(~0u, fate == Fate::kRejected));
+    }
+    if (lane == 0) w.kept[request] = kept - before;
   }
-  if (threadIdx.x < 2)  // added where the counts lie: nobody waits for the old ones
-    atomicAdd(reinterpret_cast<unsigned long long*>(v.counts + threadIdx.x), threadIdx.x ? rejected : kept);
+  const int found = lane ? rejected : kept;
+  if (lane < 2 && found)  // added where the counts lie: nobody waits for the old ones
+    atomicAdd(reinterpret_cast<unsigned long long*>(w.counts + lane), found);
 }
 
 template <bool kLogging>
 __global__ void __launch_bounds__(kThreads, kBlocksEach) move_rows(const AllLayersArgs a, const Cut cut, Fate wanted) {
   const Pool& p = a.pool;
   if (!kLogging && blockIdx.y == 0) {
-    if (blockIdx.x == 0) count_rows(a.verdict);
+    count_rows(a.window);
     return;
   }
   const int group = kLogging ? blockIdx.y : blockIdx.y - 1;
@@ -55,10 +54,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) move_rows(const AllLaye
   if (layer >= p.num_layers) return;
   const int64_t layer_offset = p.layer_offsets[layer];
   const int lane = threadIdx.x % 32, row = blockIdx.x * cut.rows + lane;
-  const bool has_row = lane < cut.rows && row < a.verdict.num_rows;
-  const int64_t slot = has_row ? a.verdict.slots[row] : -1;
+  const bool has_row = lane < cut.rows && row < a.window.num_rows;
+  const int64_t slot = has_row ? a.window.slots[row] : -1;
   bool moves = slot >= 0 && slot < cut.end_slot;
-  if constexpr (!kLogging) moves &= fate_of(a.verdict, row, has_row, lane, slot) == wanted;
+  if constexpr (!kLogging) {
+    const int request = cut.width.of(row);
+    const int32_t rejected = has_row ? a.window.num_rejected[request] : 0;
+    moves &= a.window.of(slot, row - request * a.window.width, rejected) == wanted;
+  }
   unsigned left = __ballot_sync(~0u, moves);
 
   const int block = cut.block_size.of(slot), block_of_row = cut.block_size.of(row);
@@ -81,18 +84,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) move_rows(const AllLaye
 template <bool kLogging>
 void launch(AllLayersArgs a, Fate wanted, void* stream, const char* name) {
   Pool& p = a.pool;
-  if (a.verdict.num_rows == 0) return;
+  if (a.window.num_rows == 0) return;
   const int64_t end_slot = (p.size / p.block_stride + 1) * p.block_size;
   if (p.head_stride == p.bytes && a.rows.head_stride == p.bytes) {  // heads lie side by side: one piece
     p.bytes *= p.num_heads;
     p.num_heads = 1;
   }
-  Cut cut{32, 1, 1, end_slot, Divisor(p.block_size), Divisor(p.bytes)};
+  Cut cut{32, 1, 1, end_slot, Divisor(p.block_size), Divisor(p.bytes), Divisor(a.window.width)};
   while (cut.threads < kThreads && cut.threads * kInFlight * 16 < p.num_heads * p.bytes) cut.threads *= 2;
   cut.layers = kThreads / cut.threads;
   const int groups = (p.num_layers + cut.layers - 1) / cut.layers;
-  while (cut.rows < kMostRows && a.verdict.num_rows / cut.rows * groups > kManyBlocks) cut.rows *= 2;
-  const dim3 grid((a.verdict.num_rows + cut.rows - 1) / cut.rows, groups + (kLogging ? 0 : 1));
+  while (cut.rows < kMostRows && a.window.num_rows / cut.rows * groups > kManyBlocks) cut.rows *= 2;
+  const dim3 grid((a.window.num_rows + cut.rows - 1) / cut.rows, groups + (kLogging ? 0 : 1));
   move_rows<kLogging><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, cut, wanted);
   check_launch(name);
 }
