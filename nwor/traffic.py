@@ -11,29 +11,38 @@ queries, re-reads inside a kernel and caches are left out. All numbers are for o
     commit     kept rows, staging -> pages
     log        draft slots, pages -> log, before the forward
     restore    rejected rows, log -> pages
+    open       what a step needs on the device, filled in one launch; indices alone
+    put_back   new rows, pages -> staging, and old rows, log -> pages, behind each layer's attention
 
 `stage` in mode `stage` is no launch of its own and has no `tail`: the attention kernel reads the window's keys and
 values from where the projections left them, attends to them and leaves them in staging, on one read.
+
+`step_traffic` is exact against the reference model, which counts the same kinds as it runs. `served_traffic` is the
+same step as vLLM serves it on a GPU: a launch that opens the window, vLLM's rope fused with its write or not, and the
+emulation of `stage` beside it. What the bytes and launches cost is the business of `nwor.breakeven`.
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MODES = ("off", "blind", "cow", "stage")
-KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore")
+SERVED = ("off", "cow", "stage", "move")
+KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore", "open", "put_back")
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes read, bytes written and kernel launches of one kind."""
+    """Bytes read, bytes written and kernel launches of one kind. Whole numbers, but for an expected `Window`."""
 
-    read: int = 0
-    written: int = 0
+    read: float = 0
+    written: float = 0
     launches: int = 0
 
     def __add__(self, other: "Moved") -> "Moved":
         return Moved(self.read + other.read, self.written + other.written, self.launches + other.launches)
+
+    def __sub__(self, other: "Moved") -> "Moved":
+        return Moved(self.read - other.read, self.written - other.written, self.launches - other.launches)
 
 
 class Traffic(dict[str, Moved]):
@@ -42,7 +51,7 @@ class Traffic(dict[str, Moved]):
     Kinds that moved nothing are absent, so a ledger and a formula are equal as dictionaries.
     """
 
-    def count(self, kind: str, *, read: int = 0, written: int = 0, launches: int = 0) -> None:
+    def count(self, kind: str, *, read: float = 0, written: float = 0, launches: int = 0) -> None:
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is no kind of traffic; the kinds are {', '.join(KINDS)}")
         if read or written or launches:
@@ -108,13 +117,15 @@ class Window:
         rejected_rows: drafts that the verifier rejects.
         context_rows: rows that attention reads: the sequence lengths, this step's rows among them, of all requests.
         prefill_rows: rows of requests that verify nothing; always written at once.
+
+    One step's are whole numbers; an expected step's, or the mean of many, need not be.
     """
 
-    requests: int
-    draft_rows: int
-    rejected_rows: int
-    context_rows: int
-    prefill_rows: int = 0
+    requests: float
+    draft_rows: float
+    rejected_rows: float
+    context_rows: float
+    prefill_rows: float = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rejected_rows <= self.draft_rows:
@@ -135,13 +146,31 @@ class Window:
         context = sum(computed) + n * (1 + k) + prefill_rows
         return cls(n, n * k, n * k - sum(accepted), context, prefill_rows)
 
+    @classmethod
+    def expected(cls, batch: int, survival: Sequence[float], context: float = 0) -> "Window":
+        """The mean step of `batch` requests that bring `len(survival)` drafts each; nothing is prefilled.
+
+        Args:
+            survival: [k], the share of windows in which drafts 0 to i were all accepted. A window accepts as many
+                drafts as its first rejection leaves, so the sum over positions is the mean number accepted (EAGLE,
+                arXiv 2401.15077, calls one more than that tau).
+            context: mean `num_computed_tokens` of a request before the step.
+
+        Raises:
+            ValueError: survival rises with position, or leaves [0, 1].
+        """
+        if any(not 0 <= after <= before <= 1 for before, after in zip([1.0, *survival], survival, strict=False)):
+            raise ValueError(f"survival falls from 1 towards 0 over positions, got {list(survival)}")
+        k = len(survival)
+        return cls(batch, batch * k, batch * (k - sum(survival)), batch * (context + 1 + k))
+
     @property
-    def rows(self) -> int:
+    def rows(self) -> float:
         """Rows of the window: the drafts and each request's last sampled token."""
         return self.requests + self.draft_rows
 
     @property
-    def kept_rows(self) -> int:
+    def kept_rows(self) -> float:
         return self.rows - self.rejected_rows
 
 
@@ -189,31 +218,53 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     return traffic
 
 
-def step_difference(mode: str, shape: Shape, window: Window) -> tuple[int, int]:
-    """`(launches, bytes)` of a step in `mode`, less the same in `off`; bytes are those read and those written."""
-    ours, vanilla = (step_traffic(m, shape, window).total() for m in (mode, "off"))
-    moved = ours.read + ours.written - vanilla.read - vanilla.written
-    return ours.launches - vanilla.launches, moved
+def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = False) -> Traffic:
+    """Bytes and launches of one decode step on one rank as vLLM serves it on a GPU, all layers.
 
+    To `step_traffic` come, in the letters used there:
 
-def predicted_step_difference(
-    mode: str, shape: Shape, window: Window, *, launch_us: float, bandwidth_gb_s: float
-) -> float:
-    """Microseconds that a step in `mode` takes longer than in `off`; negative where it is faster.
+        mode   open    log               put_back                   commit
+        cow    0, 1
+        stage  0, 1
+        move   0, 1    L W (r -> r), 1   2 L W (r -> r), 2 L        L K (r -> r), 1
 
-    The model: launches x `launch_us`, plus bytes at `bandwidth_gb_s` (1e9 bytes a second). Nothing overlaps and the
-    attention kernel is as good in both modes, so this is the difference that the write policy alone makes.
+    `move` is write-then-move, the emulation of `stage` for attention that cannot read staged rows
+    (`nwor.manager.DraftCommitManager`): the old rows are logged, vLLM writes and attends, each layer's new rows are
+    copied to staging and its old ones put back, and the kept rows are written again after sampling.
+
+    With `fused`, vLLM writes the pages in the kernel that rotates queries and keys (`do_rope_and_kv_cache_update` of
+    vLLM 0.32; ROCm alone). That kernel runs either way and holds the keys, so the write has no launch and reads the
+    values alone: half of r'. `stage` needs the keys that rope leaves behind and no write, so it runs the plain rope:
+    against a fused vanilla it saves no launch, and it moves more bytes as soon as 2 K > W / 2, that is once a quarter
+    of the window is kept (r = r').
+
+    Raises:
+        ValueError: an unknown mode.
     """
-    launches, moved = step_difference(mode, shape, window)
-    return launches * launch_us + moved / (bandwidth_gb_s * 1e3)
+    if mode not in SERVED:
+        raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
+    traffic = step_traffic("off" if mode == "move" else mode, shape, window)
+    if fused and mode != "stage" and "write" in traffic:
+        write = traffic["write"]
+        traffic["write"] = Moved(write.read / 2, write.written, 0)
+    if mode == "off" or not window.requests:
+        return traffic
+    traffic.count("open", launches=1)
+    if mode == "move":
+        L, held, kept = shape.num_layers, window.rows * shape.row, window.kept_rows * shape.row
+        traffic.count("log", read=L * held, written=L * held, launches=1)
+        traffic.count("put_back", read=2 * L * held, written=2 * L * held, launches=2 * L)
+        traffic.count("commit", read=L * kept, written=L * kept, launches=1)
+    return traffic
 
 
-def break_even(mode: str, shape: Shape, window: Window, *, bandwidth_gb_s: float) -> float:
-    """The launch cost, in microseconds, above which `mode` is faster than `off`.
+def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
+    """Device memory, in bytes, that a rank sets aside for windows of `requests` requests with at most `k` drafts.
 
-    0 means faster whatever a launch costs; `math.inf` that there is no such cost, since `mode` launches no less.
+    `cow` holds the drafts' old rows: L k r a request. `stage` holds every row: L (1 + k) r; `move` that twice, new and
+    old. The manager's buffers are this, rounded up to whole blocks.
     """
-    launches, moved = step_difference(mode, shape, window)
-    if launches >= 0:
-        return 0.0 if moved < 0 and not launches else math.inf
-    return max(0.0, moved / (bandwidth_gb_s * 1e3) / -launches)
+    if mode not in SERVED:
+        raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
+    rows = {"off": 0, "cow": k, "stage": 1 + k, "move": 2 * (1 + k)}[mode]
+    return shape.num_layers * requests * rows * shape.row

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed formulas of bytes and launches against the reference model's ledger, and what they predict (N4)."""
-
-import math
+"""The closed formulas of bytes and launches against the reference model's ledger and a manager's buffers (N4)."""
 
 import pytest
 import torch
@@ -9,18 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_models import make_case, run_step
 
+from nwor.manager import CacheLayout, DraftCommitManager
 from nwor.reference import make_policy
-from nwor.traffic import (
-    MODES,
-    Moved,
-    Shape,
-    Traffic,
-    Window,
-    break_even,
-    predicted_step_difference,
-    step_difference,
-    step_traffic,
-)
+from nwor.traffic import MODES, SERVED, Moved, Shape, Traffic, Window, served_traffic, staging_bytes, step_traffic
 
 LLAMA_7B = Shape(num_layers=32, num_kv_heads=32, head_size=128)
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
@@ -87,37 +76,72 @@ def test_numbers_by_hand():
     assert stage["commit"] == Moved(layers * 3 * row, layers * 3 * row, 1)
 
 
-def test_launches_of_each_mode_against_vanilla():
-    """cow adds two launches a step; stage takes away one a layer and adds one; beside a prefill it cannot."""
+def test_a_served_step_by_hand():
+    """The same window as vLLM serves it: 32 layers, 9 rows of 16 KiB of which 3 are kept, rope apart."""
     window = Window.of(8, [2], [512])
-    assert step_difference("off", LLAMA_7B, window) == (0, 0)
-    assert step_difference("cow", LLAMA_7B, window)[0] == 2
-    assert step_difference("stage", LLAMA_7B, window)[0] == 1 - 32
-    assert step_difference("blind", LLAMA_7B, window)[0] == 32
-    assert step_difference("stage", LLAMA_7B, Window.of(8, [2], [512], prefill_rows=64))[0] == 1
+    off = served_traffic("off", LLAMA_7B, window)
+    assert off == step_traffic("off", LLAMA_7B, window)
+    row, layers = 16384, 32
+    cow, stage, move = (served_traffic(mode, LLAMA_7B, window) for mode in ("cow", "stage", "move"))
+    assert cow == step_traffic("cow", LLAMA_7B, window) + Traffic(open=Moved(0, 0, 1))
+    assert stage == step_traffic("stage", LLAMA_7B, window) + Traffic(open=Moved(0, 0, 1))
+    launches = {"off": 64, "cow": 67, "stage": 34, "move": 64 + 1 + 1 + 64 + 1}
+    assert {mode: served_traffic(mode, LLAMA_7B, window).total().launches for mode in SERVED} == launches
+    assert move["write"] == off["write"]
+    assert move["log"] == Moved(layers * 9 * row, layers * 9 * row, 1)
+    assert move["put_back"] == Moved(2 * layers * 9 * row, 2 * layers * 9 * row, 2 * layers)
+    assert move["commit"] == stage["commit"] == Moved(layers * 3 * row, layers * 3 * row, 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(k=st.integers(1, 8), accepted=st.integers(0, 8), batch=st.integers(1, 64), size=st.sampled_from([1, 2]))
+def test_fused_rope_leaves_staging_little_to_save(k, accepted, batch, size):
+    """Fused, vanilla's write has no launch and reads the values alone, so staging moves more once W < 4 K."""
+    shape = Shape(32, 8, 128, size, 2)
+    window = Window.of(k, [min(k, accepted)] * batch, [100] * batch)
+    fused, separate = (served_traffic("off", shape, window, fused=fused)["write"] for fused in (True, False))
+    assert (fused.read, fused.written, fused.launches) == (separate.read / 2, separate.written, 0)
+    stage = served_traffic("stage", shape, window, fused=True)
+    assert stage == served_traffic("stage", shape, window)
+    more = stage.total() - served_traffic("off", shape, window, fused=True).total()
+    assert more.launches == 2
+    if size == 2:
+        assert (more.read + more.written > 0) == (4 * window.kept_rows > window.rows)
+    cow = (
+        served_traffic("cow", shape, window, fused=True).total()
+        - served_traffic("off", shape, window, fused=True).total()
+    )
+    assert cow == served_traffic("cow", shape, window).total() - served_traffic("off", shape, window).total()
 
 
 def test_step_without_drafts_is_vanilla_in_every_mode():
     prefill = Window(requests=0, draft_rows=0, rejected_rows=0, context_rows=64, prefill_rows=64)
-    assert all(step_difference(mode, LLAMA_7B, prefill) == (0, 0) for mode in MODES)
+    assert {step_traffic(mode, LLAMA_7B, prefill).total() for mode in MODES} == {
+        served_traffic(mode, LLAMA_7B, prefill).total() for mode in SERVED
+    }
 
 
-@given(k=st.integers(1, 16), accepted=st.integers(0, 16), launch=st.floats(0.1, 20), bandwidth=st.floats(10, 8000))
-def test_prediction_and_break_even_agree(k, accepted, launch, bandwidth):
-    window = Window.of(k, [min(k, accepted)], [100])
-    for mode in ("cow", "stage"):
-        threshold = break_even(mode, LLAMA_7B, window, bandwidth_gb_s=bandwidth)
-        costs = predicted_step_difference(mode, LLAMA_7B, window, launch_us=launch, bandwidth_gb_s=bandwidth)
-        if not math.isclose(launch, threshold, rel_tol=1e-9):
-            assert (costs < 0) == (launch > threshold)
-    assert break_even("cow", LLAMA_7B, window, bandwidth_gb_s=bandwidth) == math.inf
+@given(k=st.integers(1, 8), batch=st.integers(1, 5), accepted=st.data())
+def test_an_expected_step_is_the_mean_of_steps(k, batch, accepted):
+    """Survival counted over windows gives back their mean traffic: it is linear in the rows."""
+    steps = [[accepted.draw(st.integers(0, k)) for _ in range(batch)] for _ in range(4)]
+    windows = [count for step in steps for count in step]
+    survival = [sum(count > position for count in windows) / len(windows) for position in range(k)]
+    mean = served_traffic("stage", LLAMA_7B, Window.expected(batch, survival, 100)).total()
+    each = [served_traffic("stage", LLAMA_7B, Window.of(k, step, [100] * batch)).total() for step in steps]
+    assert mean.read == pytest.approx(sum(moved.read for moved in each) / 4)
+    assert mean.written == pytest.approx(sum(moved.written for moved in each) / 4)
 
 
-def test_prediction_by_hand():
-    """31 launches less at 3 us each, and 32 x (2 x 3 - 9) x 16 KiB at 4,250 GB/s."""
-    window = Window.of(8, [2], [512])
-    got = predicted_step_difference("stage", LLAMA_7B, window, launch_us=3.0, bandwidth_gb_s=4250)
-    assert got == pytest.approx(-31 * 3.0 - 32 * 3 * 16384 / 4250e3)
+@pytest.mark.parametrize(("mode", "emulate"), [("cow", False), ("stage", False), ("stage", True)])
+def test_staging_memory_is_the_managers(mode, emulate):
+    layers, heads, size, block = 3, 2, 8, 4
+    pool = torch.zeros(layers, 6, heads, block, 2 * size, dtype=torch.bfloat16)
+    manager = DraftCommitManager(CacheLayout.of(list(pool)), mode, 4, 3, 64, emulate=emulate)
+    held = [rows for rows in (manager.rows, manager.old_rows) if rows is not None]
+    served = "move" if emulate else mode
+    assert sum(rows.nbytes for rows in held) == staging_bytes(served, Shape(layers, heads, size), 4, 3)
+    assert staging_bytes("off", LLAMA_7B, 4, 3) == 0
 
 
 def test_ranks_beyond_the_heads_hold_one_each():
@@ -130,6 +154,9 @@ def test_bad_input_is_an_error():
     window = Window.of(2, [1], [10])
     with pytest.raises(ValueError, match="choose one of off, blind, cow, stage"):
         step_traffic("staging", LLAMA_7B, window)
+    for wrong in (served_traffic, lambda mode, *_: staging_bytes(mode, LLAMA_7B, 1, 1)):
+        with pytest.raises(ValueError, match="'blind' is not served; choose one of off, cow, stage, move"):
+            wrong("blind", LLAMA_7B, window)
     with pytest.raises(ValueError, match="no kind"):
         Traffic().count("wirte", read=1)
     with pytest.raises(ValueError, match="3 rejected of 2"):
@@ -138,3 +165,6 @@ def test_bad_input_is_an_error():
         Window(1, 2, 0, 2)
     with pytest.raises(ValueError, match="accepted counts"):
         Window.of(2, [1, 1], [10])
+    for survival in ([0.5, 0.6], [1.2], [0.5, -0.1]):
+        with pytest.raises(ValueError, match="survival falls"):
+            Window.expected(1, survival)

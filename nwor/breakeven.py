@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a mode's bytes and launches cost on a chip, and so where it pays; and that prediction against measured runs.
+
+The model of time has two terms, as the one of the kernels has (`nwor.kernel_figures`): a launch, and the bytes read and
+written at the bandwidth of a large copy. Nothing overlaps, nothing is fitted, and the attention kernel is taken to be
+as good in each mode, so this is what the write policy alone makes; the bookkeeping of the host is not in it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from nwor import paths
+from nwor.traffic import Moved, Shape, Window, served_traffic
+
+MODES = ("cow", "stage", "move")
+
+MODELS = {
+    "llama-2-7b": Shape(32, 32, 128),
+    "vicuna-7b": Shape(32, 32, 128),
+    "llama-3.1-8b": Shape(32, 8, 128),
+    "llama-3.3-70b": Shape(80, 8, 128),
+    "qwen3-8b": Shape(36, 8, 128),
+    "gpt-oss-20b": Shape(24, 8, 64),
+}
+"""Caches of published models in bf16: layers, KV heads and head size of their `config.json`."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What moving costs on a chip.
+
+    Attributes:
+        launch_us: microseconds of one launch more in a CUDA graph.
+        copy_bytes_per_s: bytes read plus bytes written a second, of a copy too large for any cache.
+        source: where the two are from.
+    """
+
+    name: str
+    launch_us: float
+    copy_bytes_per_s: float
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        if self.launch_us < 0 or self.copy_bytes_per_s <= 0:
+            raise ValueError(f"{self.name}: a launch takes 0 us or more, and a copy moves more than 0 bytes a second")
+
+    def us(self, moved: Moved) -> float:
+        """Microseconds: launches x `launch_us` + (read + written) / `copy_bytes_per_s`. A difference may be negative."""
+        return moved.launches * self.launch_us + (moved.read + moved.written) / self.copy_bytes_per_s * 1e6
+
+
+def _assumed(name: str, terabytes: float) -> Chip:
+    return Chip(name, H200.launch_us, 0.88e12 * terabytes, f"assumed: 0.88 of {terabytes} TB/s on paper, H200's launch")
+
+
+H200 = Chip("H200", 3.3, 4.24e12, "measured: an empty kernel and a copy of 4 GiB (data/recorded/kernel_times.parquet)")
+CHIPS = {chip.name: chip for chip in (H200, _assumed("A100 80GB", 2.04), _assumed("H100", 3.35), _assumed("B200", 8.0))}
+"""The H200 reached 0.88 of the 4.8 TB/s it has on paper; the others are taken to do the same, and nobody measured them."""
+
+
+def survival_of(acceptance: float, k: int) -> list[float]:
+    """Survival over k positions when each draft is accepted with `acceptance`, given that those before it were."""
+    return [acceptance ** (position + 1) for position in range(k)]
+
+
+def step_difference(mode: str, shape: Shape, window: Window, *, fused: bool = False) -> Moved:
+    """Bytes and launches of a step in `mode`, less those of vanilla's; `fused`: a vanilla with fused rope and write."""
+    ours, vanilla = (served_traffic(each, shape, window, fused=fused).total() for each in (mode, "off"))
+    return ours - vanilla
+
+
+def step_difference_us(mode: str, shape: Shape, window: Window, chip: Chip = H200, *, fused: bool = False) -> float:
+    """Microseconds that a step in `mode` takes longer than vanilla's; negative where the mode pays."""
+    return chip.us(step_difference(mode, shape, window, fused=fused))
+
+
+# -- where a mode pays -------------------------------------------------------------------------------------------------
+
+
+def break_even_launch_us(mode: str, shape: Shape, window: Window, chip: Chip = H200, *, fused: bool = False) -> float:
+    """The cost of a launch, in microseconds, above which `mode` pays at the chip's bandwidth.
+
+    0 means whatever a launch costs; `math.inf` that there is no such cost, since `mode` launches no less.
+    """
+    moved = step_difference(mode, shape, window, fused=fused)
+    bytes_us = chip.us(replace(moved, launches=0))
+    if moved.launches >= 0:
+        return 0.0 if bytes_us < 0 and not moved.launches else math.inf
+    return max(0.0, bytes_us / -moved.launches)
+
+
+def break_even_share(
+    mode: str, shape: Shape, batch: int, k: int, chip: Chip = H200, *, fused: bool = False
+) -> float | None:
+    """The largest share of drafts accepted at which a step in `mode` is no slower than vanilla's; None: at no share.
+
+    The difference is linear in the rows kept, so it is known from no draft and from every draft accepted.
+    """
+    none, every = (
+        step_difference_us(mode, shape, Window.expected(batch, [share] * k), chip, fused=fused) for share in (0.0, 1.0)
+    )
+    if every <= 0:
+        return 1.0
+    return none / (none - every) if none <= 0 else None
+
+
+def paying_batches(
+    mode: str, shape: Shape, survival: Sequence[float], chip: Chip = H200, *, fused: bool = False
+) -> tuple[float, float] | None:
+    """(least, largest) batch at which `mode` pays, the largest `math.inf` where no batch is too large; None: at none.
+
+    Launches do not grow with the batch and bytes do, so the difference is a straight line over it.
+    """
+    one, two = (
+        step_difference_us(mode, shape, Window.expected(batch, survival), chip, fused=fused) for batch in (1, 2)
+    )
+    slope, start = two - one, 2 * one - two
+    if start < 0:
+        largest = math.inf if slope <= 0 else start / -slope
+        return (1.0, largest) if largest > 1 else None
+    return (max(1.0, start / -slope), math.inf) if slope < 0 else None
+
+
+def pays(
+    shapes: Mapping[str, Shape],
+    ks: Iterable[int],
+    acceptances: Iterable[float],
+    batches: Iterable[int],
+    chips: Iterable[Chip] = (H200,),
+    modes: Iterable[str] = MODES,
+) -> pd.DataFrame:
+    """For which (k, acceptance, batch, model, chip) each mode pays, against vanilla with a separate and a fused write.
+
+    Args:
+        shapes: caches by name, such as `MODELS`.
+        acceptances: of each draft, given that those before it were accepted.
+
+    Returns:
+        One row a point: `model`, `tp`, `chip`, `mode`, `vanilla` (separate or fused), `k`, `acceptance`, `batch`, and
+        of one step on one rank `kept` (rows of a request), `launches`, `bytes` and `us` over vanilla's, and `pays`.
+    """
+    ks, acceptances, batches, modes = list(ks), list(acceptances), list(batches), list(modes)
+    return pd.DataFrame(
+        {"acceptance": acceptance, **point}
+        for chip in chips
+        for model, shape in shapes.items()
+        for k in ks
+        for acceptance in acceptances
+        for point in _points(model, shape, survival_of(acceptance, k), batches, chip, modes)
+    )
+
+
+def pays_published(
+    survival: pd.DataFrame, batches: Iterable[int], chip: Chip = H200, modes: Iterable[str] = MODES
+) -> pd.DataFrame:
+    """`pays` for published acceptance, each k up to the positions that were published; nothing is extrapolated.
+
+    Args:
+        survival: columns `source`, `model` ("<model>, <drafter>"), `position`, `value`, as
+            `nwor.figures.published_survival` returns. Models that are not in `MODELS` are left out: those with
+            multi-head latent attention have no rows of keys and values, and no mode serves them.
+
+    Returns:
+        The columns of `pays` with `source` and `drafter`; `acceptance` is the constant one that keeps as many rows.
+    """
+    batches, modes = list(batches), list(modes)
+    rows = []
+    for (source, label), group in survival.groupby(["source", "model"], sort=False):
+        name, drafter = str(label).rsplit(", ", 1)
+        if (shape := known_shape(name)) is None:
+            continue
+        values = group.sort_values("position")["value"].tolist()
+        for k in range(1, len(values) + 1):
+            found = {"source": source, "drafter": drafter, "acceptance": constant_acceptance(values[:k])}
+            rows += [{**found, **point} for point in _points(name, shape, values[:k], batches, chip, modes)]
+    return pd.DataFrame(rows)
+
+
+def _points(
+    model: str, shape: Shape, survival: Sequence[float], batches: list[int], chip: Chip, modes: list[str]
+) -> Iterable[dict[str, Any]]:
+    for batch in batches:
+        window = Window.expected(batch, survival)
+        for mode in modes:
+            for vanilla in ("separate", "fused"):
+                moved = step_difference(mode, shape, window, fused=vanilla == "fused")
+                yield {
+                    "model": model,
+                    "tp": shape.tp,
+                    "chip": chip.name,
+                    "mode": mode,
+                    "vanilla": vanilla,
+                    "k": len(survival),
+                    "batch": batch,
+                    "kept": window.kept_rows / batch,
+                    "launches": moved.launches,
+                    "bytes": moved.read + moved.written,
+                    "us": chip.us(moved),
+                    "pays": chip.us(moved) < 0,
+                }
+
+
+def constant_acceptance(survival: Sequence[float]) -> float:
+    """The acceptance, the same at each position, under which as many of these drafts are accepted; by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(survival_of(middle, len(survival))) < sum(survival) else (low, middle)
+    return (low + high) / 2
+
+
+# -- predicted against measured ----------------------------------------------------------------------------------------
+
+NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
+
+
+def known_shape(model: str) -> Shape | None:
+    """The cache of a model in `MODELS`, or of the shipped pair (`target`), by its name, path or repository; or None."""
+    name = re.sub(r"-(chat|instruct|hf)\b", "", model.rsplit("/", 1)[-1].lower())
+    if name == "target":
+        config = json.loads((paths.PAIR_TARGET / "config.json").read_text())
+        return Shape(config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
+    return next((shape for known, shape in MODELS.items() if name.startswith(known)), None)
+
+
+def against_measured(bench: pd.DataFrame, chip: Chip = H200, shapes: Mapping[str, Shape] | None = None) -> pd.DataFrame:
+    """Predicted and measured step-time ratio of every point of a bench table, none left out.
+
+    A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
+    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the median over
+    repeats of (median step of the mode / median step of vanilla in the same repeat).
+
+    Args:
+        bench: tidy rows as `nwor.bench` writes them. `kv_heads`, `num_layers` and `kv_cache_dtype` (or `cache`), where
+            there are such columns, hold over the model's own.
+        shapes: caches by the name in column `model`, for models that `known_shape` does not know.
+
+    Returns:
+        The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
+        `predicted`, `measured`, its range `low`, `high` over repeats, and `error` = predicted - measured.
+
+    Raises:
+        ValueError: a model is unknown, or vanilla's steps or counts are missing; the message says which.
+    """
+    setting = [column for column in bench if column not in NO_SETTING]
+    runs = bench[bench["metric"].isin(["step_ms", "windows", "draft_tokens", "accepted_tokens"])]
+    points = []
+    for values, part in runs.groupby(setting, dropna=False, sort=False):
+        where = dict(zip(setting, values, strict=True))
+        vanilla = part[part["mode"] == "off"]
+        steps = _medians(vanilla)
+        count = {metric: float(vanilla.loc[vanilla["metric"] == metric, "value"].sum()) for metric in set(runs.metric)}
+        if steps.empty or not count.get("windows"):
+            raise ValueError(f"{where}: mode off has no step times or no windows, and all others are held against it")
+        number = int((vanilla["metric"] == "step_ms").sum())
+        drafts, rejected = count["draft_tokens"], count["draft_tokens"] - count["accepted_tokens"]
+        rows = (count["windows"] + drafts) / number
+        window = Window(count["windows"] / number, drafts / number, rejected / number, rows)
+        shape = _shape_of(where, shapes or {})
+        for mode in sorted(set(part["mode"]) - {"off"}):
+            ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
+            difference = step_difference_us(mode, shape, window, chip)
+            predicted = 1 + difference / 1e3 / steps.median()
+            points.append(
+                {
+                    **where,
+                    "mode": mode,
+                    "off_ms": steps.median(),
+                    "requests": window.requests,
+                    "drafts": window.draft_rows,
+                    "rejected": window.rejected_rows,
+                    "difference_us": difference,
+                    "predicted": predicted,
+                    "measured": ratios.median(),
+                    "low": ratios.min(),
+                    "high": ratios.max(),
+                    "error": predicted - ratios.median(),
+                }
+            )
+    return pd.DataFrame(points)
+
+
+def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFrame:
+    """Predicted and measured microseconds of each kernel that the model is made of, all layers, every shape.
+
+    Args:
+        medians: `nwor.kernel_figures.medians` of the recorded samples: `op`, `launches`, `bytes` and `us`, measured.
+
+    Returns:
+        The rows of commit, log, restore and vLLM's writer, with `predicted` (us) and `error` = predicted / us - 1.
+    """
+    frame = medians[medians["op"].isin(["commit", "log", "restore", "vllm"])].copy()
+    frame["predicted"] = frame["launches"] * chip.launch_us + frame["bytes"] / chip.copy_bytes_per_s * 1e6
+    frame["error"] = frame["predicted"] / frame["us"] - 1
+    return frame.reset_index(drop=True)
+
+
+def _medians(rows: pd.DataFrame) -> pd.Series:
+    return rows[rows["metric"] == "step_ms"].groupby("repeat")["value"].median()
+
+
+def _shape_of(where: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Shape:
+    model = str(where["model"])
+    shape = shapes.get(model) or known_shape(model)
+    if shape is None:
+        known = ", ".join(["target", *MODELS, *shapes])
+        raise ValueError(f"no cache is known of model {model!r}: pass shapes={{{model!r}: Shape(...)}}; known: {known}")
+    held = {name: int(where[name]) for name in ("num_layers", "kv_heads") if pd.notna(where.get(name, math.nan))}
+    dtype = str(where.get("kv_cache_dtype", where.get("cache", "")))
+    return replace(
+        shape,
+        num_layers=held.get("num_layers", shape.num_layers),
+        num_kv_heads=held.get("kv_heads", shape.num_kv_heads),
+        cache_bytes=1 if dtype.startswith("fp8") else shape.cache_bytes,
+        model_bytes=shape.model_bytes or shape.cache_bytes,
+        tp=int(where["tp"]),
+    )
