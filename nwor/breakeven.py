@@ -259,9 +259,8 @@ def against_measured(bench: pd.DataFrame, chip: Chip = H200, shapes: Mapping[str
         if steps.empty or not count.get("windows"):
             raise ValueError(f"{where}: mode off has no step times or no windows, and all others are held against it")
         number = int((vanilla["metric"] == "step_ms").sum())
-        drafts, rejected = count["draft_tokens"], count["draft_tokens"] - count["accepted_tokens"]
-        rows = (count["windows"] + drafts) / number
-        window = Window(count["windows"] / number, drafts / number, rejected / number, rows)
+        requests, drafts = count["windows"] / number, count["draft_tokens"] / number
+        window = Window(requests, drafts, drafts - count["accepted_tokens"] / number, requests + drafts)
         shape = _shape_of(where, shapes or {})
         for mode in sorted(set(part["mode"]) - {"off"}):
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()

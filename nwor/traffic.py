@@ -147,7 +147,7 @@ class Window:
         return cls(n, n * k, n * k - sum(accepted), context, prefill_rows)
 
     @classmethod
-    def expected(cls, batch: int, survival: Sequence[float], context: float = 0) -> "Window":
+    def expected(cls, batch: float, survival: Sequence[float], context: float = 0) -> "Window":
         """The mean step of `batch` requests that bring `len(survival)` drafts each; nothing is prefilled.
 
         Args:
@@ -162,7 +162,7 @@ class Window:
         if any(not 0 <= after <= before <= 1 for before, after in zip([1.0, *survival], survival, strict=False)):
             raise ValueError(f"survival falls from 1 towards 0 over positions, got {list(survival)}")
         k = len(survival)
-        return cls(batch, batch * k, batch * (k - sum(survival)), batch * (context + 1 + k))
+        return cls(batch, batch * k, batch * (k - sum(survival)), batch * context + (batch + batch * k))
 
     @property
     def rows(self) -> float:
