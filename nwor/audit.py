@@ -6,6 +6,7 @@ nobody may read until it is written, and copies the target layers' caches; after
 the copy. A slot whose bytes changed must belong to a row that sampling kept, and no kept row may still bear the mark.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # A finite number in every cache dtype: kernels multiply what lies beyond a sequence by zero, and 0 x NaN is NaN.
 _MARK = {1: 0x55, 2: 0x5555, 4: 0x55555555}
+_EXAMPLES = 8
 
 
 @dataclass
@@ -39,26 +41,46 @@ class AuditReport:
 
 
 class CacheAudit:
-    """Compares caches before and after a step.
+    """Compares caches before and after a step, on their own device.
+
+    All slots bear the mark from the start, so that a kernel that reads where nothing was written reads numbers of
+    1e13 (13 in fp8) and its tokens cannot stay vanilla's.
 
     Args:
         caches: the target layers' views, each [num_blocks, H, N, 2 * head_size].
         packing: as in `nwor.manager.CacheLayout`.
+
+    Attributes:
+        report: what was found so far.
+        examples: the first few slots that changed and were not to, in words.
     """
 
     def __init__(self, caches: Sequence[Tensor], packing: Tensor | None = None) -> None:
         self.caches, self.packing = caches, packing
-        self.report = AuditReport()
         self.enabled = True
         self._before: list[Tensor] = []
+        self._starts: list[int] = []
+        self._slots: list[int] = []
+        for cache in caches:
+            cache.view(_SAME_SIZE[cache.element_size()]).fill_(_MARK[cache.element_size()])
+        self.reset_counters()
 
-    def before(self, slots: Tensor) -> None:
+    def reset_counters(self) -> None:
+        """Forget what was audited so far."""
+        self.report = AuditReport()
+        self.examples: list[str] = []
+
+    def before(self, query_start_loc: Sequence[int], slot_mapping: Tensor) -> None:
         """Mark and remember, before the forward.
 
         Args:
-            slots: int64 [num_rows], the slots of all rows of the step; negative ones are skipped.
+            query_start_loc: [num_reqs + 1], where each request's rows start.
+            slot_mapping: int64 [num_rows] or longer, the slots of all rows of the step; negative ones are skipped.
         """
-        slots = slots[slots >= 0]
+        self._starts = list(query_start_loc)
+        rows = slot_mapping[: self._starts[-1]]
+        self._slots = rows.tolist()
+        slots = rows[rows >= 0]
         block_size = self.caches[0].shape[2]
         block, offset = slots // block_size, slots % block_size
         for cache in self.caches:
@@ -72,26 +94,40 @@ class CacheAudit:
                 chunks[block[:, None, None], heads[None, :, None], places[:, None, :]] = _MARK[cache.element_size()]
         self._before = [cache.clone() for cache in self.caches]
 
-    def after(self, kept_slots: Tensor) -> None:
-        """Judge the step.
+    def after(self, num_rejected: Sequence[int]) -> None:
+        """Judge the step: of each query all rows but the last `num_rejected` are to be written, and nothing else.
 
         Args:
-            kept_slots: int64 [num_kept], the slots of all rows whose writes are to stay; negative ones are skipped.
+            num_rejected: [num_reqs].
         """
-        report = self.report
-        blocks, _, block_size, _ = self.caches[0].shape
-        kept = torch.zeros(blocks * block_size, dtype=torch.bool, device=kept_slots.device)
-        kept[kept_slots[kept_slots >= 0]] = True
-        for cache, before in zip(self.caches, self._before, strict=True):
+        if not self._before:
+            raise ValueError("no step is open: call before() ahead of the forward")
+        report, blocks, block_size = self.report, self.caches[0].shape[0], self.caches[0].shape[2]
+        starts = self._starts
+        rows = [range(starts[i], starts[i + 1] - gone) for i, gone in enumerate(num_rejected)]
+        kept_slots = [self._slots[row] for part in rows for row in part if self._slots[row] >= 0]
+        kept = torch.zeros(blocks * block_size, dtype=torch.bool, device=self.caches[0].device)
+        kept[torch.tensor(kept_slots, dtype=torch.int64, device=kept.device)] = True
+        for layer, (cache, before) in enumerate(zip(self.caches, self._before, strict=True)):
             changed = self.changed_slots(cache, before)
-            dirty = int((changed & ~kept).sum())
+            dirty, missing, count = torch.stack([(changed & ~kept).sum(), (kept & ~changed).sum(), kept.sum()]).tolist()
             report.layer_steps += 1
             report.dirty_layer_steps += int(dirty > 0)
             report.dirty_slots += dirty
-            report.kept_rows += int(kept.sum())
-            report.unwritten_rows += int((kept & ~changed).sum())
+            report.kept_rows += count
+            report.unwritten_rows += missing
+            if dirty and len(self.examples) < _EXAMPLES:
+                self._explain(layer, (changed & ~kept).nonzero().flatten().tolist())
         report.steps += 1
         self._before = []
+
+    def _explain(self, layer: int, slots: list[int]) -> None:
+        for slot in slots[: _EXAMPLES - len(self.examples)]:
+            owner = "of no row of the step"
+            if slot in self._slots:
+                row = self._slots.index(slot)
+                owner = f"of request {bisect_right(self._starts, row) - 1} of the batch"
+            self.examples.append(f"step {self.report.steps}, layer {layer}, slot {slot}, {owner}")
 
     def changed_slots(self, cache: Tensor, before: Tensor) -> Tensor:
         """bool [num_blocks * N], the slots of one layer in which any byte differs."""
@@ -119,5 +155,6 @@ def main(argv: list[str] | None = None) -> int:
         for rank in ranks:
             found = AuditReport(**rank["audit"])
             print(f"{mode:6} rank {rank['rank']}: {'clean' if found.clean else 'DIRTY'}  {found}")
+            print("".join(f"       {example}\n" for example in rank["dirty_examples"]), end="")
             bad += mode != "off" and not found.clean
     return int(bad > 0)

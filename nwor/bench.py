@@ -6,6 +6,7 @@ of them alike. Parity comes first: a mode whose tokens are neither the baseline'
 """
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor import pair, paths, results
+from nwor import pair, paths, results, shapes
 from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.settings import MODES, Settings
 
@@ -27,6 +28,8 @@ class Plan:
 
     modes: the first is the baseline the others are compared with.
     temperatures: 0 is greedy; parity of tokens is judged there alone.
+    num_prompts: prompts of the first pass, and of the timed ones where `batches` is empty.
+    batches: prompts of each timed generation, one after the other; the engine's `batch` is the most that run at once.
     audit: hold the first pass, which is not timed, to the whole-cache audit.
     logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
     """
@@ -34,6 +37,7 @@ class Plan:
     modes: tuple[str, ...] = ("off", "cow", "stage")
     temperatures: tuple[float, ...] = (0.0,)
     num_prompts: int = 8
+    batches: tuple[int, ...] = ()
     max_tokens: int = 64
     repeats: int = 5
     logit_gap: float = 0.25
@@ -45,8 +49,8 @@ class Plan:
             Settings(mode=mode)
         if len(set(self.modes)) != len(self.modes):
             raise ValueError(f"modes repeat: {','.join(self.modes)}")
-        if self.repeats < 0 or self.num_prompts < 1:
-            raise ValueError("repeats must be at least 0 and num_prompts at least 1")
+        if self.repeats < 0 or min(self.num_prompts, *self.batches, 1) < 1:
+            raise ValueError("repeats must be at least 0, num_prompts and batches at least 1")
 
 
 @dataclass(frozen=True)
@@ -102,29 +106,32 @@ def run(
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         tokens = given + first.encode(texts)
         longest = spec.max_model_len - plan.max_tokens
-        batch = [prompt[:longest] for prompt in (tokens * plan.num_prompts)[: plan.num_prompts]]
+        most = max(plan.num_prompts, *plan.batches, 0)
+        batch = [prompt[:longest] for prompt in (tokens * most)[:most]]
 
         rows: list[dict[str, Any]] = []
         parity: dict[str, Parity] = {}
         answers: dict[str, list[str]] = {}
         # One mode alone has nothing to be compared with: a short pass warms it up.
         alone = len(engines) == 1 and not plan.audit
-        first_pass = (batch[:2], 8) if alone else (batch, plan.max_tokens, 0.0, 0, 5)
+        first_pass = (batch[:2], 8) if alone else (batch[: plan.num_prompts], plan.max_tokens, 0.0, 0, 5)
         warm = {mode: engine.generate(*first_pass) for mode, engine in engines.items()}
         for mode, generation in warm.items():
             parity[mode] = compare(warm[plan.modes[0]], generation)
             answers[mode] = generation.text[:4]
             engines[mode].stop_audit()
-        for temperature in plan.temperatures:
-            for repeat in range(plan.repeats):
-                for mode, engine in engines.items():
-                    generation = engine.generate(batch, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
-                    common = {"mode": mode, "repeat": repeat, "temperature": temperature}
-                    rows += [{**common, **row} for row in measured(generation)]
+        turns = itertools.product(
+            plan.temperatures, plan.batches or (plan.num_prompts,), range(plan.repeats), engines.items()
+        )
+        for temperature, size, repeat, (mode, engine) in turns:
+            generation = engine.generate(batch[:size], plan.max_tokens, temperature, plan.seed + 1000 * repeat)
+            common = {"mode": mode, "repeat": repeat, "temperature": temperature}
+            common["batch"] = min(size, spec.batch)
+            rows += [{**common, **row} for row in measured(generation)]
         reports = {mode: engine.report() for mode, engine in engines.items()}
         metrics = {mode: engine.metrics() for mode, engine in engines.items()}
     for mode in plan.modes:
-        rows += [{"mode": mode, **row} for row in judged(parity[mode], reports[mode])]
+        rows += [{"mode": mode, "batch": spec.batch, **row} for row in judged(parity[mode], reports[mode])]
     report = {
         "ranks": reports,
         "metrics": metrics,
@@ -185,32 +192,41 @@ def judged(parity: Parity, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(frame: pd.DataFrame, modes: Sequence[str], logit_gap: float) -> pd.DataFrame:
-    """One line a mode: parity, acceptance, step time and its ratio to the first mode's.
+    """One line a mode and batch: parity, acceptance, step time and its ratio to the first mode's.
 
     A step's time is the median over steps; repeats give its spread. Without parity the speed columns stay empty.
     """
     lines: list[dict[str, Any]] = []
-    for mode in modes:
-        part = frame[frame["mode"] == mode]
+    timed = frame[frame.metric == "step_ms"]
+    for size in sorted(timed.batch.unique()) or [None]:
+        base = math.nan
+        for mode in modes:
+            part = frame[frame["mode"] == mode]
+            here = part if size is None else part[part.batch == size]
 
-        def total(metric: str, part: pd.DataFrame = part) -> float:
-            return float(part.loc[part.metric == metric, "value"].sum())
+            def total(metric: str, of: pd.DataFrame) -> float:
+                return float(of.loc[of.metric == metric, "value"].sum())
 
-        parity = Parity(int(total("equal_requests")), int(total("requests")), total("largest_gap"))
-        steps = part[part.metric == "step_ms"].groupby("repeat").value.median()
-        good = parity.explained(logit_gap)
-        base = lines[0]["step_ms"] if lines else steps.median()
-        lines.append(
-            {
-                "mode": mode,
-                "equal": f"{parity.equal}/{parity.requests}",
-                "gap_nats": parity.largest_gap,
-                "acceptance_length": 1 + total("accepted_tokens") / max(1.0, total("windows")),
-                "step_ms": steps.median() if good else math.nan,
-                "spread_ms": steps.max() - steps.min() if good else math.nan,
-                "ratio": steps.median() / base if good else math.nan,
-            }
-        )
+            parity = Parity(
+                int(total("equal_requests", part)), int(total("requests", part)), total("largest_gap", part)
+            )
+            steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
+            good = parity.explained(logit_gap)
+            if mode == modes[0]:
+                base = steps.median()
+            line = {} if size is None else {"batch": int(size)}
+            lines.append(
+                {
+                    "mode": mode,
+                    **line,
+                    "equal": f"{parity.equal}/{parity.requests}",
+                    "gap_nats": parity.largest_gap,
+                    "acceptance_length": 1 + total("accepted_tokens", here) / max(1.0, total("windows", here)),
+                    "step_ms": steps.median() if good else math.nan,
+                    "spread_ms": steps.max() - steps.min() if good else math.nan,
+                    "ratio": steps.median() / base if good else math.nan,
+                }
+            )
     return pd.DataFrame(lines)
 
 
@@ -223,6 +239,7 @@ def parser(command: str = "bench") -> argparse.ArgumentParser:
     )
     made.add_argument("--temperature", default="0", help="temperatures, comma-separated")
     made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
+    made.add_argument("--shape", default="", help=f"dummy weights of a shape: {', '.join(shapes.SHAPES)}")
     made.add_argument("--random-prompts", type=int, default=0, metavar="N", help="random token ids, N to a prompt")
     made.add_argument("--run-dir", default="", help="folder to write to (default: a new one under results/)")
     made.add_argument("--name", default="bench", help="name of the table and report")
@@ -239,15 +256,24 @@ def _add_fields(
             continue
         default = defaults.get(field.name, field.default)
         name = "--" + field.name.replace("_", "-")
-        if isinstance(default, bool):
+        if isinstance(default, tuple):
+            made.add_argument(name, type=_integers, default=default, help="comma-separated; default: none")
+        elif isinstance(default, bool):
             made.add_argument(name, action=argparse.BooleanOptionalAction, default=default)
         else:
             made.add_argument(name, type=type(default), default=default, help="default: %(default)s")
 
 
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(value) for value in text.split(",") if value)
+
+
 def read(arguments: argparse.Namespace, **fixed: Any) -> tuple[EngineSpec, Plan, list[Any]]:
     """The spec, the plan and the prompts that the arguments describe; `fixed` fields of the plan win."""
     given = vars(arguments)
+    if arguments.shape:
+        target, head = shapes.write_shape(arguments.shape, paths.RESULTS / "shapes", arguments.max_model_len)
+        given = given | {"model": str(target), "draft": str(head), "load_format": "dummy"}
     spec = EngineSpec(**{field.name: given[field.name] for field in fields(EngineSpec)})
     chosen = {
         "modes": tuple(arguments.mode.split(",")),
@@ -263,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     spec, plan, prompts = read(arguments)
     rows, report = run(spec, plan, prompts)
     directory = Path(arguments.run_dir) if arguments.run_dir else paths.RESULTS / arguments.name
-    model = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
+    model = arguments.shape or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
     frame = results.tidy(
         rows, run_id=directory.name, model=model, tp=spec.tp, k=spec.k, batch=spec.batch, seed=spec.seed
     )
@@ -281,7 +307,7 @@ def random_prompts(plan: Plan, length: int) -> list[list[int]]:
     import random
 
     draw = random.Random(plan.seed)
-    return [[draw.randrange(10, 250) for _ in range(length)] for _ in range(plan.num_prompts)]
+    return [[draw.randrange(10, 250) for _ in range(length)] for _ in range(max(plan.num_prompts, *plan.batches, 0))]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ class EngineSpec:
     gpu_memory_utilization: share of a GPU for each engine; the modes' engines are up at once.
     cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
     acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
+    runner: vLLM's model runner, ``v1`` or ``v2``, or empty for its own choice: V2 on a GPU, V1 on a CPU.
+    attention_backend: ``FLASH_ATTN``, ``TRITON_ATTN`` or another of vLLM's, or empty for its own choice.
     """
 
     model: str
@@ -51,12 +53,16 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.3
     cpu_threads: int = 1
     acceptance_length: float = 0.0
+    runner: str = ""
+    attention_backend: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("k", "tp", "batch", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.runner not in ("", "v1", "v2"):
+            raise ValueError(f"runner must be v1, v2 or empty for vLLM's own choice, got {self.runner!r}")
         for path in filter(None, (self.model, self.draft)):
             if path.startswith((".", "/")) and not (Path(path) / "config.json").is_file():
                 raise FileNotFoundError(f"{path} holds no config.json; give a model's folder or its name on the hub")
@@ -83,6 +89,7 @@ class EngineSpec:
             "enforce_eager": self.enforce_eager,
             "enable_prefix_caching": self.prefix_caching,
             "load_format": self.load_format,
+            "skip_tokenizer_init": self.load_format == "dummy",
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "seed": self.seed,
             "disable_log_stats": False,
@@ -91,20 +98,22 @@ class EngineSpec:
             arguments["num_gpu_blocks_override"] = self.num_blocks
         if self.block_size:
             arguments["block_size"] = self.block_size
+        if self.attention_backend:
+            arguments["attention_backend"] = self.attention_backend
         return arguments
 
     def environ(self) -> dict[str, str]:
         """Environment of a child.
 
-        The runner that the hooks are for, repeatable batches, and on a CPU a small cache and cores of its own for each
-        rank.
+        Repeatable batches, and on a CPU a small cache and cores of its own for each rank.
         """
         env = {
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
+        if self.runner:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
         if Path(self.model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if on_cpu():

@@ -6,12 +6,15 @@ after rejection sampling (`commit`), or not at all (`cancel`). Of a request's qu
 ``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself advances ``num_computed_tokens``.
 
 Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always; mode ``stage`` holds the window's
-new bytes in `rows` while the pages stay as they were.
+new bytes in `rows` while the pages stay as they were. Which rows are held is worked out on the device, into tensors
+that live as long as the manager: a CUDA graph captured once reads them in every replay, and no step waits for the
+device. vLLM's own buffers are never changed.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,67 +98,6 @@ class CacheLayout:
         return rows.transpose(2, 3) if heads_inside else rows
 
 
-@dataclass(frozen=True)
-class Window:
-    """The rows of one step that are held back.
-
-    rows: int64 [M], their positions in the batch.
-    request: int32 [M], the batch index of each row's request.
-    rows_behind: int32 [M], how many rows of the same query lie behind each row; a row is rejected when
-        ``rows_behind < num_rejected[request]``.
-    start: int32 [num_reqs], each request's first position in this window, -1 where it has none.
-    num_drafts: drafts per request (host), the rest of the window's rows being the requests' last sampled tokens.
-    whole_batch: every row of the batch is held.
-    """
-
-    rows: Tensor
-    request: Tensor
-    rows_behind: Tensor
-    start: Tensor
-    num_drafts: tuple[int, ...]
-    whole_batch: bool
-
-    def __len__(self) -> int:
-        return self.rows.numel()
-
-    @classmethod
-    def of(
-        cls, query_start_loc: Sequence[int], num_drafts: Sequence[int], device: torch.device, *, sampled_rows: bool
-    ) -> "Window":
-        """Find the held rows of a batch.
-
-        A request with d > 0 drafts brings them as the last d rows of its query, behind the token it sampled last.
-        A request without drafts (prefill, or a decode whose drafter had nothing) holds no row.
-
-        Args:
-            query_start_loc: [num_reqs + 1], where each request's query starts in the batch.
-            num_drafts: [num_reqs], its draft tokens.
-            device: where the tensors are to live.
-            sampled_rows: hold the last sampled token's row too (mode ``stage``), not the drafts alone (``cow``).
-        """
-        rows: list[int] = []
-        request: list[int] = []
-        behind: list[int] = []
-        start: list[int] = []
-        for index, drafts in enumerate(num_drafts):
-            end = query_start_loc[index + 1]
-            if drafts + 1 > end - query_start_loc[index]:
-                raise ValueError(f"request {index} has {drafts} drafts in {end - query_start_loc[index]} rows")
-            held = drafts + int(sampled_rows) if drafts else 0
-            start.append(len(rows) if held else -1)
-            rows.extend(range(end - held, end))
-            request.extend([index] * held)
-            behind.extend(range(held - 1, -1, -1))
-        return cls(
-            rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
-            request=torch.tensor(request, dtype=torch.int32).to(device, non_blocking=True),
-            rows_behind=torch.tensor(behind, dtype=torch.int32).to(device, non_blocking=True),
-            start=torch.tensor(start, dtype=torch.int32).to(device, non_blocking=True),
-            num_drafts=tuple(num_drafts),
-            whole_batch=len(rows) == query_start_loc[len(num_drafts)],
-        )
-
-
 @dataclass
 class Counters:
     """What one rank has done since start-up, in tokens, rows or bytes; drafts only, where it says tokens.
@@ -174,77 +116,150 @@ class Counters:
     cancelled: int = 0
 
 
+@dataclass(frozen=True)
+class Receipt:
+    """What a commit did, on its way to the host.
+
+    tally: uint8, `DraftCommitManager.tally` as the commit left it, being copied.
+    ready: the CUDA event after the copy, None on a CPU.
+    """
+
+    manager: "DraftCommitManager"
+    tally: Tensor
+    ready: torch.cuda.Event | None
+
+    def read(self) -> tuple[Counters, list[int]]:
+        """Wait for the copy; returns the counters and the committed drafts of each request."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        manager = self.manager
+        counts, kept = manager.split(self.tally)
+        drafts = (kept - int(manager.mode == "stage")).clamp_(min=0)
+        return manager.counters_of(counts.tolist()), drafts.tolist()
+
+
 class DraftCommitManager:
     """Begin, stage, commit, cancel, over all target layers of one rank.
 
     Args:
         layout: where the layers' slots lie.
         mode: ``cow`` or ``stage``.
-        capacity: the most rows a window may hold; a larger one falls back to vLLM's own write.
-        max_tokens: the most rows a batch may have.
+        max_requests: the most requests of a batch; a larger batch falls back to vLLM's own write.
+        max_drafts: the most drafts of a request; a request with more falls back.
+        max_tokens: the most rows of a batch.
         emulate: mode ``stage`` without an attention that reads staged rows: vLLM writes and attends, and each layer
             then moves the new bytes into staging and puts the old ones back. Exact, but it is no saving.
+        replayed: forwards may be replays of CUDA graphs, which call no hook: a layer that went through its hook once,
+            when the graph was captured, counts as staged from then on.
+
+    Attributes:
+        width: W, the rows of a request that may be held: k for ``cow``, k + 1 for ``stage``.
+        slots: int64 [max_requests, W], the page slots of the held rows. Right-aligned: behind the row of column w lie
+            W - 1 - w rows of its query; -1: no row. Row (r, w) lies in `rows` as row ``r * W + w``.
+        rows: uint8 [L, B', H, N, C], old bytes (``cow``) or new ones (``stage``), as in `ops.log_all_layers`.
+        staging_rows, page_slots: int64 [max_tokens], ``stage`` only: for each row of the batch its row in `rows`, or -1;
+            and the slot vLLM's writer is to take, -1 for held rows.
     """
 
-    def __init__(self, layout: CacheLayout, mode: str, capacity: int, max_tokens: int, emulate: bool = False) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        mode: str,
+        max_requests: int,
+        max_drafts: int,
+        max_tokens: int,
+        emulate: bool = False,
+        replayed: bool = False,
+    ) -> None:
         if mode not in ("cow", "stage"):
             raise ValueError(f"a manager serves cow or stage, not {mode!r}")
         device = layout.pool.device
-        self.layout, self.mode, self.capacity, self.emulate = layout, mode, capacity, emulate
-        self.rows = layout.new_rows(capacity)
-        self.old_rows = layout.new_rows(capacity) if emulate else None
-        self.slots = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-        self.staging_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
-        self.kept_and_rejected = torch.zeros(2, dtype=torch.int64, device=device)
-        self.counters = Counters()
-        self.window: Window | None = None
+        self.layout, self.mode, self.emulate, self.replayed = layout, mode, emulate, replayed
+        self.width = max_drafts + int(mode == "stage")
+        self.rows = layout.new_rows(max_requests * self.width)
+        self.old_rows = layout.new_rows(max_requests * self.width) if emulate else None
+        self.slots = torch.full((max_requests, self.width), -1, dtype=torch.int64, device=device)
+        self.staging_rows: Tensor | None = None
+        self.page_slots: Tensor | None = None
+        if mode == "stage":
+            self.staging_rows = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+            self.page_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self.attention: Any = None  # the GPU attention's workspace
+        self.tally = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=device)
+        self.counts, self.kept = self.split(self.tally)
+        self.num_requests: int | None = None
         self._slot_mapping: Tensor | None = None
-        self._stage = layout.num_layers * [False]
+        self._staged = layout.num_layers * [False]
+        self._refused = self._cancelled = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.num_requests is not None
 
     @property
     def holding(self) -> bool:
         """A window of mode ``stage`` is open, so the target layers' writes and attention are ours."""
-        return self.window is not None and self.mode == "stage"
+        return self.is_open and self.mode == "stage"
 
-    def begin(self, window: Window, slot_mapping: Tensor) -> bool:
+    def begin(self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor) -> bool:
         """Open a window, before the forward.
 
+        A request with d drafts brings them as the last d rows of its query, behind the token it sampled last, and has
+        d + 1 logits. ``cow`` holds the drafts, ``stage`` the whole query of d + 1 rows. A request without drafts
+        (prefill, or a decode whose drafter had nothing) holds no row; nor does one with drafts behind prefill rows
+        under ``stage``.
+
         Args:
-            window: the rows to hold.
-            slot_mapping: int64 [num_tokens], vLLM's own buffer; ``stage`` masks the held rows in it until the end.
+            query_start_loc: int32 [num_reqs + 1] or longer, where each request's query starts in the batch.
+            cu_num_logits: int32 [num_reqs + 1], where each request's logits start.
+            slot_mapping: int64 [num_tokens] or longer, the slots of the target layers' cache group.
 
         Returns:
-            False where the window does not fit: nothing was changed and vLLM's own write serves this step.
+            False where the batch does not fit: vLLM's own write serves this step.
 
         Raises:
             RuntimeError: a window is open already.
         """
-        if self.window is not None:
+        if self.is_open:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
-        if not len(window):
-            return False
-        if len(window) > self.capacity:
-            if not self.counters.fallbacks:
+        num_requests = cu_num_logits.numel() - 1
+        if num_requests > len(self.slots):
+            if not self._refused:
                 logger.warning(
-                    "NWOR: a window of %d rows does not fit %d; vLLM's own write serves such steps, counted as fallbacks",
-                    len(window),
-                    self.capacity,
+                    "NWOR: a batch of %d requests does not fit %d; vLLM's own write serves such steps, counted as "
+                    "fallbacks",
+                    num_requests,
+                    len(self.slots),
                 )
-            self.counters.fallbacks += 1
+            self._refused += 1
+            self.clear(slot_mapping)
             return False
-        count = len(window)
-        torch.index_select(slot_mapping, 0, window.rows, out=self.slots[:count])
+        ops.open_window(
+            query_start_loc,
+            cu_num_logits,
+            slot_mapping,
+            self.slots,
+            self.staging_rows,
+            self.page_slots,
+            self.counts,
+        )
+        self.num_requests, self._slot_mapping = num_requests, slot_mapping
         if self.mode == "cow":
-            ops.log_all_layers(*self._cache(), self.slots[:count], self.layout.packing, self.rows)
-        else:
-            self.staging_slots[window.rows] = torch.arange(count, device=self.slots.device)
-            if self.old_rows is not None:
-                ops.log_all_layers(*self._cache(), self.slots[:count], self.layout.packing, self.old_rows)
-            else:
-                slot_mapping[window.rows] = -1
-        self.window, self._slot_mapping = window, slot_mapping
-        self._stage = self.layout.num_layers * [False]
+            ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.rows)
+        elif self.old_rows is not None:
+            ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.old_rows)
+        if not self.replayed:
+            self._staged = self.layout.num_layers * [False]
         return True
+
+    def clear(self, slot_mapping: Tensor | None = None) -> None:
+        """Hold nothing in the next forward: a dummy run, or with `slot_mapping` one that vLLM's own write serves."""
+        if self.staging_rows is None or self.page_slots is None:
+            return
+        self.staging_rows.fill_(-1)
+        self.page_slots.fill_(-1)
+        if slot_mapping is not None:
+            self.page_slots[: slot_mapping.numel()] = slot_mapping
 
     def stage(
         self, layer: int, write: Callable[[Tensor, Tensor], None], kv_cache: Tensor, slot_mapping: Tensor
@@ -259,17 +274,21 @@ class DraftCommitManager:
             slot_mapping: int64, the layer's slots for this call; a view into the batch's buffer when the batch is
                 split, so rows are found by its offset in that buffer.
         """
-        assert self.window is not None and self._slot_mapping is not None
+        assert self._slot_mapping is not None and self.staging_rows is not None and self.page_slots is not None
         if self.emulate:
             write(kv_cache, slot_mapping)
         else:
-            if not self.window.whole_batch:
-                write(kv_cache, slot_mapping)
             if slot_mapping.untyped_storage().data_ptr() != self._slot_mapping.untyped_storage().data_ptr():
                 raise RuntimeError("slot_mapping is a copy, no view of the batch's buffer: its rows cannot be told")
             first = slot_mapping.storage_offset() - self._slot_mapping.storage_offset()
-            write(self.staged(layer), self.staging_slots[first : first + slot_mapping.numel()])
-        self._stage[layer] = True
+            part = slice(first, first + slot_mapping.numel())
+            write(kv_cache, self.page_slots[part])
+            write(self.staged(layer), self.staging_rows[part])
+        self.mark_staged(layer)
+
+    def mark_staged(self, layer: int) -> None:
+        """The layer's rows are in staging, or will be in every replay of the graph being captured."""
+        self._staged[layer] = True
 
     def staged(self, layer: int) -> Tensor:
         """The layer's staging as a mini-cache of the cache's own dtype: [blocks, H, N, 2 * head_size]."""
@@ -277,14 +296,13 @@ class DraftCommitManager:
 
     def put_back(self, layer: int) -> None:
         """Emulation only, after the layer's attention: move the new bytes to staging and the old ones to the pages."""
-        assert self.window is not None and self.old_rows is not None
-        slots = self.slots[: len(self.window)]
+        assert self.old_rows is not None
         one = slice(layer, layer + 1)
-        ops.log_all_layers(*self._cache(layer), slots, self.layout.packing, self.rows[one])
+        ops.log_all_layers(*self._cache(layer), self._held(), self.layout.packing, self.rows[one])
         self._restore_everything(*self._cache(layer), self.old_rows[one])
 
     def commit(self, num_rejected: Tensor) -> None:
-        """Close the window, after sampling and before the drafter: keep the accepted rows, and only those.
+        """Close the window, after sampling and before the next forward: keep the accepted rows, and only those.
 
         Args:
             num_rejected: int32 [num_reqs], rejected drafts of each request.
@@ -292,90 +310,92 @@ class DraftCommitManager:
         Raises:
             RuntimeError: a target layer did not stage; the window is cancelled and the cache is as it was.
         """
-        window = self.window
-        assert window is not None
-        if self.mode == "stage" and not all(self._stage):
-            missing = [layer for layer, staged in enumerate(self._stage) if not staged]
+        assert self.is_open
+        if self.mode == "stage" and not all(self._staged):
+            missing = [layer for layer, staged in enumerate(self._staged) if not staged]
             self.cancel()
             raise RuntimeError(
                 f"target layers {missing} staged nothing: their attention does not go through NWOR's hook"
             )
-        count = len(window)
         move = ops.restore_all_layers if self.mode == "cow" else ops.commit_all_layers
-        move(
-            *self._cache(),
-            self.slots[:count],
-            self.layout.packing,
-            self.rows,
-            window.request,
-            window.rows_behind,
-            num_rejected,
-            self.kept_and_rejected,
-        )
-        self.counters.windows += sum(1 for drafts in window.num_drafts if drafts)
-        self.counters.staged_tokens += sum(window.num_drafts)
-        self.counters.stage_operations += count * self.layout.num_layers
-        self._close()
+        kept = self.kept[: self.num_requests]
+        move(*self._cache(), self._held(), self.layout.packing, self.rows, num_rejected, kept, self.counts)
+        self.num_requests = self._slot_mapping = None
 
     def cancel(self) -> None:
         """Close the window and leave the cache as it was before `begin`; does nothing when none is open."""
-        if self.window is None:
+        if not self.is_open:
             return
         if self.mode == "cow":
             self._restore_everything(*self._cache(), self.rows)
         elif self.old_rows is not None:
             self._restore_everything(*self._cache(), self.old_rows)
-        self.counters.cancelled += 1
-        self._close()
+        held = (self._held() >= 0).sum(dim=1)
+        windows = (held > 0).sum()
+        self.counts[2] -= windows
+        self.counts[3] -= held.sum() - (windows if self.mode == "stage" else 0)
+        self._cancelled += 1
+        self.num_requests = self._slot_mapping = None
+
+    def receipt(self) -> Receipt:
+        """What the last commit did, without waiting for it; on the stream of the commit."""
+        if self.tally.is_cpu:
+            return Receipt(self, self.tally.clone(), None)
+        tally = self.tally.to("cpu", non_blocking=True)
+        ready = torch.cuda.Event(blocking=True)
+        ready.record()
+        return Receipt(self, tally, ready)
 
     def read_counters(self) -> Counters:
         """Counters up to now; waits for the device."""
-        kept, rejected = self.kept_and_rejected.tolist()
-        row = self.layout.slot_bytes * self.layout.num_layers
-        counters = self.counters
-        counters.committed_tokens = kept - (counters.windows if self.mode == "stage" else 0)
-        counters.rejected_tokens = rejected
-        if self.mode == "stage" and not self.emulate:
-            counters.bytes_written, counters.bytes_avoided = kept * row, rejected * row
-        elif self.emulate:  # vLLM wrote every row, its old bytes were put back, and the kept ones written again
-            counters.bytes_written, counters.bytes_avoided = (3 * kept + 2 * rejected) * row, 0
-        else:  # vLLM wrote every draft, and the rejected ones were written once more
-            counters.bytes_written, counters.bytes_avoided = (kept + 2 * rejected) * row, 0
-        return counters
+        return self.counters_of(self.counts.tolist())
 
     def reset_counters(self) -> None:
         """Forget warm-up and dummy runs."""
-        self.kept_and_rejected.zero_()
-        self.counters = Counters()
+        self.tally.zero_()
+        self._refused = self._cancelled = 0
+
+    @staticmethod
+    def split(tally: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of a tally: counts int64 [5], as `ops.open_window` and `ops.commit_all_layers` raise them, and kept
+        int32 [max_requests], the last commit's kept rows of each request."""
+        return tally[:40].view(torch.int64), tally[40:].view(torch.int32)
+
+    def counters_of(self, counts: list[int]) -> Counters:
+        """Counters from the device's five counts."""
+        kept, rejected, windows, drafts, refused = counts
+        layers, sampled = self.layout.num_layers, windows if self.mode == "stage" else 0
+        row = self.layout.slot_bytes * layers
+        if self.mode == "cow":  # vLLM wrote every draft, and the rejected ones were written once more
+            written, avoided = kept + 2 * rejected, 0
+        elif self.emulate:  # vLLM wrote every row, its old bytes were put back, and the kept ones written again
+            written, avoided = 3 * kept + 2 * rejected, 0
+        else:
+            written, avoided = kept, rejected
+        return Counters(
+            windows=windows,
+            staged_tokens=drafts,
+            committed_tokens=kept - sampled,
+            rejected_tokens=rejected,
+            stage_operations=layers * (drafts + sampled),
+            bytes_written=written * row,
+            bytes_avoided=avoided * row,
+            fallbacks=self._refused + refused,
+            cancelled=self._cancelled,
+        )
+
+    def _held(self) -> Tensor:
+        return self.slots[: self.num_requests]
 
     def _cache(self, layer: int | None = None) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
         offsets = self.layout.layer_offsets
         return self.layout.pool, offsets if layer is None else offsets[layer : layer + 1], self.layout.strides
 
     def _restore_everything(self, pool: Tensor, offsets: Tensor, strides: tuple[int, int, int], rows: Tensor) -> None:
-        assert self.window is not None
-        count = len(self.window)
-        everything = torch.full((len(self.window.num_drafts),), self.capacity, dtype=torch.int32, device=pool.device)
-        ops.restore_all_layers(
-            pool,
-            offsets,
-            strides,
-            self.slots[:count],
-            self.layout.packing,
-            rows,
-            self.window.request,
-            self.window.rows_behind,
-            everything,
-            torch.zeros_like(self.kept_and_rejected),
-        )
-
-    def _close(self) -> None:
-        assert self.window is not None and self._slot_mapping is not None
-        if self.mode == "stage":
-            self.staging_slots[self.window.rows] = -1
-            if not self.emulate:
-                self._slot_mapping[self.window.rows] = self.slots[: len(self.window)]
-        self.window = self._slot_mapping = None
+        held = self._held()
+        everything = torch.full((len(held),), self.width, dtype=torch.int32, device=pool.device)
+        nowhere = torch.empty_like(everything), torch.zeros_like(self.counts)
+        ops.restore_all_layers(pool, offsets, strides, held, self.layout.packing, rows, everything, *nowhere)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from nwor.manager import DraftCommitManager
 
 def no_commit(patch: pytest.MonkeyPatch) -> None:
     def close_without_commit(self: DraftCommitManager, num_rejected: object) -> None:
-        self._close()
+        self.num_requests = None
 
     patch.setattr(DraftCommitManager, "commit", close_without_commit)
 
@@ -18,12 +18,16 @@ def no_restore(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ops, "restore_all_layers", lambda *args: None)
 
 
-def no_unmask(patch: pytest.MonkeyPatch) -> None:
-    def close(self: DraftCommitManager) -> None:
-        self.staging_slots.fill_(-1)
-        self.window = self._slot_mapping = None
+def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
+    """Held rows masked in vLLM's own slots, and not unmasked: what a window in place would be without its end."""
+    begin = DraftCommitManager.begin
 
-    patch.setattr(DraftCommitManager, "_close", close)
+    def mask(self, query_start_loc, cu_num_logits, slot_mapping):  # type: ignore[no-untyped-def]
+        opened = begin(self, query_start_loc, cu_num_logits, slot_mapping)
+        slot_mapping.copy_(self.page_slots[: slot_mapping.numel()])
+        return opened
+
+    patch.setattr(DraftCommitManager, "begin", mask)
 
 
 def commit_one_layer(patch: pytest.MonkeyPatch) -> None:
@@ -48,8 +52,8 @@ def blind_attention(patch: pytest.MonkeyPatch) -> None:
 def small_capacity(patch: pytest.MonkeyPatch) -> None:
     init = DraftCommitManager.__init__
 
-    def small(self, layout, mode, capacity, max_tokens, emulate=False):  # type: ignore[no-untyped-def]
-        init(self, layout, mode, 12, max_tokens, emulate)
+    def small(self, layout, mode, max_requests, *rest, **named):  # type: ignore[no-untyped-def]
+        init(self, layout, mode, 3, *rest, **named)
 
     patch.setattr(DraftCommitManager, "__init__", small)
 
@@ -101,4 +105,21 @@ def scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:
     from nwor.vllm import runner_v1
 
     rejected = runner_v1.rejected
-    patch.setattr(runner_v1, "rejected", lambda sampled, drafts: (rejected(sampled, drafts) + 1).clamp(max=drafts))
+    patch.setattr(runner_v1, "rejected", lambda sampled, drafts: rejected(sampled, drafts) + 1)
+
+
+def changed_v2_signature(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    patch.setattr(GPUModelRunner, "postprocess_sampled", lambda self, idx_mapping: None)
+
+
+def gpu_layer_without_hook(patch: pytest.MonkeyPatch) -> None:
+    from nwor.vllm import gpu
+
+    patch.setattr(gpu, "install", lambda: None)
+
+
+def v2_scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:
+    commit = DraftCommitManager.commit
+    patch.setattr(DraftCommitManager, "commit", lambda self, num_rejected: commit(self, num_rejected + 1))

@@ -10,8 +10,9 @@ from paged import BITS, BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, WIDTH, Paged, write_r
 
 from nwor.audit import AuditReport, CacheAudit
 
-STEP = torch.tensor([9, 4, 2, 17, 21])  # the slots of the step's rows
+STEP = torch.tensor([9, 4, 2, 17, 21])  # the slots of the step's rows, one request's
 KEPT, REJECTED = STEP[:3], STEP[3:]
+ROWS, GONE = (0, 5), (2,)
 MEMORY = {
     "NHD": {"order": "LBNH"},
     "HND": {"order": "LBHN"},
@@ -30,7 +31,9 @@ class Audited:
         if device == "cuda" and MEMORY[kind].get("packed"):
             pytest.skip("a packing describes vLLM's CPU caches")
         self.paged = Paged(**MEMORY[kind], device=device)
+        found = self.paged.pool.clone()
         self.audit = CacheAudit(self.paged.targets(), self.paged.packing)
+        self.paged.pool.copy_(found)
 
     def write(self, layer: int, slots: torch.Tensor, seed: int = 50) -> None:
         rows = self.paged.new_rows(len(slots), seed + layer)
@@ -53,10 +56,10 @@ def test_kept_rows_written_and_nothing_else_is_clean(kind, device):
     audited = Audited(kind, device)
     padding = torch.tensor([-1])
     for step in range(2):
-        audited.audit.before(torch.cat([STEP, padding]).to(device))
+        audited.audit.before((0, 5, 6), torch.cat([STEP, padding]).to(device))
         for layer in range(3):
             audited.write(layer, KEPT)
-        audited.audit.after(torch.cat([KEPT, padding]).to(device))
+        audited.audit.after((2, 0))
         if step == 0:
             audited.paged.pool.bitwise_xor_(255)
     assert audited.audit.report == AuditReport(steps=2, layer_steps=6, kept_rows=18)
@@ -69,10 +72,10 @@ def test_a_row_written_with_the_bytes_it_held_is_written(kind):
     audited = Audited(kind)
     for layer in range(3):
         audited.write(layer, KEPT)
-    audited.audit.before(STEP)
+    audited.audit.before(ROWS, STEP)
     for layer in range(3):
         audited.write(layer, KEPT)
-    audited.audit.after(KEPT)
+    audited.audit.after(GONE)
     assert audited.audit.report.clean
 
 
@@ -85,7 +88,7 @@ def test_the_steps_rows_are_marked_and_no_others(kind, device):
     marks = torch.full((5, NUM_HEADS, WIDTH * audited.paged.dtype.itemsize), 0x55, dtype=torch.uint8, device=device)
     for cache in audited.paged.targets(expected):
         write_rows(cache, STEP, marks.view(audited.paged.dtype), audited.paged.packing)
-    audited.audit.before(torch.cat([STEP, torch.tensor([-1])]).to(device))
+    audited.audit.before((0, 6), torch.cat([STEP, torch.tensor([-1, 3])]).to(device))
     assert torch.equal(audited.paged.pool, expected)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         assert marks.view(dtype).float().isfinite().all()
@@ -103,13 +106,13 @@ def test_one_bit_anywhere_is_seen(kind, layer, slot, head, place):
     """A changed bit in a slot that is not kept makes that layer dirty; in a kept one it is part of the write."""
     audited = Audited(kind)
     audit = audited.audit
-    audit.before(STEP)
+    audit.before(ROWS, STEP)
     before = [cache.clone() for cache in audited.paged.targets()]
     audited.flip(layer, slot, head, place)
     together = zip(audited.paged.targets(), before, strict=True)
     changed = [audit.changed_slots(cache, old).nonzero().flatten().tolist() for cache, old in together]
     assert changed == [[slot] if index == layer else [] for index in range(3)]
-    audit.after(KEPT)
+    audit.after(GONE)
     kept = slot in KEPT.tolist()
     assert audit.report.dirty_slots == audit.report.dirty_layer_steps == int(not kept)
     assert audit.report.unwritten_rows == 3 * len(KEPT) - int(kept)
@@ -120,10 +123,10 @@ def test_one_bit_anywhere_is_seen(kind, layer, slot, head, place):
 def test_a_rejected_row_that_was_written_is_seen(kind):
     """What vanilla vLLM leaves behind: the audit's negative control."""
     audited = Audited(kind)
-    audited.audit.before(STEP)
+    audited.audit.before(ROWS, STEP)
     for layer in range(3):
         audited.write(layer, STEP if layer == 1 else KEPT)
-    audited.audit.after(KEPT)
+    audited.audit.after(GONE)
     expected = AuditReport(steps=1, layer_steps=3, dirty_layer_steps=1, dirty_slots=len(REJECTED), kept_rows=9)
     assert audited.audit.report == expected
     assert not audited.audit.report.clean
@@ -133,10 +136,10 @@ def test_a_rejected_row_that_was_written_is_seen(kind):
 def test_a_kept_row_that_was_not_written_is_seen(kind):
     """#2: a commit that leaves out one row of one layer."""
     audited = Audited(kind)
-    audited.audit.before(STEP)
+    audited.audit.before(ROWS, STEP)
     for layer in range(3):
         audited.write(layer, KEPT[: 2 if layer == 1 else 3])
-    audited.audit.after(KEPT)
+    audited.audit.after(GONE)
     assert audited.audit.report == AuditReport(steps=1, layer_steps=3, kept_rows=9, unwritten_rows=1)
     assert not audited.audit.report.clean
 
@@ -145,17 +148,17 @@ def test_a_kept_row_that_was_not_written_is_seen(kind):
 def test_bits_are_compared_not_numbers(dtype):
     """#12, #25: NaN equals itself, another NaN is a change, and so is the sign of zero."""
     cache = torch.full((2, 1, 4, 8), float("nan"), dtype=dtype)
-    cache[1] = 0
     audit = CacheAudit([cache])
+    cache[0], cache[1] = float("nan"), 0
     nothing = torch.empty(0, dtype=torch.int64)
-    audit.before(nothing)
-    audit.after(nothing)
+    audit.before((0,), nothing)
+    audit.after(())
     assert audit.report == AuditReport(steps=1, layer_steps=1)
-    audit.before(nothing)
+    audit.before((0,), nothing)
     cache.view(BITS[dtype.itemsize])[0, 0, 1, 3] ^= 1
     assert bool(cache[0].isnan().all())
     cache[1, 0, 2, 5] = -0.0
-    audit.after(nothing)
+    audit.after(())
     assert audit.report.dirty_slots == 2
     assert not audit.report.clean
 
@@ -167,7 +170,32 @@ def test_no_step_is_no_proof():
 def test_a_step_that_was_not_opened_is_an_error():
     """After a step the copy is gone: a second judgement needs a second copy."""
     audit = Audited("HND").audit
-    audit.before(STEP)
-    audit.after(KEPT)
-    with pytest.raises(ValueError, match="shorter"):
-        audit.after(KEPT)
+    audit.before(ROWS, STEP)
+    audit.after(GONE)
+    with pytest.raises(ValueError, match="no step is open"):
+        audit.after(GONE)
+
+
+@memory
+@each_device
+def test_slots_nobody_wrote_are_poisoned(kind, device):
+    """A kernel that reads beyond a sequence reads huge numbers, not the zeros that hide it (#25)."""
+    paged = Paged(**(MEMORY[kind] | {"packed": False}), device=device)
+    CacheAudit(paged.targets())
+    for cache in paged.targets():
+        assert cache.contiguous().view(torch.uint8).eq(0x55).all()
+
+
+def test_dirt_is_told_by_step_layer_slot_and_request():
+    audited = Audited("HND")
+    audited.audit.before((0, 3, 5), STEP)
+    audited.write(0, STEP)
+    audited.write(1, torch.tensor([0]))
+    audited.audit.after((0, 2))
+    assert audited.audit.examples == [
+        "step 0, layer 0, slot 17, of request 1 of the batch",
+        "step 0, layer 0, slot 21, of request 1 of the batch",
+        "step 0, layer 1, slot 0, of no row of the step",
+    ]
+    audited.audit.reset_counters()
+    assert (audited.audit.report, audited.audit.examples) == (AuditReport(), [])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DraftCommitManager` against a copy of the pool written by plain Python, every byte compared (R3-R5, R16, R23)."""
 
+from bisect import bisect_right
+
 import pytest
 import torch
 from devices import each_device
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from paged import BITS, BLOCK_SIZE, NUM_HEADS, WIDTH, Batch, Paged, write_rows
 from torch import Tensor
 
-from nwor.manager import CacheLayout, Counters, DraftCommitManager, Window
+from nwor.manager import CacheLayout, Counters, DraftCommitManager
 
 pytestmark = each_device
 
@@ -41,19 +43,17 @@ class Step:
         self.manager = DraftCommitManager(
             CacheLayout.of(self.paged.targets(), self.paged.packing),
             self.mode,
-            options.get("capacity", 32),
-            options.get("max_tokens", 64),
+            options.get("max_requests", 8),
+            options.get("max_drafts", 8),
+            64,
             emulate=mode == "emulate",
         )
         self.rows = [self.paged.new_rows(self.batch.num_tokens, 100 + index) for index in range(3)]
         self.expected = self.paged.pool.clone()
         self.before = self.paged.pool.clone(), self.batch.slot_mapping.clone()
 
-    def window(self) -> Window:
-        return window_of(self.batch, self.mode, self.paged.device)
-
     def begin(self) -> bool:
-        return self.manager.begin(self.window(), self.batch.slot_mapping)
+        return begin(self.manager, self.batch)
 
     def writer(self, layer: int, first: int = 0):
         """vLLM's own writer for the rows of one layer from `first` on."""
@@ -91,8 +91,13 @@ class Step:
         assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back (#20)"
 
 
-def window_of(batch: Batch, mode: str, device: str) -> Window:
-    return Window.of(batch.query_start_loc, batch.num_drafts, torch.device(device), sampled_rows=mode == "stage")
+def begin(manager: DraftCommitManager, batch: Batch) -> bool:
+    starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=batch.device)
+    logits = [0]
+    for drafts in batch.num_drafts:
+        logits.append(logits[-1] + drafts + 1)
+    cu_num_logits = torch.tensor(logits, dtype=torch.int32, device=batch.device)
+    return manager.begin(starts, cu_num_logits, batch.slot_mapping)
 
 
 @pytest.mark.parametrize("rejected", REJECTED)
@@ -107,22 +112,21 @@ def test_a_step_keeps_the_accepted_rows_alone(mode, kind, rejected, device):
     step.expect(step.batch.kept(REJECTED[rejected]))
     step.assert_pool()
     assert not torch.equal(step.paged.pool, step.before[0])
-    assert step.manager.window is None and not step.manager.holding
+    assert not step.manager.is_open and not step.manager.holding
 
 
 @memory
 def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
-    """Stage masks exactly the held rows, in vLLM's own buffer, for as long as the window is open (#6)."""
+    """Stage masks exactly the held rows, in slots of its own: vLLM's buffer stays what the drafter needs (#6, #20)."""
     step = Step(kind, "stage", device)
     step.begin()
     assert step.manager.holding
     held = step.batch.held("stage")
     masked = [-1 if row in held else slot for row, slot in enumerate(step.before[1].tolist())]
-    assert step.batch.slot_mapping.tolist() == masked
+    assert step.manager.page_slots[: len(masked)].tolist() == masked
     step.forward()
     step.expect([row for row in range(step.batch.num_tokens) if row not in held])
-    assert torch.equal(step.paged.pool, step.expected)
-    assert step.batch.slot_mapping.tolist() == masked
+    step.assert_pool()
 
 
 @memory
@@ -149,9 +153,12 @@ def test_staged_rows_are_vllms_own_bytes(mode, device):
     step.begin()
     step.forward()
     old = Paged(**MEMORY["HND"], device=device).targets()
+    width, starts = step.manager.width, step.batch.query_start_loc
     for layer in range(3):
         staged = step.manager.staged(layer).view(BITS[2])
-        for index, row in enumerate(step.batch.held(step.mode)):
+        for row in step.batch.held(step.mode):
+            request = bisect_right(starts, row) - 1
+            index = (request + 1) * width - (starts[request + 1] - row)  # right-aligned in the request's W rows
             block, offset = divmod(step.batch.slots[row], BLOCK_SIZE)
             source = old[layer][block, :, offset] if mode == "cow" else step.rows[layer][row]
             assert torch.equal(staged[index // BLOCK_SIZE, :, index % BLOCK_SIZE], source.view(BITS[2]))
@@ -170,7 +177,7 @@ def test_cancel_leaves_everything_as_it_was(mode, kind, layers, device):
     held = step.batch.held(step.mode)
     step.expect([row for row in range(step.batch.num_tokens) if row not in held], tuple(range(layers)))
     step.assert_pool()
-    assert step.manager.window is None
+    assert not step.manager.is_open
     assert step.manager.read_counters() == Counters(cancelled=1)
     step.manager.cancel()
     assert step.manager.read_counters() == Counters(cancelled=1), "nothing is open: nothing to cancel"
@@ -224,9 +231,8 @@ def test_micro_batches_find_their_rows(mode, splits, device):
 
 
 def test_micro_batches_of_decodes_alone(device):
-    """R23: where every row is held vLLM's write is left out altogether, in each half."""
+    """R23: where every row is held no page is written, in either half."""
     step = Step("NHD", "stage", device, Batch((4, 2, 3), (3, 1, 2), device=device))
-    assert step.window().whole_batch
     step.begin()
     step.forward((4,))
     assert torch.equal(step.paged.pool, step.before[0])
@@ -260,7 +266,7 @@ def test_a_layer_that_did_not_stage_stops_the_commit(mode, device):
             step.commit(REJECTED["none rejected"])
         free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held("stage")]
         step.expect(free, (0, 2))
-        assert step.manager.counters.cancelled == 1
+        assert step.manager.read_counters().cancelled == 1
     step.assert_pool()
     assert step.begin(), "the next window is not hindered"
 
@@ -276,29 +282,95 @@ def test_begin_twice(mode, device):
 
 
 @modes
-def test_a_window_beyond_the_capacity_is_vllms_own(mode, device, caplog):
+def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
     """R19, #10: counted, nothing changed, and the real write is not skipped; one that just fits is served."""
-    held = len(Batch(QUERIES, DRAFTS).held("cow" if mode == "cow" else "stage"))
-    step = Step("HND", mode, device, capacity=held - 1)
+    step = Step("HND", mode, device, max_requests=len(QUERIES) - 1)
     assert not step.begin()
     assert not step.manager.holding
     step.assert_pool()
+    if mode == "stage":  # what a captured kernel would read
+        assert step.manager.page_slots[: step.batch.num_tokens].tolist() == step.batch.slots
+        assert step.manager.staging_rows.eq(-1).all()
     step.forward()
     step.expect(list(range(step.batch.num_tokens)))
     step.assert_pool()
     assert step.manager.read_counters() == Counters(fallbacks=1)
     assert not step.begin()
     assert len([line for line in caplog.messages if "does not fit" in line]) == 1, "said once"
-    assert Step("HND", mode, device, capacity=held).begin()
+    assert Step("HND", mode, device, max_requests=len(QUERIES)).begin()
 
 
 @modes
-def test_a_batch_without_drafts_opens_no_window(mode, device):
+def test_a_request_with_more_drafts_than_the_capacity_is_vllms_own(mode, device):
+    """R19, #10: of the others every row is served."""
+    step = Step("HND", mode, device, max_drafts=2)  # request 1 has three
+    assert step.begin()
+    step.forward()
+    step.commit((0, 1, 0, 1, 1))
+    step.expect([row for row in range(step.batch.num_tokens) if row in (5, 6, 7, 8)] + step.batch.kept((0, 0, 0, 1, 1)))
+    step.assert_pool()
+    counters = step.manager.read_counters()
+    assert (counters.fallbacks, counters.windows, counters.staged_tokens) == (1, 2, 3)
+
+
+def test_stage_leaves_drafts_behind_prefill_rows_to_vllm(device):
+    """The last chunk of a prompt may carry drafts (a resumed request): attention of a window takes its query whole."""
+    step = Step("HND", "stage", device, Batch((7, 3), (2, 2), device=device))
+    step.begin()
+    step.forward()
+    step.commit((1, 1))
+    step.expect(list(range(7)) + [7, 8])
+    step.assert_pool()
+
+
+@modes
+def test_a_batch_without_drafts_holds_no_row(mode, device):
     """#4: prefill and plain decodes are vLLM's own, and no fallback either."""
     step = Step("HND", mode, device, Batch((7, 1, 3), (0, 0, 0), device=device))
-    assert not step.begin()
-    assert not step.manager.holding
+    step.begin()
+    step.forward()
+    step.commit((0, 0, 0))
+    step.expect(list(range(11)))
+    step.assert_pool()
     assert step.manager.read_counters() == Counters()
+
+
+def test_a_dummy_run_writes_nowhere(device):
+    """#5, #22: what a captured graph reads must not be left from the last real step."""
+    step = Step("HND", "stage", device)
+    step.begin()
+    step.manager.cancel()
+    step.manager.clear()
+    assert step.manager.page_slots.eq(-1).all() and step.manager.staging_rows.eq(-1).all()
+    step.manager.clear(step.batch.slot_mapping)
+    assert step.manager.page_slots[: step.batch.num_tokens].tolist() == step.batch.slots
+    assert step.manager.page_slots[step.batch.num_tokens :].eq(-1).all() and step.manager.staging_rows.eq(-1).all()
+
+
+def test_a_receipt_tells_what_the_last_commit_kept(device):
+    """R20: per request, and not the sampled token's row; a later commit does not change it."""
+    for mode in ("cow", "stage"):
+        step = Step("HND", mode, device)
+        step.begin()
+        step.forward()
+        step.commit(REJECTED["some rejected"])
+        receipt = step.manager.receipt()
+        step.manager.reset_counters()
+        counters, committed = receipt.read()
+        assert committed[:5] == [0, 2, 0, 0, 2]
+        assert (counters.committed_tokens, counters.rejected_tokens, counters.windows) == (4, 2, 3)
+
+
+def test_under_graphs_a_layer_is_staged_once_and_for_all(device):
+    """R21: a replay calls no hook; what was captured through it needs no second proof."""
+    step = Step("HND", "stage", device)
+    step.manager.replayed = True
+    step.begin()
+    step.forward()
+    step.commit(REJECTED["none rejected"])
+    step.begin()
+    step.commit(REJECTED["none rejected"])
+    assert step.manager.read_counters().cancelled == 0
 
 
 @modes
@@ -306,10 +378,10 @@ def test_counts_explain_themselves(mode, device):
     """R5, #3: 40 layers x 48 drafts are 1,920 operations and 48 tokens; sampled rows, where held, are no tokens."""
     memory = torch.zeros(40, 16, NUM_HEADS, BLOCK_SIZE, WIDTH, dtype=torch.bfloat16, device=device)
     asked = "cow" if mode == "cow" else "stage"
-    manager = DraftCommitManager(CacheLayout.of(list(memory)), asked, 60, 64, emulate=mode == "emulate")
+    manager = DraftCommitManager(CacheLayout.of(list(memory)), asked, 12, 4, 64, emulate=mode == "emulate")
     batch = Batch((5,) * 12, (4,) * 12, 64, device)
     rejected = torch.tensor([0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4], dtype=torch.int32, device=device)
-    manager.begin(window_of(batch, manager.mode, device), batch.slot_mapping)
+    begin(manager, batch)
     for layer, cache in enumerate(memory):
         if manager.holding:
             manager.stage(layer, lambda cache, slots: None, cache, batch.slot_mapping[: batch.num_tokens])
@@ -333,7 +405,7 @@ def test_a_manager_serves_two_modes(device):
     layout = CacheLayout.of(Paged(device=device).targets())
     for mode in ("off", "COW", ""):
         with pytest.raises(ValueError, match="cow or stage"):
-            DraftCommitManager(layout, mode, 8, 8)
+            DraftCommitManager(layout, mode, 8, 4, 64)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -349,13 +421,13 @@ def test_any_step(requests, kind, mode, seed, device):
     drafts = tuple(min(number, rows - 1) for rows, number, _ in requests)
     rejected = tuple(min(gone, number) for number, (_, _, gone) in zip(drafts, requests, strict=True))
     step = Step(kind, mode, device, Batch(tuple(rows for rows, _, _ in requests), drafts, device=device, seed=seed))
-    if step.begin():
-        step.forward()
-        step.commit(rejected)
-        assert step.manager.read_counters().rejected_tokens == sum(rejected)
-        assert step.manager.read_counters().committed_tokens == sum(drafts) - sum(rejected)
-    else:
-        assert not any(drafts)
-        step.forward()
-    step.expect(step.batch.kept(rejected))
+    queries = step.batch.queries
+    whole = [mode == "cow" or rows == number + 1 for rows, number in zip(queries, drafts, strict=True)]
+    step.begin()
+    step.forward()
+    step.commit(rejected)
+    held = [(n, gone) for n, gone, served in zip(drafts, rejected, whole, strict=True) if served and n]
+    assert step.manager.read_counters().rejected_tokens == sum(gone for _, gone in held)
+    assert step.manager.read_counters().committed_tokens == sum(n - gone for n, gone in held)
+    step.expect(step.batch.kept(tuple(gone if served else 0 for gone, served in zip(rejected, whole, strict=True))))
     step.assert_pool()

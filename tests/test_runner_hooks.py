@@ -15,7 +15,19 @@ pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to h
 
 from nwor.manager import CacheLayout, Counters, DraftCommitManager, LayerContext
 from nwor.settings import Settings
-from nwor.vllm import audit, cpu, cpu_sampling, eagle_bias, engine, metrics, patch, runner_v1, worker
+from nwor.vllm import (
+    audit,
+    cpu,
+    cpu_sampling,
+    eagle_bias,
+    engine,
+    gpu,
+    metrics,
+    patch,
+    runner,
+    runner_v1,
+    worker,
+)
 
 # -- what was rejected -------------------------------------------------------------------------------------------------
 
@@ -32,20 +44,13 @@ from nwor.vllm import audit, cpu, cpu_sampling, eagle_bias, engine, metrics, pat
 )
 def test_rejected(sampled, num_drafts, expected):
     """Accepted drafts and one token more, then -1: rejected is what the drafts lack."""
-    found = runner_v1.rejected(torch.tensor(sampled), torch.tensor(num_drafts, dtype=torch.int32))
+    cu_num_draft_tokens = torch.tensor(num_drafts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    found = runner_v1.rejected(torch.tensor(sampled), cu_num_draft_tokens)
     assert found.tolist() == expected
     assert found.dtype == torch.int32
-
-
-@pytest.mark.parametrize("sampled", [torch.int32, torch.int64])
-def test_kept_slots_of_the_audit(sampled):
-    """The audit works out the kept rows for itself: all of a query but its rejected rows; without drafts, all."""
-    slots = torch.arange(100, 110)
-    tokens = torch.tensor([[1, -1, -1], [2, 3, -1], [4, 5, 6]], dtype=sampled)
-    metadata = SimpleNamespace(num_draft_tokens=[0, 2, 2])
-    kept = audit.kept_slots([0, 4, 7, 10], slots, tokens, metadata)
-    assert kept.tolist() == [100, 101, 102, 103, 104, 105, 107, 108, 109]
-    assert audit.kept_slots([0, 4, 7, 10], slots, tokens, None).tolist() == slots.tolist()
+    metadata = SimpleNamespace(num_draft_tokens=num_drafts)
+    assert audit.rejected(torch.tensor(sampled), metadata) == expected, "the audit works it out for itself"
+    assert audit.rejected(torch.tensor(sampled), None) == [0] * len(expected)
 
 
 # -- what can be served ------------------------------------------------------------------------------------------------
@@ -64,7 +69,6 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
         vllm_config=SimpleNamespace(
             speculative_config=SimpleNamespace(), kv_transfer_config=None, parallel_config=parallel
         ),
-        shared_kv_cache_layers={},
         device=torch.device("cpu"),
         kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
     )
@@ -79,8 +83,8 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
 
 
 def test_cow_needs_neither_attention_nor_a_whole_batch():
-    runner = make_runner(device=torch.device("cuda"), vllm_config__parallel_config__use_ubatching=True)
-    assert runner_v1.unsupported(runner, {"a": None, "b": None}, "cow") == ""
+    made = make_runner(device=torch.device("cuda"), vllm_config__parallel_config__use_ubatching=True)
+    assert runner.unsupported(made, {"a": None, "b": None}, "cow") == ""
 
 
 def groups_of(*names: list[str]) -> SimpleNamespace:
@@ -97,9 +101,7 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
         ({"vllm_config__parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"vllm_config__parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
         ({"vllm_config__parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
-        ({"device": torch.device("cuda")}, "stage has an attention hook on the CPU alone"),
         ({"vllm_config__parallel_config__use_ubatching": True}, "micro-batches"),
-        ({"shared_kv_cache_layers": {"b": "a"}}, "layers that share another layer's KV cache"),
         ({"kv_cache_config": groups_of(["a"], ["b", "draft"])}, "a hybrid model: its target layers lie in 2 cache"),
         ({"kv_cache_config": groups_of(["a", "draft"])}, "a hybrid model"),
         ({"kv_cache_config": groups_of(["draft"])}, "a hybrid model: its target layers lie in 0 cache"),
@@ -107,8 +109,63 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
 )
 def test_unsupported(changes, why):
     """R19: each configuration that no mode serves is named, and vLLM's own write serves it."""
-    found = runner_v1.unsupported(make_runner(**changes), {"a": None, "b": None}, "stage")
+    found = runner.unsupported(make_runner(**changes), {"a": None, "b": None}, "stage")
     assert found.startswith(why) and bool(found) == bool(why)
+
+
+def test_layers_that_share_a_cache():
+    layers = {
+        "a": SimpleNamespace(kv_sharing_target_layer_name=None),
+        "b": SimpleNamespace(kv_sharing_target_layer_name="a"),
+    }
+    for mode in ("cow", "stage"):
+        assert runner.unsupported(make_runner(), layers, mode) == "layers that share another layer's KV cache"
+
+
+def gpu_layer(implementation: str = "FlashAttentionImpl", **changes) -> SimpleNamespace:
+    """An attention layer as far as `gpu.cannot_attend` looks at it."""
+    values = {
+        "attn_type": "decoder",
+        "head_size": 128,
+        "kv_cache_dtype": "auto",
+        "alibi_slopes": None,
+        "sinks": None,
+        "scale_of": 1,
+    } | changes
+    impl = type(implementation, (), values)()
+    scale = torch.ones(values["scale_of"])
+    return SimpleNamespace(impl=impl, _k_scale=scale, _v_scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (gpu_layer(), ""),
+        (gpu_layer("TritonAttentionImpl", kv_cache_dtype="fp8"), ""),
+        (gpu_layer("FlashInferImpl"), "the attention backend FlashInferImpl: stage has a hook in"),
+        (gpu_layer("FlashAttentionMLAImpl"), "the attention backend FlashAttentionMLAImpl"),
+        (gpu_layer(attn_type="encoder_only"), "attention of type encoder_only"),
+        (gpu_layer(head_size=80), "heads of size 80"),
+        (gpu_layer(kv_cache_dtype="int8_per_token_head"), "a cache of type int8_per_token_head"),
+        (gpu_layer(alibi_slopes=torch.ones(2)), "ALiBi"),
+        (gpu_layer(sinks=torch.ones(2)), "attention sinks"),
+        (gpu_layer(scale_of=8), "a scale for each head"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_that_stage_cannot_attend_to_on_a_gpu(layer, why):
+    """R19: named before the first step, and vLLM's own write serves them."""
+    found = gpu.cannot_attend(layer)
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+@pytest.mark.parametrize("name", ["fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_attn_quant"])
+def test_fused_passes_keep_rows_from_the_hook(name):
+    passes = dict.fromkeys(["fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_attn_quant"], False)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes)))
+    assert gpu.fused_passes(config) == ""
+    setattr(config.compilation_config.pass_config, name, True)
+    assert gpu.fused_passes(config)
 
 
 def test_target_layers_are_attention_and_not_the_drafters():
@@ -122,15 +179,17 @@ def test_target_layers_are_attention_and_not_the_drafters():
         "model.2": layers["model.2"],
         "model.1": layers["model.1"],
     }
-    runner = SimpleNamespace(
+    made = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=context),
         drafter=SimpleNamespace(_draft_attn_layer_names={"model.2"}),
     )
-    assert list(runner_v1.target_layers(runner)) == ["model.0", "model.1"]
-    runner.drafter = SimpleNamespace()  # n-gram: a drafter without layers
-    assert list(runner_v1.target_layers(runner)) == ["model.0", "model.2", "model.1"]
-    del runner.drafter
-    assert len(runner_v1.target_layers(runner)) == 3
+    assert list(runner.target_layers(made)) == ["model.0", "model.1"]
+    made.drafter = SimpleNamespace()  # n-gram: a drafter without layers
+    assert list(runner.target_layers(made)) == ["model.0", "model.2", "model.1"]
+    del made.drafter
+    assert len(runner.target_layers(made)) == 3
+    made.speculator = SimpleNamespace(draft_attn_layer_names={"model.1"})  # V2's name for it
+    assert list(runner.target_layers(made)) == ["model.0", "model.2"]
 
 
 # -- one step of the runner --------------------------------------------------------------------------------------------
@@ -141,14 +200,19 @@ QUERIES, DRAFTS = (5, 4, 3), (0, 3, 2)
 class Stepping:
     """A stand-in for the V1 runner whose forward writes three layers, and whose sampler accepts as told."""
 
-    def __init__(self, monkeypatch, mode: str = "stage", capacity: int = 16) -> None:
+    def __init__(self, monkeypatch, mode: str = "stage", max_requests: int = 4) -> None:
         self.paged, batch = Paged(), Batch(QUERIES, DRAFTS)
         self.batch, self.before = batch, batch.slot_mapping.clone()
         self.device = torch.device("cpu")
-        self.query_start_loc = SimpleNamespace(np=torch.tensor([*batch.query_start_loc, 99, 99]).numpy())
+        self.query_start_loc = SimpleNamespace(gpu=torch.tensor([*batch.query_start_loc, 99, 99], dtype=torch.int32))
         self.input_batch = SimpleNamespace(num_reqs=3, req_ids=["p", "q", "r"])
-        self.nwor = DraftCommitManager(CacheLayout.of(self.paged.targets()), mode, capacity, 32)
-        self.nwor_metadata, self.nwor_committed = SimpleNamespace(num_draft_tokens=list(DRAFTS)), {}
+        self.nwor = DraftCommitManager(CacheLayout.of(self.paged.targets()), mode, max_requests, 3, 32)
+        drafts = torch.tensor(DRAFTS, dtype=torch.int32)
+        self.nwor_metadata = SimpleNamespace(
+            cu_num_sampled_tokens=(drafts + 1).cumsum(0, dtype=torch.int32),
+            cu_num_draft_tokens=drafts.cumsum(0, dtype=torch.int32),
+        )
+        self.nwor_receipts, self.nwor_receipt = True, None
         self.layers = [SimpleNamespace(nwor=LayerContext(self.nwor, index)) for index in range(3)]
         monkeypatch.setattr(runner_v1, "target_slot_mapping", lambda runner: runner.batch.slot_mapping)
 
@@ -166,7 +230,7 @@ class Stepping:
     def run(self, sampled: list[list[int]] | None, **options) -> SimpleNamespace:
         """One step through the hooks; `sampled` None: the sampler raises."""
         runner_v1._make_forward(Stepping.forward)(self, **options)
-        self.window_during = self.nwor.window
+        self.open_during = self.nwor.is_open
 
         def sample(self, logits, metadata):
             if sampled is None:
@@ -176,58 +240,78 @@ class Stepping:
         return runner_v1._make_sample(sample)(self, None, self.nwor_metadata)
 
 
+def told(made: Stepping) -> SimpleNamespace:
+    """What `sample_tokens` gives its caller."""
+    return runner_v1._make_sample_tokens(lambda self, grammar_output: SimpleNamespace())(made, None)
+
+
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_a_step_of_the_runner(mode, monkeypatch):
     """R4, R20: begun once before the forward, committed once after sampling, and the commits of each request told."""
-    runner = Stepping(monkeypatch, mode)
-    output = runner.run([[7, -1, -1, -1], [7, 8, 9, -1], [7, -1, -1, -1]])
-    assert runner.window_during.num_drafts == DRAFTS
+    made = Stepping(monkeypatch, mode)
+    output = made.run([[7, -1, -1, -1], [7, 8, 9, -1], [7, -1, -1, -1]])
+    assert made.open_during
     assert output.sampled_token_ids.shape == (3, 4)
-    assert runner.nwor_committed == {"p": 0, "q": 2, "r": 0}
-    counters = runner.nwor.read_counters()
+    found = told(made)
+    assert found.nwor_committed == {"p": 0, "q": 2, "r": 0}
+    assert found.nwor_counters == asdict(made.nwor.read_counters())
+    counters = made.nwor.read_counters()
     assert (counters.windows, counters.staged_tokens, counters.committed_tokens) == (2, 5, 2)
-    assert torch.equal(runner.batch.slot_mapping, runner.before)
-    assert runner.nwor.window is None
+    assert torch.equal(made.batch.slot_mapping, made.before)
+    assert not made.nwor.is_open
+    assert not vars(told(made)), "told once"
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 @pytest.mark.parametrize("where", ["forward", "sampler"])
 def test_a_step_that_fails_is_cancelled(where, mode, monkeypatch):
     """R2, R4: the error goes on to vLLM; no window stays open, the drafts' slots are as they were."""
-    runner = Stepping(monkeypatch, mode)
-    pool = runner.paged.pool.clone()
+    made = Stepping(monkeypatch, mode)
+    pool = made.paged.pool.clone()
     with pytest.raises(MemoryError, match=where.replace("forward", "third layer")):
-        runner.run(None, **({"fail": True} if where == "forward" else {}))
-    assert runner.nwor.window is None
-    assert runner.nwor.read_counters() == Counters(cancelled=1)
-    assert torch.equal(runner.batch.slot_mapping, runner.before)
-    held = runner.batch.held(mode)
-    for before, after in zip(runner.paged.targets(pool), runner.paged.targets(), strict=True):
+        made.run(None, **({"fail": True} if where == "forward" else {}))
+    assert not made.nwor.is_open
+    assert made.nwor.read_counters() == Counters(cancelled=1)
+    assert torch.equal(made.batch.slot_mapping, made.before)
+    held = made.batch.held(mode)
+    for before, after in zip(made.paged.targets(pool), made.paged.targets(), strict=True):
         for row in held:
-            block, offset = divmod(runner.batch.slots[row], 4)
+            block, offset = divmod(made.batch.slots[row], 4)
             assert torch.equal(before[block, :, offset].view(torch.int16), after[block, :, offset].view(torch.int16))
 
 
 def test_steps_without_a_window(monkeypatch):
-    """#4, #10, #22: no drafts, a window too large, no manager: vLLM's own step, nothing told, nothing staged."""
-    runner = Stepping(monkeypatch)
-    runner.nwor_committed = {"an": "older step"}
-    runner.nwor_metadata = None
-    runner.run([[7], [7], [7]])
-    assert runner.window_during is None
-    assert runner.nwor_committed == {}
-    assert runner.nwor.read_counters() == Counters()
+    """#4, #10, #22: no drafts, a batch too large, no manager: vLLM's own step, nothing told, nothing staged."""
+    made = Stepping(monkeypatch)
+    made.nwor_metadata = None
+    made.run([[7], [7], [7]])
+    assert not made.open_during
+    assert not vars(told(made))
+    assert made.nwor.read_counters() == Counters()
 
-    runner = Stepping(monkeypatch, capacity=6)
-    runner.run([[7, -1, -1, -1]] * 3)
-    assert runner.nwor_committed == {}
-    assert runner.nwor.read_counters() == Counters(fallbacks=1)
+    made = Stepping(monkeypatch, max_requests=2)
+    made.run([[7, -1, -1, -1]] * 3)
+    assert not vars(told(made))
+    assert made.nwor.read_counters() == Counters(fallbacks=1)
 
-    manager, runner.nwor, calls = runner.nwor, None, []
-    runner_v1._make_forward(lambda self: calls.append("forward"))(runner)
-    runner_v1._make_sample(lambda self, logits, metadata: calls.append("sample"))(runner, None, None)
+    manager, made.nwor, calls = made.nwor, None, []
+    runner_v1._make_forward(lambda self: calls.append("forward"))(made)
+    runner_v1._make_sample(lambda self, logits, metadata: calls.append("sample"))(made, None, None)
     assert calls == ["forward", "sample"]
-    assert manager.window is None
+    assert not manager.is_open
+
+
+def test_an_asynchronous_output_is_told_when_it_is_asked_for():
+    """R20: nobody waits for the device before the scheduler does."""
+    read = []
+    receipt = SimpleNamespace(read=lambda: (read.append(1), (Counters(windows=1), [2, 0, 9]))[1])
+    output = SimpleNamespace(get_output=lambda: SimpleNamespace(sampled_token_ids=[[1]]))
+    runner.attach(output, receipt, ["p", "q"])
+    assert not read
+    result = output.get_output()
+    assert result.sampled_token_ids == [[1]]
+    assert result.nwor_committed == {"p": 2, "q": 0}
+    assert result.nwor_counters == asdict(Counters(windows=1))
 
 
 # -- every rank serves the mode ----------------------------------------------------------------------------------------
@@ -325,8 +409,9 @@ def test_every_hook_fits_the_installed_vllm():
     try:
         for module in (worker, engine, runner_v1):
             module.install(settings)
-        for module in (cpu, cpu_sampling, audit, metrics, eagle_bias):
+        for module in (cpu, cpu_sampling, metrics, eagle_bias):
             module.install()
+        audit.install_v1()
         assert {"CPUAttentionBackendImpl.do_kv_cache_update", "CPUAttentionBackendImpl.forward"} < {*patch.wrapped()}
         assert {"GPUModelRunner._model_forward", "GPUModelRunner._sample"} < {*patch.wrapped()}
     finally:

@@ -127,7 +127,11 @@ def test_off_leaves_vllm_untouched(engines, model):
 
 
 def test_leaving_out_the_restore_is_seen(engines, model):
-    assert treated(engines, model, "cow", faults.no_restore).audit["dirty_layer_steps"] > 0
+    outcome = engines.run(spec_of(model), Settings(mode="cow", audit=True), faults.no_restore)
+    assert not outcome.error, outcome.error
+    assert outcome.audit["dirty_layer_steps"] > 0
+    assert "of request" in outcome.ranks[0]["dirty_examples"][0]
+    assert outcome.metrics["nwor_scheduler_mismatches"] > 0, "nothing was kept, as far as the kernel knows"
 
 
 @pytest.mark.parametrize("fault", [faults.no_commit, faults.commit_one_layer])
@@ -139,9 +143,9 @@ def test_leaving_out_the_commit_is_seen(engines, model, vanilla, fault):
     assert outcome.tokens != vanilla().tokens
 
 
-def test_leaving_out_the_unmask_is_seen(engines, model, vanilla):
+def test_slots_that_stay_masked_are_seen(engines, model, vanilla):
     """#20: the drafter writes its own layer through the same slots."""
-    outcome = treated(engines, model, "stage", faults.no_unmask)
+    outcome = treated(engines, model, "stage", faults.masked_for_the_drafter)
     assert not outcome.error, outcome.error
     assert outcome.generation.counters["accepted_tokens"] < vanilla().generation.counters["accepted_tokens"]
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of the V1 runner for `VLLM_NWOR_AUDIT=1`: copy the target caches before each forward, compare after sampling.
+"""Patch of the runners for `VLLM_NWOR_AUDIT=1`: copy the target caches before each forward, compare after sampling.
 
 Why: the proof must not share code with what it proves, and must hold vanilla vLLM to the same rule.
-How: wrapped around `nwor.vllm.runner_v1`, whose window opens and closes inside; rows and rejections are worked out
-here from vLLM's own batch.
+How: what is compared lies around the modes' own hooks: the copy is taken before a window opens and compared when it has
+closed. On the V1 runner these patches go on last and lie outside; the V2 runner's slots are made by the very method in
+which a window opens, so there they go on first and lie inside. Rows and rejections are worked out here from vLLM's own
+batch.
 When it can go: never; it costs nothing unless asked for.
 """
 
@@ -15,18 +17,15 @@ from torch import Tensor
 
 from nwor.audit import CacheAudit
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner_v1 import rejected, target_layers, target_slot_mapping
+from nwor.vllm.runner import target_group, target_layers
+
+_INITIALIZE = ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context")
 
 
-def install() -> None:
+def install_v1() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    wrap(
-        GPUModelRunner,
-        "initialize_kv_cache",
-        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-        _make_initialize,
-    )
+    wrap(GPUModelRunner, "initialize_kv_cache", _INITIALIZE, _make_initialize)
     wrap(
         GPUModelRunner,
         "_model_forward",
@@ -36,30 +35,43 @@ def install() -> None:
     wrap(GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata"), _make_sample)
 
 
+def install_v2() -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    wrap(GPUModelRunner, "initialize_kv_cache", _INITIALIZE, _make_initialize)
+    wrap(GPUModelRunner, "prepare_attn", ("self", "input_batch"), _make_prepare)
+    wrap(
+        GPUModelRunner,
+        "postprocess_sampled",
+        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+        _make_postprocess,
+    )
+
+
 def _make_initialize(original: Callable) -> Callable:
     def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.nwor_audit = None
         original(self, *args, **kwargs)
-        layers = list(target_layers(self).values())
+        layers = target_layers(self)
         packing = None
         if self.device.type == "cpu":
             from nwor.vllm.cpu import find_packing
 
-            packing = find_packing(layers[0])
+            packing = find_packing(next(iter(layers.values())))
             if packing is None:
                 raise RuntimeError("the audit cannot tell the slots of this CPU cache packing: unset VLLM_NWOR_AUDIT")
-        self.nwor_audit = CacheAudit([layer.kv_cache for layer in layers], packing)
+        self.nwor_audit = CacheAudit([layer.kv_cache for layer in layers.values()], packing)
+        self.nwor_audit_group = target_group(self, layers)
 
     return initialize_kv_cache
 
 
 def _make_forward(original: Callable) -> Callable:
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.nwor_audit.enabled:
-            return original(self, *args, **kwargs)
-        starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1].tolist()
-        slots = target_slot_mapping(self)[: starts[-1]].clone()
-        self.nwor_audited = starts, slots
-        self.nwor_audit.before(slots)
+        if self.nwor_audit.enabled:
+            starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1].tolist()
+            slots = self.input_batch.block_table[self.nwor_audit_group].slot_mapping.gpu
+            self.nwor_audit.before(starts, slots)
         return original(self, *args, **kwargs)
 
     return _model_forward
@@ -68,20 +80,44 @@ def _make_forward(original: Callable) -> Callable:
 def _make_sample(original: Callable) -> Callable:
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         output = original(self, logits, spec_decode_metadata)
-        if not self.nwor_audit.enabled:
-            return output
-        starts, slots = self.nwor_audited
-        self.nwor_audit.after(kept_slots(starts, slots, output.sampled_token_ids, spec_decode_metadata))
+        if self.nwor_audit.enabled:
+            self.nwor_audit.after(rejected(output.sampled_token_ids, spec_decode_metadata))
         return output
 
     return _sample
 
 
-def kept_slots(starts: list[int], slots: Tensor, sampled_token_ids: Tensor, metadata: Any) -> Tensor:
-    """The slots of every row that stays: all of a query's but the last `num_rejected`."""
+def rejected(sampled_token_ids: Tensor, metadata: Any) -> list[int]:
+    """Rejected drafts of each request on the V1 runner, which marks them by -1; none without drafts."""
     if metadata is None:
-        return slots
-    drafts = torch.tensor(metadata.num_draft_tokens, dtype=torch.int32, device=sampled_token_ids.device)
-    num_rejected = rejected(sampled_token_ids, drafts).tolist()
-    rows = [range(starts[i], starts[i + 1] - gone) for i, gone in enumerate(num_rejected)]
-    return slots[torch.tensor([row for kept in rows for row in kept], device=slots.device)]
+        return [0] * len(sampled_token_ids)
+    accepted = (sampled_token_ids != -1).sum(dim=1) - 1
+    return [max(0, drafts - taken) for drafts, taken in zip(metadata.num_draft_tokens, accepted.tolist(), strict=True)]
+
+
+def _make_prepare(original: Callable) -> Callable:
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        block_tables, slot_mappings = original(self, input_batch)
+        if self.nwor_audit.enabled:
+            starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].tolist()
+            self.nwor_audit.before(starts, slot_mappings[self.nwor_audit_group])
+        return block_tables, slot_mappings
+
+    return prepare_attn
+
+
+def _make_postprocess(original: Callable) -> Callable:
+    def postprocess_sampled(
+        self: Any,
+        idx_mapping: Tensor,
+        sampled_tokens: Tensor,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        query_start_loc: Tensor | None = None,
+    ) -> None:
+        original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+        if self.nwor_audit.enabled:
+            torch.cuda.synchronize()  # a mode may commit on another stream
+            self.nwor_audit.after(num_rejected.tolist())
+
+    return postprocess_sampled

@@ -81,12 +81,12 @@ def _make_forward(original: Callable) -> Callable:
         if context is None or not context.manager.holding or attn_metadata is None:
             return original(*vanilla)
         manager = context.manager
-        if manager.emulate or not manager.window.whole_batch:
+        tokens = attn_metadata.num_actual_tokens
+        if manager.emulate or not bool((manager.staging_rows[:tokens] >= 0).all()):
             original(*vanilla)
         if manager.emulate:
             manager.put_back(context.index)
             return output
-        tokens = attn_metadata.num_actual_tokens
         ops.verify_attention(
             query[:tokens],
             kv_cache,
@@ -95,7 +95,7 @@ def _make_forward(original: Callable) -> Callable:
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
             attn_metadata.block_table,
-            manager.window.start,
+            manager.staging_rows[attn_metadata.query_start_loc[:-1]].to(torch.int32),
             scale=self.scale,
             softcap=self.logits_soft_cap,
             sliding_window=self.sliding_window,

@@ -86,8 +86,11 @@ def _observe(logger: Any, counters: dict[str, int], engine: int) -> None:
         return
     labels, last = logger.per_engine_labelvalues[engine], logger.nwor_last[engine]
     for name, value in counters.items():
-        logger.nwor_counters[name].labels(*labels).inc(value - last[name])
-        last[name] = value
+        if (
+            value > last[name]
+        ):  # a count that fell is a fault the scheduler's check reports; a server must not die of it
+            logger.nwor_counters[name].labels(*labels).inc(value - last[name])
+            last[name] = value
     if last["staged_tokens"]:
         rate = last["committed_tokens"] / last["staged_tokens"]
         logger.nwor_acceptance_rate.labels(*labels).set(rate)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nwor.settings import Settings
-from nwor.vllm.patch import IncompatibleVLLM, wrap, wrapped
+from nwor.vllm.patch import wrap, wrapped
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Status:
     hooks: list[str] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     audit: dict[str, int] = field(default_factory=dict)
+    dirty_examples: list[str] = field(default_factory=list)
 
 
 def install(settings: Settings) -> None:
@@ -37,25 +38,45 @@ def install(settings: Settings) -> None:
 
     def make(original: Callable) -> Callable:
         def init_device(self: Any) -> Any:
-            from nwor.vllm import cpu, cpu_sampling, eagle_bias, runner_v1
+            from nwor.vllm import audit, cpu, cpu_sampling, eagle_bias, gpu, runner_v1, runner_v2
 
-            if settings.mode != "off" and self.vllm_config.use_v2_model_runner:
-                raise IncompatibleVLLM("NWOR hooks into the V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
             eagle_bias.install()
             if settings.fix_cpu_sampling:
                 cpu_sampling.install()
-            runner_v1.install(settings)
+            on_cpu = self.vllm_config.device_config.device_type == "cpu"
+            if self.vllm_config.use_v2_model_runner:
+                if settings.audit:
+                    audit.install_v2()
+                runner_v2.install(settings)
+            else:
+                runner_v1.install(settings)
+                if settings.audit:
+                    audit.install_v1()
             if settings.mode == "stage":
-                cpu.install()
-            if settings.audit:
-                from nwor.vllm import audit
-
-                audit.install()
+                (cpu if on_cpu else gpu).install()
+            if not on_cpu:
+                _reset_after_warm_up()
             return original(self)
 
         return init_device
 
     wrap(WorkerWrapperBase, "init_device", ("self",), make)
+
+
+def _reset_after_warm_up() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def make(original: Callable) -> Callable:
+        def compile_or_warm_up_model(self: Any) -> Any:
+            result = original(self)
+            for name in ("nwor", "nwor_audit"):  # the V2 runner's warm-up runs real steps
+                if (counting := getattr(self.model_runner, name, None)) is not None:
+                    counting.reset_counters()
+            return result
+
+        return compile_or_warm_up_model
+
+    wrap(Worker, "compile_or_warm_up_model", ("self",), make)
 
 
 def status(worker: Any) -> dict[str, Any]:
@@ -74,6 +95,7 @@ def status(worker: Any) -> dict[str, Any]:
             hooks=wrapped(),
             counters={} if manager is None else asdict(manager.read_counters()),
             audit={} if audit is None else asdict(audit.report),
+            dirty_examples=[] if audit is None else audit.examples,
         )
     )
 

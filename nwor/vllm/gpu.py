@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of vLLM's GPU attention for mode ``stage``: one kernel attends over pages and tail and puts each row away.
+
+Why: vLLM attends over pages alone, and writes them in a launch of its own before each layer's attention.
+How: where no query is longer than a window, `nwor.gpu_attention.verify_attention` takes the place of writer and
+attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
+that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), vLLM's writer and
+attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows.
+FlashAttention and Triton attention share one signature; so do FlashInfer and ROCm AITER, whose metadata differ.
+When it can go: when vLLM's attention takes keys and values beside the cache.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nwor.vllm.patch import wrap
+
+if TYPE_CHECKING:
+    from nwor.gpu_attention import Workspace
+    from nwor.manager import DraftCommitManager
+
+SERVED = ("FlashAttentionImpl", "TritonAttentionImpl")
+HEAD_SIZES = (64, 96, 128, 256)
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+
+
+def install() -> None:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    for implementation in (FlashAttentionImpl, TritonAttentionImpl):
+        wrap(
+            implementation,
+            "do_kv_cache_update",
+            ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
+            _make_update,
+        )
+        wrap(
+            implementation,
+            "forward",
+            (
+                "self",
+                "layer",
+                "query",
+                "key",
+                "value",
+                "kv_cache",
+                "attn_metadata",
+                "output",
+                "output_scale",
+                "output_block_scale",
+            ),
+            _make_forward,
+        )
+
+
+def fused_passes(config: Any) -> str:
+    """Why a compilation pass keeps rows from our hooks, or an empty string."""
+    passes = config.compilation_config.pass_config
+    if passes.fuse_rope_kvcache or passes.fuse_qk_norm_rope_kvcache:
+        return "rope and cache write are fused: the rows never reach the attention hook"
+    if passes.fuse_attn_quant:
+        return "attention with quantised output"
+    return ""
+
+
+def cannot_attend(layer: Any) -> str:
+    """Why our attention cannot serve this layer, or an empty string."""
+    impl = layer.impl
+    if type(impl).__name__ not in SERVED:
+        return f"the attention backend {type(impl).__name__}: stage has a hook in {' and '.join(SERVED)}"
+    if impl.attn_type != "decoder":
+        return f"attention of type {impl.attn_type}"
+    if impl.head_size not in HEAD_SIZES:
+        return f"heads of size {impl.head_size}"
+    if impl.kv_cache_dtype not in CACHE_DTYPES:
+        return f"a cache of type {impl.kv_cache_dtype}"
+    if impl.alibi_slopes is not None:
+        return "ALiBi"
+    if impl.sinks is not None:
+        return "attention sinks"
+    if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
+        return "a scale for each head"
+    return ""
+
+
+def workspace(manager: "DraftCommitManager", layer: Any) -> "Workspace":
+    """What the attention kernel keeps between its programs; one for all layers, which run after each other."""
+    from nwor.gpu_attention import Workspace
+
+    requests, width = manager.slots.shape
+    return Workspace(requests, width, layer.impl.num_heads, layer.impl.head_size, manager.slots.device)
+
+
+def _make_update(original: Callable) -> Callable:
+    def do_kv_cache_update(
+        self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        context = getattr(layer, "nwor", None)
+        if context is not None and (metadata := _metadata(layer)) is not None:
+            manager = context.manager
+            if metadata.max_query_len <= manager.width:
+                return  # the attention kernel stores these rows
+            slot_mapping = manager.page_slots[: slot_mapping.numel()]
+        original(self, layer, key, value, kv_cache, slot_mapping)
+
+    return do_kv_cache_update
+
+
+def _metadata(layer: Any) -> Any:
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    return metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
+
+
+def _make_forward(original: Callable) -> Callable:
+    from nwor.gpu_attention import verify_attention
+
+    def forward(
+        self: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        context = getattr(layer, "nwor", None)
+        if context is None or attn_metadata is None:
+            return original(
+                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        manager = context.manager
+        if attn_metadata.max_query_len > manager.width:
+            original(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+            if not manager.is_open:
+                return output
+        verify_attention(
+            query,
+            key,
+            value,
+            kv_cache,
+            output,
+            query_start_loc=attn_metadata.query_start_loc,
+            seq_lens=attn_metadata.seq_lens,
+            block_table=attn_metadata.block_table,
+            page_slots=manager.page_slots,
+            staging=manager.staged(context.index),
+            staging_rows=manager.staging_rows,
+            max_query_len=manager.width,
+            scale=self.scale,
+            softcap=self.logits_soft_cap,
+            sliding_window=self.sliding_window[0] + 1,
+            kv_cache_dtype=self.kv_cache_dtype,
+            q_scale=layer._q_scale,
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+            workspace=manager.attention,
+        )
+        manager.mark_staged(context.index)
+        return output
+
+    return forward

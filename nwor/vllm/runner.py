@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks of both model runners share: which layers are the target's, whether a mode can serve them, and the
+way of a commit's counts to the scheduler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nwor.manager import CacheLayout, DraftCommitManager, LayerContext, Receipt
+from nwor.settings import Settings
+
+
+def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
+    """A wrapper of `initialize_kv_cache`, which vLLM calls twice on a GPU: once to learn what graphs cost."""
+
+    def make(original: Callable) -> Callable:
+        def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+            self.nwor = self.nwor_receipt = None
+            for layer in target_layers(self).values():
+                layer.nwor = None
+            original(self, *args, **kwargs)
+            layers = target_layers(self)
+            self.nwor_group = target_group(self, layers)
+            if settings.mode == "off":
+                return
+            self.nwor_receipts = settings.emit_metrics or settings.debug_sync
+            self.nwor_reason = unsupported(self, layers, settings.mode)
+            if not self.nwor_reason:
+                with torch.inference_mode(False):
+                    self.nwor, self.nwor_reason = build_manager(self, settings.mode, list(layers.values()))
+            if self.nwor_reason:
+                from vllm.logger import init_logger
+
+                init_logger(__name__).warning(
+                    "NWOR mode %s: %s%s",
+                    settings.mode,
+                    self.nwor_reason,
+                    "" if self.nwor else "; vLLM's own cache write serves this model",
+                )
+            if self.nwor is not None:
+                for index, layer in enumerate(layers.values()):
+                    layer.nwor = LayerContext(self.nwor, index)
+
+        return initialize_kv_cache
+
+    return make
+
+
+def target_layers(runner: Any) -> dict[str, Any]:
+    """The target model's attention layers by name, in order; the drafter's own are never part of a window."""
+    from vllm.model_executor.layers.attention import Attention
+
+    draft_names: set[str] = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", set())  # V1
+    draft_names |= getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", set())  # V2
+    context = runner.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if isinstance(layer, Attention) and name not in draft_names}
+
+
+def target_group(runner: Any, layers: dict[str, Any]) -> int | None:
+    """The first cache group that holds target layers, None where none does."""
+    groups = runner.kv_cache_config.kv_cache_groups
+    return next((index for index, spec in enumerate(groups) if layers.keys() & set(spec.layer_names)), None)
+
+
+def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
+    """Why the mode cannot serve this configuration, or an empty string."""
+    config = runner.vllm_config
+    if config.speculative_config is None:
+        return "no speculative decoding: there are no drafts to hold back"
+    if config.kv_transfer_config is not None:
+        return "a KV connector reads the pages before the commit"
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism: only the last stage knows what was rejected"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism"
+    if mode == "stage" and parallel.use_ubatching:
+        return "micro-batches: stage's attention takes a batch whole"
+    if any(getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers.values()):
+        return "layers that share another layer's KV cache"
+    names = [set(spec.layer_names) for spec in runner.kv_cache_config.kv_cache_groups]
+    groups = [group for group in names if group & layers.keys()]
+    if len(groups) != 1 or not layers.keys() <= groups[0]:
+        return f"a hybrid model: its target layers lie in {len(groups)} cache groups"
+    if mode == "stage" and runner.device.type == "cuda":
+        from nwor.vllm import gpu
+
+        return gpu.fused_passes(config) or next(filter(None, map(gpu.cannot_attend, layers.values())), "")
+    return ""
+
+
+def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommitManager | None, str]:
+    """The manager of this rank, and a notice; or None, and why these layers cannot be served."""
+    packing, notice = None, ""
+    if runner.device.type == "cpu":
+        from nwor.vllm import cpu
+
+        packing = cpu.find_packing(layers[0])
+        if packing is None:
+            return None, f"a CPU cache packing ({layers[0].isa}) that is no permutation of a slot's elements"
+        unread = next(filter(None, map(cpu.cannot_attend, layers)), "")
+        if mode == "stage" and unread:
+            notice = f"stage is emulated (write, attend, put back): {unread}"
+    try:
+        layout = CacheLayout.of([layer.kv_cache for layer in layers], packing)
+    except ValueError as error:
+        return None, str(error)
+    config = runner.vllm_config
+    graphs = config.compilation_config.cudagraph_mode
+    manager = DraftCommitManager(
+        layout,
+        mode,
+        max_requests=config.scheduler_config.max_num_seqs,
+        max_drafts=config.speculative_config.num_speculative_tokens,
+        max_tokens=max(config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs),
+        emulate=bool(notice),
+        replayed=graphs is not None and graphs.has_full_cudagraphs(),
+    )
+    if mode == "stage" and runner.device.type == "cuda":
+        from nwor.vllm import gpu
+
+        manager.attention = gpu.workspace(manager, layers[0])
+    return manager, notice
+
+
+def attach(output: Any, receipt: Receipt | None, req_ids: list[str]) -> None:
+    """Let the model runner's output carry the commit's counts: at once, or when an asynchronous output is asked for."""
+    if receipt is None or output is None:
+        return
+
+    def add(result: Any) -> Any:
+        counters, committed = receipt.read()
+        result.nwor_committed = dict(zip(req_ids, committed, strict=False))
+        result.nwor_counters = vars(counters)
+        return result
+
+    get_output = getattr(output, "get_output", None)
+    if get_output is None:
+        add(output)
+    else:
+        output.get_output = lambda: add(get_output())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of vLLM's V2 model runner, the default on a GPU: open the window before the forward, close it after sampling.
+
+Why: only the runner knows which rows of a batch are drafts and how many of them were rejected, and it knows both on
+the device alone: the scheduler is a step ahead, and a step whose forward is one CUDA graph runs no Python.
+How: `prepare_attn` (real steps) has every tensor the window needs, `prepare_dummy_attn` (captures and dummy runs)
+holds nothing, `postprocess_sampled` has `num_rejected` before the drafter. The commit runs on a stream of its own
+beside the drafter, which touches its own layers alone, and is joined before `sample_tokens` returns.
+When it can go: when vLLM offers hooks around the forward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor.settings import Settings
+from nwor.vllm.patch import wrap
+from nwor.vllm.runner import attach, make_initialize
+
+
+def install(settings: Settings) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    wrap(
+        GPUModelRunner,
+        "initialize_kv_cache",
+        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+        make_initialize(settings),
+    )
+    wrap(GPUModelRunner, "prepare_attn", ("self", "input_batch"), _make_prepare)
+    wrap(GPUModelRunner, "prepare_dummy_attn", ("self", "input_batch", "valid_state_slots"), _make_dummy)
+    wrap(
+        GPUModelRunner,
+        "execute_model",
+        (
+            "self",
+            "scheduler_output",
+            "intermediate_tensors",
+            "dummy_run",
+            "skip_attn_for_dummy_run",
+            "is_profile",
+            "context_len",
+            "valid_dummy_state_slots",
+            "randomize_inputs",
+        ),
+        _make_execute,
+    )
+    wrap(
+        GPUModelRunner,
+        "postprocess_sampled",
+        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+        _make_postprocess,
+    )
+    wrap(GPUModelRunner, "sample_tokens", ("self", "grammar_output"), _make_sample_tokens)
+
+
+def _make_prepare(original: Callable) -> Callable:
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        block_tables, slot_mappings = original(self, input_batch)
+        if (manager := self.nwor) is not None:
+            slot_mapping = slot_mappings[self.nwor_group]
+            if input_batch.num_draft_tokens:
+                manager.begin(input_batch.query_start_loc, input_batch.cu_num_logits, slot_mapping)
+            else:
+                manager.clear(slot_mapping)
+        return block_tables, slot_mappings
+
+    return prepare_attn
+
+
+def _make_dummy(original: Callable) -> Callable:
+    def prepare_dummy_attn(self: Any, input_batch: Any, valid_state_slots: bool = False) -> Any:
+        if self.nwor is not None:
+            self.nwor.clear()
+        return original(self, input_batch, valid_state_slots)
+
+    return prepare_dummy_attn
+
+
+def _make_execute(original: Callable) -> Callable:
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            if getattr(self, "nwor", None) is not None:
+                self.nwor.cancel()
+            raise
+
+    return execute_model
+
+
+def _make_postprocess(original: Callable) -> Callable:
+    def postprocess_sampled(
+        self: Any,
+        idx_mapping: Tensor,
+        sampled_tokens: Tensor,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        query_start_loc: Tensor | None = None,
+    ) -> None:
+        manager = self.nwor
+        if manager is not None and manager.is_open:
+            beside = _stream_of(self)
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                manager.commit(num_rejected)
+                if self.nwor_receipts:
+                    self.nwor_receipt = manager.receipt()
+        original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+
+    return postprocess_sampled
+
+
+def _stream_of(runner: Any) -> torch.cuda.Stream:
+    if getattr(runner, "nwor_stream", None) is None:
+        runner.nwor_stream = torch.cuda.Stream()
+    return runner.nwor_stream
+
+
+def _make_sample_tokens(original: Callable) -> Callable:
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        manager, state = self.nwor, self.execute_model_state
+        if manager is None or not manager.is_open:
+            return original(self, grammar_output)
+        try:
+            output = original(self, grammar_output)
+        except BaseException:
+            manager.cancel()
+            raise
+        torch.cuda.current_stream().wait_stream(_stream_of(self))
+        attach(output, self.nwor_receipt, state.input_batch.req_ids)
+        self.nwor_receipt = None
+        return output
+
+    return sample_tokens

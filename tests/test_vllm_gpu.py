@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes in real vLLM on a GPU: R17-R26 under both runners, both attention backends, CUDA graphs and fp8 caches.
+
+Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch: chunked prefill runs beside decodes throughout.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nwor import pair
+from nwor.bench import compare
+from nwor.engine import Engine, EngineSpec
+from nwor.settings import Settings
+from tests import faults
+from tests.engines import Engines, Outcome
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+GAP = 0.25  # nats; near ties of a bf16 model below it may fall either way
+LAYERS = 3
+# Both runners, both backends, FULL and PIECEWISE graphs (uniform decodes, and everything else) and none.
+STACKS = {
+    "v2 FA graphs": {"enforce_eager": False},
+    "v2 FA graphs fp8": {"enforce_eager": False, "kv_cache_dtype": "fp8"},
+    "v2 Triton graphs": {"enforce_eager": False, "attention_backend": "TRITON_ATTN"},
+    "v2 Triton graphs fp8": {"enforce_eager": False, "attention_backend": "TRITON_ATTN", "kv_cache_dtype": "fp8"},
+    "v2 FA eager": {},
+    "v1 FA graphs": {"enforce_eager": False, "runner": "v1"},
+    "v1 Triton eager": {"runner": "v1", "attention_backend": "TRITON_ATTN"},
+}
+stacks = pytest.mark.parametrize("stack", STACKS)
+both = pytest.mark.parametrize("mode", ["cow", "stage"])
+
+
+@pytest.fixture(scope="module")
+def engines():
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU here")
+    made = Engines()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    pair.random_pair(path, noise=0.3, num_hidden_layers=LAYERS, head_dim=64)
+    return path
+
+
+def spec_of(model: Path, stack: str = "v2 FA eager", **more) -> EngineSpec:
+    fields = {"max_num_batched_tokens": 96, "num_blocks": 96, **STACKS[stack], **more}
+    return EngineSpec(model=str(model / "target"), draft=str(model / "eagle"), **fields)
+
+
+@pytest.fixture(scope="module")
+def vanilla(engines, model):
+    """Vanilla's outcomes by stack; its audit is the negative control."""
+    cache: dict[str, Outcome] = {}
+
+    def run(stack: str) -> Outcome:
+        if stack not in cache:
+            cache[stack] = engines.run(spec_of(model, stack), Settings(audit=True), logprobs=5)
+            assert not cache[stack].error, cache[stack].error
+        return cache[stack]
+
+    return run
+
+
+def treated(engines, model, mode: str, stack: str, fault=None, **more) -> Outcome:
+    settings = Settings(mode=mode, audit=True, debug_sync=True)
+    return engines.run(spec_of(model, stack, **more), settings, fault, logprobs=5)
+
+
+@stacks
+def test_vanilla_leaves_rejected_bytes_behind(vanilla, stack):
+    audit = vanilla(stack).audit
+    assert audit["layer_steps"] > 60
+    assert audit["dirty_layer_steps"] > audit["layer_steps"] // 2
+    assert audit["unwritten_rows"] == 0
+
+
+@both
+@stacks
+def test_a_mode_is_exact_and_leaves_the_cache_clean(engines, model, vanilla, stack, mode):
+    outcome = treated(engines, model, mode, stack)
+    assert not outcome.error, outcome.error
+    assert_clean_and_counted(outcome, mode)
+    parity = compare(vanilla(stack).generation, outcome.generation)
+    if mode == "cow":
+        assert parity.equal == parity.requests
+    assert parity.explained(GAP), parity
+
+
+def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS) -> None:
+    assert outcome.audit["layer_steps"] > 60
+    assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0, outcome.ranks[0]
+    rank, metrics = outcome.ranks[0], outcome.metrics
+    counters = rank["counters"]
+    assert (rank["mode"], rank["serving"], rank["target_layers"]) == (mode, mode, layers), rank["reason"]
+    assert not any(outcome.counters_after_start.values()), "warm-up must not count (#22)"
+    assert counters["windows"] == outcome.generation.counters["drafts"]
+    assert counters["staged_tokens"] == outcome.generation.counters["draft_tokens"]
+    assert counters["committed_tokens"] == outcome.generation.counters["accepted_tokens"] > 0
+    assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
+    assert counters["fallbacks"] == counters["cancelled"] == 0
+    assert metrics["nwor_committed_tokens"] == counters["committed_tokens"], "the front end must see it (#18)"
+    assert metrics["nwor_scheduler_checks"] > 20
+    assert metrics["nwor_scheduler_mismatches"] == 0
+
+
+@both
+def test_no_step_waits_for_the_device(model, monkeypatch, mode):
+    """R15, #14: vLLM's own guard, which makes every synchronisation of a step an error."""
+    monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "error")
+    with Engine(spec_of(model, "v2 FA graphs"), Settings(mode=mode)) as engine:
+        engine.generate([[5, 6, 7, 8] * 8, [9, 10, 11] * 5], 24)
+        assert engine.report()[0]["counters"]["windows"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "seen"),
+    [
+        ("cow", faults.no_restore, "dirty_layer_steps"),
+        ("stage", faults.no_commit, "unwritten_rows"),
+        ("stage", faults.commit_one_layer, "unwritten_rows"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_what_is_left_out_is_seen(engines, model, mode, fault, seen):
+    outcome = engines.run(spec_of(model, "v2 FA eager"), Settings(mode=mode, audit=True), fault)
+    assert not outcome.error, outcome.error
+    assert outcome.audit[seen] > 0
+
+
+def test_slots_that_stay_masked_are_seen(engines, model, vanilla):
+    """#20: the drafter writes its own layer through the same slots."""
+    outcome = treated(engines, model, "stage", "v2 FA eager", faults.masked_for_the_drafter)
+    assert not outcome.error, outcome.error
+    accepted = vanilla("v2 FA eager").generation.counters["accepted_tokens"]
+    assert outcome.generation.counters["accepted_tokens"] < accepted
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (faults.broken_extension, "operators do not load"),
+        (faults.plugin_missing_in_worker, "not active on ranks"),
+        (faults.unknown_vllm, "0.33.0"),
+        (faults.changed_v2_signature, "postprocess_sampled takes"),
+        (faults.gpu_layer_without_hook, "staged nothing"),
+        (faults.v2_scheduler_disagrees, "differ"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fault, says):
+    outcome = engines.run(spec_of(model), Settings(mode="stage", debug_sync=True), fault)
+    assert says in outcome.error
+
+
+@both
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"batch": 1, "k": 1},
+        {"batch": 2, "k": 8, "max_num_batched_tokens": 64},
+        {"batch": 13, "k": 3, "num_blocks": 40},  # too few blocks: preemption, and blocks that others held
+        {"batch": 4, "k": 2, "prefix_caching": True},
+        {"batch": 8, "k": 4, "block_size": 32},
+    ],
+    ids=str,
+)
+def test_batches_drafts_and_small_caches(engines, model, mode, more):
+    plain = engines.run(spec_of(model, "v2 FA graphs", **more), Settings(), logprobs=5)
+    assert not plain.error, plain.error
+    outcome = treated(engines, model, mode, "v2 FA graphs", **more)
+    assert not outcome.error, outcome.error
+    assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
+    assert outcome.metrics["nwor_scheduler_mismatches"] == 0
+    parity = compare(plain.generation, outcome.generation)
+    assert parity.explained(GAP), parity
+
+
+@both
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
+def test_other_architectures(engines, tmp_path_factory, architecture, mode):
+    path = tmp_path_factory.mktemp(architecture)
+    pair.random_pair(path, architecture=architecture, noise=0.3, head_dim=64)
+    plain = engines.run(spec_of(path), Settings(), logprobs=5)
+    assert not plain.error, plain.error
+    outcome = treated(engines, path, mode, "v2 FA eager")
+    assert not outcome.error, outcome.error
+    assert_clean_and_counted(outcome, mode)
+    assert compare(plain.generation, outcome.generation).explained(GAP)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_other_drafters(model, method):
+    """A drafter without layers, and one with a whole model of its own."""
+    draft = str(model / "target") if method == "draft_model" else ""
+    spec = replace(spec_of(model), method=method, draft=draft, batch=2)
+    prompts = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
+    tokens = {}
+    for mode in ("off", "cow", "stage"):
+        with Engine(spec, Settings(mode=mode, audit=True, debug_sync=mode != "off")) as engine:
+            tokens[mode] = engine.generate(prompts, 32).tokens
+            rank = engine.report()[0]
+        if mode != "off":
+            assert rank["audit"]["dirty_layer_steps"] == rank["audit"]["unwritten_rows"] == 0
+            assert rank["counters"]["windows"] > 0
+    assert tokens["cow"] == tokens["off"]
+
+
+def test_a_biased_head_loads(engines, model, vanilla, tmp_path):
+    """R26: a bias of zeros is skipped, any other is applied, and costs or saves acceptance accordingly."""
+    accepted = []
+    for bias in (torch.zeros(128), 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))):
+        folder = tmp_path / str(len(accepted))
+        pair.write_biased_copy(model / "eagle", folder, bias)
+        spec = replace(spec_of(model), draft=str(folder))
+        outcome = engines.run(spec, Settings(mode="cow", audit=True))
+        assert not outcome.error, outcome.error
+        assert outcome.tokens == vanilla("v2 FA eager").tokens
+        accepted.append(outcome.generation.counters["accepted_tokens"] / outcome.generation.counters["drafts"])
+    assert json.loads((folder / "config.json").read_text())
+    assert accepted[1] < 0.8 * accepted[0]
