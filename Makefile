@@ -25,8 +25,8 @@ help: ## list the targets
 
 setup: $(VENV)/.stamp ## make .venv from the exact lock and build the extension
 
-reproduce: setup ## run every notebook on the CPU, print the table of claims, leave results/<run>/
-	$(BIN)/python -m nwor walk --run $(RUN)
+reproduce: setup ## run every notebook on the CPU, print the table of claims, leave results/<run>/; RESUME=<run> goes on
+	$(BIN)/python -m nwor walk $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))
 
 test: setup ## ruff, mypy and the tests that need no GPU
 	$(BIN)/ruff check .

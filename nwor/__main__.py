@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "doctor": ("nwor.doctor", "print the environment, the operators and the modes that can run here"),
     "walk": ("nwor.walk", "run the notebooks and print the table of claims"),
+    "sweep": ("nwor.sweep", "run a notebook over a grid of parameters, here or on a Ray cluster"),
     "figures": ("nwor.figures", "redraw the paper figures"),
     "bench": ("nwor.bench", "run one engine configuration and write its results"),
     "audit": ("nwor.audit", "prove that no uncommitted byte is left in the cache"),

@@ -159,7 +159,8 @@ def gpus() -> list[str]:
     return _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the variables that steer vLLM, this kit and its threads; none that may hold a secret."""
     ours = ("VLLM_", "NWOR_", "OMP_", "CUDA_VISIBLE")
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith(ours) and "KEY" not in k and "TOKEN" not in k}
 
@@ -187,7 +188,7 @@ def provenance(parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "git": probe(_git),
         "cpu": probe(cpu),
         "gpu": probe(gpus),
-        "environment": probe(_environment),
+        "environment": probe(environment),
         "sha256": probe(_hashes),
     }
 
@@ -211,7 +212,7 @@ class Run:
         self._claims: list[dict[str, Any]] = []
         # Claims of an earlier pass are gone before this one makes its own.
         self._claims_file.unlink(missing_ok=True)
-        update_manifest(self.directory, name, state="running", provenance=provenance(parameters))
+        update_manifest(self.directory, name, state="running", whole=None, provenance=provenance(parameters))
 
     @property
     def _claims_file(self) -> Path:

@@ -3,13 +3,16 @@
 
 `python -m nwor walk` is what `make reproduce` runs. It leaves in `results/<run>/` the executed notebooks, their
 logs, tables and figures, and `manifest.json`. A notebook that fails does not stop those after it. The walk fails at
-the end when a notebook failed or a claim does not hold.
+the end when a notebook failed or a claim does not hold. `--resume` goes on with a run that was interrupted or failed:
+it skips a notebook that the manifest calls whole, and only while notebook and parameters are what they were.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
+import json
 import os
 import sys
 import time
@@ -18,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from nwor import paths, results
+
+DRAWS = ("05_paper_figures",)
+"""Notebooks that draw what the others left: not whole any more once one of those has run again."""
 
 
 class UnknownParameter(ValueError):
@@ -88,10 +94,30 @@ def parameters_of(chosen: list[Path], given: dict[str, str]) -> dict[str, dict[s
     return values
 
 
+def fingerprint(notebook: Path, parameters: dict[str, Any]) -> str:
+    """Return the SHA-256 of a notebook as it stands and of what it is given: a result of another one is not its."""
+    given = json.dumps(parameters, sort_keys=True, default=str)
+    return hashlib.sha256(notebook.read_bytes() + b"\0" + given.encode()).hexdigest()
+
+
+def is_whole(notebook: Path, directory: Path, parameters: dict[str, Any]) -> bool:
+    """Return whether `directory` holds what this notebook makes of these parameters, whole.
+
+    The manifest says so, and it is told last: after the notebook's own end, and after the executed notebook is there.
+    A manifest that cannot be read says nothing.
+    """
+    try:
+        entry = results.read_manifest(directory)["notebooks"].get(notebook.stem, {})
+    except (ValueError, KeyError, AttributeError):
+        return False
+    return entry.get("whole") == fingerprint(notebook, parameters) and (directory / notebook.name).exists()
+
+
 def run_notebook(notebook: Path, directory: Path, parameters: dict[str, Any]) -> str | None:
     """Run one notebook into `directory` and return None, or the reason it failed.
 
-    The executed notebook gets its name when it has ended, failed or not; its output is kept in `logs/`.
+    The executed notebook gets its name when it has ended, failed or not; its output is kept in `logs/`. When all is
+    well the manifest's `whole` is the run's fingerprint; until then it is empty.
     """
     import papermill
 
@@ -99,7 +125,8 @@ def run_notebook(notebook: Path, directory: Path, parameters: dict[str, Any]) ->
     log = directory / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     part = directory / f".{name}.part.ipynb"
-    results.update_manifest(directory, name, state="running", passed=parameters)
+    results.update_manifest(directory, name, state="running", passed=parameters, whole=None)
+    mark = fingerprint(notebook, parameters)
     begin, problem = time.monotonic(), None
     try:
         with open(log, "w", encoding="utf-8", buffering=1) as file:
@@ -121,8 +148,10 @@ def run_notebook(notebook: Path, directory: Path, parameters: dict[str, Any]) ->
         if part.exists():
             os.replace(part, directory / notebook.name)
         # Anything that is no Exception (an interrupt) passes through here with its state still "running".
-        state = {"state": "failed", "error": problem} if problem else {"state": "done", "error": None}
-        if sys.exc_info()[0]:
+        state: dict[str, Any] = {"state": "done", "error": None, "whole": mark}
+        if problem:
+            state = {"state": "failed", "error": problem}
+        elif sys.exc_info()[0]:
             state = {"state": "interrupted", "error": None}
         results.update_manifest(directory, name, seconds=round(time.monotonic() - begin, 1), **state)
     return problem
@@ -139,16 +168,19 @@ def walk(directory: Path, chosen: list[Path], given: dict[str, str], resume: boo
     values = parameters_of(chosen, given)
     entries = results.read_manifest(directory)["notebooks"]
     failed: dict[str, str] = {}
+    ran = False
     print(f"{'going on with' if resume else 'results go to'} {directory}")
     for number, notebook in enumerate(chosen, 1):
         name, entry = notebook.stem, entries.get(notebook.stem, {})
         print(f"\nnotebook {number} of {len(chosen)}: {name}", flush=True)
-        if resume and entry.get("state") == "done":
-            print(f"  done before, in {entry.get('seconds', 0):.0f} s")
-            continue
         # What an interrupted run was given holds on when it is resumed.
         passed = {**(entry.get("passed", {}) if resume else {}), **values[name]}
+        stale = ran and name in DRAWS
+        if resume and not stale and is_whole(notebook, directory, passed):
+            print(f"  done before, in {entry.get('seconds', 0):.0f} s")
+            continue
         problem = run_notebook(notebook, directory, passed)
+        ran = True
         if problem:
             failed[name] = problem
             print(f"  FAILED: {problem}\n  log: {directory / 'logs' / (name + '.log')}", file=sys.stderr, flush=True)
