@@ -8,6 +8,7 @@ of them alike. Parity comes first: a mode whose tokens are neither the baseline'
 import argparse
 import itertools
 import math
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ class Plan:
     temperatures: 0 is greedy; parity of tokens is judged there alone.
     num_prompts: prompts of the first pass, and of the timed ones where `batches` is empty.
     batches: prompts of each timed generation, one after the other; the engine's `batch` is the most that run at once.
+    profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (TP=1, on a GPU).
     audit: hold the first pass, which is not timed, to the whole-cache audit.
     logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
     """
@@ -42,6 +44,7 @@ class Plan:
     repeats: int = 5
     logit_gap: float = 0.25
     seed: int = 0
+    profile: bool = False
     audit: bool = True
 
     def __post_init__(self) -> None:
@@ -128,6 +131,11 @@ def run(
             common = {"mode": mode, "repeat": repeat, "temperature": temperature}
             common["batch"] = min(size, spec.batch)
             rows += [{**common, **row} for row in measured(generation)]
+        if plan.profile:
+            for size, (mode, engine) in itertools.product(plan.batches or (plan.num_prompts,), engines.items()):
+                times, steps = engine.kernel_times(batch[:size], plan.max_tokens)
+                common = {"mode": mode, "batch": min(size, spec.batch), "unit": "us"}
+                rows += [{**common, **row} for row in kernel_rows(times, steps)]
         reports = {mode: engine.report() for mode, engine in engines.items()}
         metrics = {mode: engine.metrics() for mode, engine in engines.items()}
     for mode in plan.modes:
@@ -174,6 +182,23 @@ def measured(generation: Generation) -> list[dict[str, Any]]:
         for position, accepted in enumerate(generation.accepted_at)
     ]
     return rows
+
+
+KINDS = {
+    "KV write": r"reshape_and_cache",
+    "attention": r"flash|unified_attention|_verify_attention|fmha|FlashAttn",
+    "NWOR": r"nwor::",
+    "matmul": r"gemm|nvjet|cutlass|cublas|splitK",
+}
+
+
+def kernel_rows(times: dict[str, float], steps: int) -> list[dict[str, Any]]:
+    """GPU microseconds a step by kind of kernel, whatever a name does not tell being ``other``."""
+    sums = dict.fromkeys([*KINDS, "other"], 0.0)
+    for name, microseconds in times.items():
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+        sums[kind] += microseconds / steps
+    return [{"metric": "kernel_us", "value": value, "kind": kind} for kind, value in sums.items()]
 
 
 def judged(parity: Parity, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:

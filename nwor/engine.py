@@ -204,6 +204,13 @@ class Engine:
         """Every rank's status (`nwor.vllm.worker.Status`) as a dict."""
         return self._call("report")
 
+    def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[dict[str, float], int]:
+        """GPU time in microseconds by kernel name while generating greedily, and the number of engine steps.
+
+        From torch's profiler, which sees the kernels of this process: TP=1 on a GPU.
+        """
+        return self._call("kernel_times", list(prompts), max_tokens)
+
     def stop_audit(self) -> None:
         """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
         self._call("stop_audit")
@@ -310,6 +317,15 @@ class _Served:
                 for answer in answers
             ],
         )
+
+    def kernel_times(self, prompts: list[list[int]], max_tokens: int) -> tuple[dict[str, float], int]:
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            steps = len(self.generate(prompts, max_tokens, 0.0, 0, 0).step_seconds)
+        kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+        return {event.key: float(event.self_device_time_total) for event in kernels}, steps
 
     def report(self) -> list[dict[str, Any]]:
         from nwor.vllm.worker import status

@@ -314,6 +314,55 @@ def test_an_asynchronous_output_is_told_when_it_is_asked_for():
     assert result.nwor_counters == asdict(Counters(windows=1))
 
 
+# -- one step of the V2 runner, up to what needs a stream ----------------------------------------------------------------
+
+
+class SteppingV2:
+    """A stand-in for the V2 runner as far as its slots: a padded batch of the three requests above."""
+
+    nwor_group = 0
+
+    def __init__(self, mode: str = "stage") -> None:
+        self.paged, self.batch = Paged(), Batch(QUERIES, DRAFTS)
+        self.nwor = DraftCommitManager(CacheLayout.of(self.paged.targets()), mode, 4, 3, 32)
+
+    def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
+        starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
+        logits = torch.tensor([0, 1, 5, 8] if num_draft_tokens else [0, 1, 2, 3], dtype=torch.int32)
+        return SimpleNamespace(num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits)
+
+    def prepare_attn(self, input_batch):
+        return ("tables",), self.batch.slot_mapping[None]
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
+    """R4, R16: in every real step, by the batch's own tensors; what it returns is vLLM's."""
+    made = SteppingV2(mode)
+    slots = made.batch.slot_mapping.clone()
+    tables, mappings = runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(sum(DRAFTS)))
+    assert (tables, mappings.shape) == (("tables",), (1, 15))
+    assert torch.equal(made.batch.slot_mapping, slots)
+    assert made.nwor.is_open
+    held = made.batch.held(mode)
+    found = sorted(slot for slot in made.nwor.slots.flatten().tolist() if slot >= 0)
+    assert found == sorted(made.batch.slots[row] for row in held)
+    with pytest.raises(MemoryError):
+        runner_v2._make_execute(lambda self: (_ for _ in ()).throw(MemoryError()))(made)
+    assert not made.nwor.is_open, "a step that fails leaves no window behind"
+
+
+def test_v2_steps_without_drafts_and_dummy_runs_hold_nothing():
+    """#5, #22: what a captured kernel reads is set in each of them."""
+    made = SteppingV2()
+    runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(0))
+    assert not made.nwor.is_open
+    assert made.nwor.page_slots[:12].tolist() == made.batch.slots
+    assert made.nwor.staging_rows.eq(-1).all()
+    runner_v2._make_dummy(lambda self, input_batch, valid_state_slots: "dummy")(made, None)
+    assert made.nwor.page_slots.eq(-1).all()
+
+
 # -- every rank serves the mode ----------------------------------------------------------------------------------------
 
 

@@ -108,19 +108,27 @@ def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommi
         return None, str(error)
     config = runner.vllm_config
     graphs = config.compilation_config.cudagraph_mode
-    manager = DraftCommitManager(
-        layout,
-        mode,
-        max_requests=config.scheduler_config.max_num_seqs,
-        max_drafts=config.speculative_config.num_speculative_tokens,
-        max_tokens=max(config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs),
-        emulate=bool(notice),
-        replayed=graphs is not None and graphs.has_full_cudagraphs(),
-    )
-    if mode == "stage" and runner.device.type == "cuda":
-        from nwor.vllm import gpu
+    max_requests, max_drafts = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
+    try:
+        manager = DraftCommitManager(
+            layout,
+            mode,
+            max_requests=max_requests,
+            max_drafts=max_drafts,
+            max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
+            emulate=bool(notice),
+            replayed=graphs is not None and graphs.has_full_cudagraphs(),
+        )
+        if mode == "stage" and runner.device.type == "cuda":
+            from nwor.vllm import gpu
 
-        manager.attention = gpu.workspace(manager, layers[0])
+            manager.attention = gpu.workspace(manager, layers[0])
+    except torch.cuda.OutOfMemoryError as error:
+        needed = layout.num_layers * layout.slot_bytes * max_requests * (max_drafts + int(mode == "stage"))
+        raise RuntimeError(
+            f"NWOR holds {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "
+            f"{max_drafts} drafts, and the GPU has no such room: lower max_num_seqs or gpu_memory_utilization"
+        ) from error
     return manager, notice
 
 
