@@ -26,6 +26,7 @@ from nwor.vllm import (
     patch,
     runner,
     runner_v1,
+    runner_v2,
     worker,
 )
 
