@@ -3,12 +3,20 @@
 
 Tables (see `nwor.results`) and the columns beyond the tidy ones:
 
+    reference   metrics `acceptance_length`, `same_tokens`, `dirty_bytes` of each write policy of the reference model
     acceptance  metric `survival`: share of windows in which the draft at `position` (0 is the first) was accepted,
                 with its 95 % interval `low`, `high` and the sampling `temperature`
                 metric `rejected_share`: rejected rows / rows written by vanilla, of windows of 1 + k rows
     traffic     metrics `bytes_read`, `bytes_written`, `launches` of one window, by mode, one row for each `kind`
     steps       metric `step_ms`: time of one engine step, by mode, TP and repeat; several steps of one repeat
                 count as their median
+    kernel_times, gpu_cow
+                what `nwor.kernel_bench` and `nwor.bench` leave, recorded on a GPU
+    gpu_steps   as `nwor.bench` leaves it, of several settings; `kv_heads`, `prompt`, `kv_cache_dtype` where they vary
+    kv_write_share
+                metric `kv_write_share`: the paged write's share of all GPU time of a step, by `batch`, `tp`, `kv_heads`
+
+The last two are drawn where they have been recorded and named as absent where they have not.
 """
 
 from __future__ import annotations
@@ -16,14 +24,29 @@ from __future__ import annotations
 import argparse
 import datetime
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from nwor import paths, plot, results
+from nwor import breakeven, breakeven_figures, kernel_figures, paths, plot, results, step_figures
 
-TABLES = ("acceptance", "traffic", "steps")
+TABLES = ("reference", "acceptance", "traffic", "steps")
+"""Tables that a walk makes."""
+
+RECORDED = ("kernel_times", "gpu_cow")
+"""Tables recorded on a GPU."""
+
+OPTIONAL = ("gpu_steps", "kv_write_share")
+"""Tables recorded on a GPU that there may not be."""
+
+GENERATIONS = {
+    "off": "vanilla",
+    "blind": "generation 2,\nblind staging",
+    "cow": "generation 3,\ncopy-on-write",
+    "stage": "stage,\nvisible tail",
+}
 
 
 def published_survival(published: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -71,7 +94,7 @@ def acceptance(run: results.Run | Path, frame: pd.DataFrame, published: pd.DataF
     caption = (
         "Share of verify windows in which the draft at each position was accepted (chain drafts). Filled markers: the "
         f"shipped pair, measured in vLLM at k={int(rows['k'].max())}, band: 95 % interval. Open markers: published "
-        f"figures, other models and prompts. Run {_runs(rows)}."
+        f"figures, other models and prompts. Run {plot.runs_of(rows)}."
     )
     return plot.save(fig, run, "acceptance_by_position", data, caption)
 
@@ -100,7 +123,7 @@ def rejected(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     data = pd.concat([predicted.assign(origin="predicted"), share.assign(origin="measured")])[columns]
     caption = (
         "Share of the window's 1 + k written rows that the verifier rejects. Lines: predicted from the survival measured "
-        f"at the longest k, (k - sum of survival) / (1 + k). Markers: measured at each k. Run {_runs(share)}."
+        f"at the longest k, (k - sum of survival) / (1 + k). Markers: measured at each k. Run {plot.runs_of(share)}."
     )
     return plot.save(fig, run, "rejected_share", data, caption)
 
@@ -140,7 +163,7 @@ def traffic(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     plot.legend(axes[0])
     caption = (
         "Bytes moved and kernels launched to write the keys and values of one verify window in each mode, over all layers; "
-        f"attention's launches and its reads of the pages are left out. Run {_runs(rows)}."
+        f"attention's launches and its reads of the pages are left out. Run {plot.runs_of(rows)}."
     )
     return plot.save(fig, run, "traffic_by_mode", sums, caption)
 
@@ -155,17 +178,82 @@ def step_time(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     plot.legend(ax, ncols=3)
     caption = (
         f"Time of one engine step by mode, median of {rows.groupby(['mode', 'tp']).size().min()} repeats, whiskers from "
-        f"least to greatest. Run {_runs(rows)}."
+        f"least to greatest. Run {plot.runs_of(rows)}."
     )
     return plot.save(fig, run, "step_time", rows, caption)
 
 
-def _runs(rows: pd.DataFrame) -> str:
-    return ", ".join(sorted({str(run) for run in rows["run_id"]} - {""})) or "unnamed"
+def generations(run: results.Run | Path, reference: pd.DataFrame, moved: pd.DataFrame) -> Path:
+    """Draw what each generation got wrong: acceptance, text, bytes left behind and bytes moved, by write policy.
+
+    Args:
+        reference: rows of table `reference`.
+        moved: rows of table `traffic`.
+    """
+    whole = reference[reference["position"].isna()].pivot(index="mode", columns="metric", values="value")
+    bytes_moved = moved[moved["metric"].isin(["bytes_read", "bytes_written"]) & (moved["kind"] != "attention")]
+    frame = pd.DataFrame(
+        {
+            "drafts and bonus\naccepted (tokens)": whole["acceptance_length"],
+            "prompts with\nvanilla's tokens": whole["same_tokens"],
+            "unaccepted kB\nleft by a step": whole["dirty_bytes"] / 1e3,
+            "MB moved to\nwrite a window": bytes_moved.groupby("mode")["value"].sum() / 1e6,
+        }
+    ).loc[list(GENERATIONS)]
+    more_is_worse = (False, False, True, True)
+    fig, axes = plot.figure(plot.TWO_COLUMNS, 2.3, ncols=len(frame.columns))
+    rows = []
+    for ax, (what, values), worse in zip(axes, frame.items(), more_is_worse, strict=True):
+        for n, (mode, value) in enumerate(values.items()):
+            look = plot.LOOK[str(mode)]
+            vanilla = values["off"]
+            behind = value > 1.01 * vanilla if worse else value < 0.99 * vanilla
+            ax.bar(n, value, color=look.color, hatch=look.hatch, edgecolor="white", label=GENERATIONS[str(mode)])
+            text = f"{value:.3g}" + (" !" if behind else "")
+            ax.text(n, value, text, ha="center", va="bottom", fontsize=7, weight="bold" if behind else "normal")
+            name = str(what).replace("\n", " ")
+            rows.append({"mode": mode, "metric": name, "value": value, "worse_than_vanilla": behind})
+        ax.set(title=what, xticks=[], ylim=(0, 1.2 * values.max()))
+        ax.grid(axis="x", visible=False)
+    plot.legend(axes[0], ncols=4)
+    first = reference.iloc[0]
+    caption = (
+        f"Three generations of the idea in the reference model, greedy, k={first['k']}, {first['batch']} prompts. The first, an "
+        "interceptor in Python, is that model itself. The second staged drafts where attention did not look: acceptance "
+        "and text broke. The third lets vLLM write and puts rejected rows back: right, but more bytes. `stage` keeps the "
+        f"tail visible. Bold with a mark: worse than vanilla. Run {plot.runs_of(reference)}."
+    )
+    return plot.save(fig, run, "generations", pd.DataFrame(rows), caption)
+
+
+def _break_even(run: results.Run | Path) -> Path:
+    return breakeven_figures.break_even(run, published_survival())
+
+
+def _predicted(run: results.Run | Path, times: pd.DataFrame, *steps: pd.DataFrame) -> Path:
+    kernels = breakeven.kernels_against_model(kernel_figures.medians(times))
+    points = pd.concat([breakeven.against_measured(table) for table in steps], ignore_index=True)
+    return breakeven_figures.predicted_against_measured(run, kernels, points)
+
+
+FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
+    "generations": (generations, ("reference", "traffic")),
+    "acceptance_by_position": (acceptance, ("acceptance",)),
+    "rejected_share": (rejected, ("acceptance",)),
+    "traffic_by_mode": (traffic, ("traffic",)),
+    "step_time": (step_time, ("steps",)),
+    "kernel_over_rows": (kernel_figures.over_rows, ("kernel_times",)),
+    "kernel_roofline": (kernel_figures.roofline, ("kernel_times",)),
+    "break_even": (_break_even, ()),
+    "predicted_against_measured": (_predicted, ("kernel_times", "gpu_cow")),
+    "step_ratio": (step_figures.step_ratio, ("gpu_steps",)),
+    "kv_write_share": (step_figures.write_share, ("kv_write_share",)),
+}
+"""Each figure by its file's name: what draws it, and the tables it takes."""
 
 
 def tables(source: Path | str | None = None) -> dict[str, pd.DataFrame]:
-    """Return the tables (`TABLES`) that the figures need.
+    """Return the tables that the figures need, and of the `OPTIONAL` ones those that there are.
 
     Each comes from the run's folder `source` when that holds it, else from the newest run that does, else from
     `data/recorded/`. A figure's caption names the run its numbers are from.
@@ -173,27 +261,47 @@ def tables(source: Path | str | None = None) -> dict[str, pd.DataFrame]:
     Raises:
         FileNotFoundError: a table is nowhere to be found.
     """
-    held = {name: source if source and (Path(source) / f"{name}.parquet").exists() else None for name in TABLES}
-    return {name: results.read_table(name, held[name]) for name in TABLES}
+    found = {}
+    for name in (*TABLES, *RECORDED, *OPTIONAL):
+        held = source if source and (Path(source) / f"{name}.parquet").exists() else None
+        try:
+            found[name] = results.read_table(name, held)
+        except FileNotFoundError:
+            if name not in OPTIONAL:
+                raise
+    return found
+
+
+def absent(drawn: dict[str, pd.DataFrame]) -> dict[str, str]:
+    """Return the figures that are not drawn, and the first table each of them lacks."""
+    lacks = {name: [table for table in needs if table not in drawn] for name, (_, needs) in FIGURES.items()}
+    return {name: missing[0] for name, missing in lacks.items() if missing}
 
 
 def draw(run: results.Run | Path, drawn: dict[str, pd.DataFrame]) -> list[Path]:
-    """Draw every figure from the tables `drawn` into `run`; return the paths of the PDFs."""
-    return [
-        acceptance(run, drawn["acceptance"]),
-        rejected(run, drawn["acceptance"]),
-        traffic(run, drawn["traffic"]),
-        step_time(run, drawn["steps"]),
-    ]
+    """Draw every figure that the tables `drawn` allow into `run`; return the paths of the PDFs."""
+    return [draw_one(run, name, drawn) for name in FIGURES if name not in absent(drawn)]
+
+
+def draw_one(run: results.Run | Path, name: str, drawn: dict[str, pd.DataFrame]) -> Path:
+    """Draw the figure `name` (of `FIGURES`) from the tables `drawn` into `run`; return the path of its PDF."""
+    figure, needs = FIGURES[name]
+    given = [drawn[table] for table in needs]
+    if name == "predicted_against_measured" and "gpu_steps" in drawn:  # every point, wherever it was measured
+        given.append(drawn["gpu_steps"])
+    return figure(run, *given)
 
 
 def same_again(run: results.Run, drawn: dict[str, pd.DataFrame]) -> dict[str, bool]:
     """Draw every figure once more elsewhere and say of each file whether it equals that of `run`, byte for byte."""
+    saved, same = run.directory / "figures", {}
     with tempfile.TemporaryDirectory() as folder:
-        again = [path for pdf in draw(Path(folder), drawn) for path in (pdf, pdf.with_suffix(".png"))]
-        plot.close()
-        saved = run.directory / "figures"
-        return {path.name: path.read_bytes() == (saved / path.name).read_bytes() for path in again}
+        for name in [name for name in FIGURES if name not in absent(drawn)]:
+            pdf = draw_one(Path(folder), name, drawn)
+            plot.close()
+            for path in (pdf, pdf.with_suffix(".png")):
+                same[path.name] = path.read_bytes() == (saved / path.name).read_bytes()
+    return same
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,8 +311,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     out = Path(options.out) if options.out else paths.RESULTS / f"figures-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
-        drawn = draw(out, tables(options.source))
+        found = tables(options.source)
+        drawn = draw(out, found)
     except FileNotFoundError as error:
         parser.error(str(error))
     print("\n".join(str(path) for path in drawn))
+    for name, table in absent(found).items():
+        print(f"absent: {name}, since {table}.parquet is neither in a run nor recorded")
     return 0

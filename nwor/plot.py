@@ -44,6 +44,9 @@ LOOK = {
 OTHER = ("#009E73", "#CC79A7", "#56B4E9", "#000000")
 """Colours for series that are no mode, such as published figures."""
 
+HATCHES = ("", "//", "..", "xx")
+"""Hatches of bars that are no mode."""
+
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 8,
@@ -92,7 +95,7 @@ def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode
     series = ordered(frame[by].unique())
     width = 0.8 / len(series)
     for n, name in enumerate(series):
-        look = LOOK.get(name) or Look(name, OTHER[n % len(OTHER)], "D", "-", "")
+        look = LOOK.get(name) or Look(name, OTHER[n % len(OTHER)], "D", "-", HATCHES[n % len(HATCHES)])
         rows = frame[frame[by] == name].groupby(x)[y]
         middle = rows.median().reindex(groups)
         spread = np.array([middle - rows.min().reindex(groups), rows.max().reindex(groups) - middle])
@@ -122,6 +125,11 @@ def ordered(names: Any) -> list[str]:
     """Sort series: the modes in `LOOK`'s order, then the rest by name."""
     rank = {name: n for n, name in enumerate(LOOK)}
     return sorted(names, key=lambda name: (rank.get(name, len(rank)), str(name)))
+
+
+def runs_of(rows: pd.DataFrame) -> str:
+    """Name the runs that `rows` are from, for a caption."""
+    return ", ".join(sorted({str(run) for run in rows["run_id"]} - {""})) or "unnamed"
 
 
 def save(fig: Any, run: results.Run | Path | str, name: str, data: pd.DataFrame, caption: str) -> Path:

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's figures: all that the tables allow are drawn, from what they say, and the others are named as absent."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from nwor import breakeven, breakeven_figures, figures, paths, plot, results, step_figures
+
+WIDTHS = {round(inches * 300) for inches in (plot.COLUMN, plot.TWO_COLUMNS)}
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    plot.close()
+
+
+def gpu_steps(slower: dict[str, float], **settings: list) -> pd.DataFrame:
+    """A table as the GPU sweep leaves it: vanilla takes 5 ms a step, each mode `slower[mode]` times that."""
+    rows = []
+    grid = pd.MultiIndex.from_product(settings.values(), names=settings.keys()).to_frame(index=False)
+    for where in grid.to_dict("records"):
+        for repeat in range(3):
+            for mode, factor in {"off": 1.0, **slower}.items():
+                common = {**where, "mode": mode, "repeat": repeat, "model": "llama-2-7b", "unit": ""}
+                step = 5 * factor * (1 + 0.01 * repeat * (mode != "off"))
+                rows += [{**common, "metric": "step_ms", "value": step, "step": n} for n in range(4)]
+                for metric, value in (("windows", 4), ("draft_tokens", 4 * where["k"]), ("accepted_tokens", 4)):
+                    rows.append({**common, "metric": metric, "value": value * where["batch"]})
+    return results.tidy(pd.DataFrame(rows), run_id="h200")
+
+
+@pytest.fixture(scope="module")
+def swept() -> pd.DataFrame:
+    return gpu_steps({"cow": 1.01, "stage": 0.95}, k=[1, 8], batch=[1, 16], kv_heads=[8, 32], prompt=[512, 2048])
+
+
+@pytest.fixture(scope="module")
+def share() -> pd.DataFrame:
+    rows = [
+        {"metric": "kv_write_share", "value": 0.016 * heads / batch, "unit": "share", "batch": batch, "kv_heads": heads}
+        for heads in (8, 32)
+        for batch in (1, 16)
+    ]
+    return results.tidy(rows, run_id="h200")
+
+
+def test_the_recorded_tables_draw_all_but_what_is_not_recorded_yet(tmp_path: Path, swept, share) -> None:
+    tables = figures.tables(paths.RECORDED)
+    drawn = figures.draw(tmp_path, tables)
+    missing = figures.absent(tables)
+    assert {path.stem for path in drawn} | set(missing) == set(figures.FIGURES)
+    assert not {path.stem for path in drawn} & set(missing)
+    assert set(missing.values()) <= set(figures.OPTIONAL), "all else is recorded"
+    for path in drawn:
+        assert b"/Type3" not in path.read_bytes(), "fonts are embedded as TrueType (pdf.fonttype 42)"
+        assert b"CreationDate" not in path.read_bytes()
+        assert plt.imread(path.with_suffix(".png")).shape[1] in WIDTHS
+        assert len(pd.read_csv(path.with_suffix(".csv")))
+        assert len(path.with_suffix(".txt").read_text()) > 60
+    plot.close()
+    every = figures.draw(tmp_path, {**tables, "gpu_steps": swept, "kv_write_share": share})
+    assert [path.stem for path in every] == list(figures.FIGURES)
+    plot.close()
+
+
+def test_what_is_absent_is_said(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(figures, "FIGURES", {"step_ratio": (step_figures.step_ratio, ("gpu_steps",))})
+    monkeypatch.setattr(figures, "tables", lambda source: {})
+    assert figures.main(["--out", str(tmp_path)]) == 0
+    assert "absent: step_ratio, since gpu_steps.parquet is neither in a run nor recorded" in capsys.readouterr().out
+
+
+def test_a_walks_table_that_is_nowhere_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    monkeypatch.setattr(paths, "RECORDED", tmp_path)
+    with pytest.raises(FileNotFoundError, match="make reproduce"):
+        figures.tables()
+
+
+def test_the_generations_are_judged_against_vanilla(tmp_path: Path) -> None:
+    tables = figures.tables(paths.RECORDED)
+    path = figures.generations(tmp_path, tables["reference"], tables["traffic"])
+    data = pd.read_csv(path.with_suffix(".csv")).pivot(index="mode", columns="metric", values="worse_than_vanilla")
+    wrong = {mode: set(line[line].index) for mode, line in data.iterrows()}
+    bytes_moved = "MB moved to write a window"
+    assert wrong == {
+        "off": set(),
+        "blind": {"drafts and bonus accepted (tokens)", "prompts with vanilla's tokens", bytes_moved},
+        "cow": {bytes_moved},
+        "stage": {bytes_moved},
+    }
+
+
+def test_the_step_ratio_is_that_of_the_table(tmp_path: Path, swept: pd.DataFrame) -> None:
+    path = step_figures.step_ratio(tmp_path, swept)
+    data = pd.read_csv(path.with_suffix(".csv"))
+    assert len(data) == 2 * 2 * 2 * 2 * 2
+    assert data.groupby("mode")["measured"].median().to_dict() == pytest.approx({"cow": 1.0201, "stage": 0.9595})
+    assert (data["low"] < data["measured"]).all()
+    assert (data["measured"] < data["high"]).all()
+    assert "Run h200." in path.with_suffix(".txt").read_text()
+
+
+def test_the_write_share_is_drawn_in_percent(tmp_path: Path, share: pd.DataFrame) -> None:
+    data = pd.read_csv(step_figures.write_share(tmp_path, share).with_suffix(".csv"))
+    assert data["percent"].tolist() == pytest.approx([12.8, 0.8, 51.2, 3.2])
+    assert data["cache"].unique().tolist() == ["8 KV heads, TP=1", "32 KV heads, TP=1"]
+
+
+def test_no_measured_point_is_hidden(tmp_path: Path, swept: pd.DataFrame) -> None:
+    tables = figures.tables(paths.RECORDED)
+    alone = pd.read_csv(figures.draw_one(tmp_path, "predicted_against_measured", tables).with_suffix(".csv"))
+    tables["gpu_steps"] = swept
+    path = figures.draw_one(tmp_path, "predicted_against_measured", tables)
+    both = pd.read_csv(path.with_suffix(".csv"))
+    assert (alone["panel"] == "steps").sum() >= 2
+    assert (both["panel"] == "steps").sum() == (alone["panel"] == "steps").sum() + 32
+    worst = both.loc[both["panel"] == "steps", "error"].abs().max()
+    assert f"largest error is {worst:.3f}" in path.with_suffix(".txt").read_text()
+
+
+def test_the_break_even_map_draws_the_model(tmp_path: Path) -> None:
+    path = breakeven_figures.break_even(tmp_path, figures.published_survival())
+    data = pd.read_csv(path.with_suffix(".csv"))
+    grid, dots = data[data["source"] == "model"], data[data["source"] != "model"]
+    assert len(grid) == len(breakeven_figures.MAPS) * len(breakeven_figures.BATCHES) * len(breakeven_figures.KS) * 21
+    assert set(dots["model"]) == {"Llama-2-chat-7B", "Vicuna-7B", "Llama-3.1-8B", "Qwen3-8B"}
+    point = grid.query("mode == 'stage' and vanilla == 'fused' and k == 8 and acceptance == 0.5 and batch == 64").iloc[
+        0
+    ]
+    window = breakeven.Window.expected(64, breakeven.survival_of(0.5, 8))
+    assert point["us"] == pytest.approx(
+        breakeven.step_difference_us("stage", breakeven.MODELS["llama-2-7b"], window, fused=True)
+    )
+
+
+def test_figures_are_byte_stable(tmp_path: Path, swept: pd.DataFrame, share: pd.DataFrame) -> None:
+    tables = {**figures.tables(paths.RECORDED), "gpu_steps": swept, "kv_write_share": share}
+    run = results.Run(tmp_path / "run", "figures")
+    figures.draw(run, tables)
+    same = figures.same_again(run, tables)
+    assert len(same) == 2 * len(figures.FIGURES)
+    assert all(same.values()), same
