@@ -300,6 +300,34 @@ def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFr
     return frame.reset_index(drop=True)
 
 
+def counters_against_model(counters: pd.DataFrame) -> pd.DataFrame:
+    """DRAM bytes that the hardware counted of each kernel, and those of `nwor.traffic`, all layers.
+
+    Args:
+        counters: table `kernel_counters`: Llama-2-7B's layers and heads of 128, windows of 9 rows of which `kept` are
+            kept. The log was given all nine, so it is that of nine drafts.
+
+    Returns:
+        `op`, `kv_heads`, `cache`, `rows`, `kept`, `read` and `written` as counted, `model` (the formula reads as much as
+        it writes) and `error`, of both ways together.
+    """
+    keys = ["op", "kv_heads", "cache", "rows", "kept"]
+    wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()
+    found = wide.rename(columns={"dram_read": "read", "dram_written": "written"})
+    found["model"] = [_kernel_bytes(*line) for line in found[keys].itertuples(index=False)]
+    found["error"] = 1 - (found["read"] + found["written"]) / (2 * found["model"])
+    return found
+
+
+def _kernel_bytes(op: str, kv_heads: int, cache: str, rows: int, kept: int) -> float:
+    shape = Shape(32, kv_heads, 128, {"bf16": 2, "fp8": 1}[cache], 2)
+    requests = rows // 9
+    if op == "log":
+        return served_traffic("cow", shape, Window(requests, rows, 0, 2 * rows))[op].written
+    window = Window(requests, rows - requests, requests * (9 - kept), rows)
+    return served_traffic("stage" if op == "commit" else "cow", shape, window)[op].written
+
+
 def _medians(rows: pd.DataFrame) -> pd.Series:
     return rows[rows["metric"] == "step_ms"].groupby("repeat")["value"].median()
 

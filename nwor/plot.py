@@ -81,9 +81,9 @@ def figure(width: float = COLUMN, height: float = 2.2, ncols: int = 1, **kwargs:
     return plt.subplots(ncols=ncols, figsize=(width, height), **kwargs)
 
 
-def close() -> None:
-    """Forget every figure that is open, so that a notebook does not show it."""
-    plt.close("all")
+def close(fig: Any = "all") -> None:
+    """Forget `fig`, or every figure that is open, so that a notebook does not show it."""
+    plt.close(fig)
 
 
 def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode") -> None:

@@ -170,3 +170,11 @@ def test_kernels_are_priced_by_launches_and_bytes():
     line = found.query("op == 'vllm' and kv_heads == 32 and cache == 'bf16' and rows == 72 and kept == 9").iloc[0]
     assert line["predicted"] == pytest.approx(H200.us(Moved(32 * 72 * 16384, 32 * 72 * 16384, 32)))
     assert line["error"] == pytest.approx(line["predicted"] / line["us"] - 1)
+
+
+def test_the_hardware_counted_the_bytes_of_the_formulas():
+    found = breakeven.counters_against_model(results.read_table("kernel_counters", paths.RECORDED))
+    assert set(found["op"]) == {"commit", "log", "restore"}
+    assert found["error"].abs().max() < 0.1
+    line = found.query("op == 'commit' and kv_heads == 32 and cache == 'bf16' and rows == 2304 and kept == 3").iloc[0]
+    assert line["model"] == 32 * 768 * 16384
