@@ -27,6 +27,8 @@ class EngineSpec:
     model, draft: folders or hub names; draft is empty for methods without a model (``ngram``).
     method: vLLM's speculative method; k is its ``num_speculative_tokens``.
     num_blocks: cache blocks, or 0 for as many as vLLM finds room for.
+    kv_cache_memory: MiB of cache on each GPU, or 0 for what `gpu_memory_utilization` leaves. Given, vLLM measures
+        nothing at start-up, so engines may start side by side.
     load_format: ``auto``, or ``dummy`` for random weights of the model's shape.
     gpu_memory_utilization: share of a GPU for each engine; the modes' engines are up at once.
     cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
@@ -49,6 +51,7 @@ class EngineSpec:
     block_size: int = 0
     enforce_eager: bool = True
     prefix_caching: bool = False
+    kv_cache_memory: int = 0
     load_format: str = "auto"
     gpu_memory_utilization: float = 0.3
     cpu_threads: int = 1
@@ -98,6 +101,8 @@ class EngineSpec:
             arguments["num_gpu_blocks_override"] = self.num_blocks
         if self.block_size:
             arguments["block_size"] = self.block_size
+        if self.kv_cache_memory:
+            arguments["kv_cache_memory_bytes"] = self.kv_cache_memory << 20
         if self.attention_backend:
             arguments["attention_backend"] = self.attention_backend
         return arguments

@@ -20,7 +20,9 @@ from tests.engines import Engines, Outcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-GAP = 0.25  # nats; near ties of a bf16 model below it may fall either way
+# Nats below which near ties may fall either way. With an fp8 cache FlashAttention rounds attention weights to fp8 as
+# well, and our kernel does not.
+GAPS = {"auto": 0.25, "fp8": 0.75}
 LAYERS = 3
 # Both runners, both backends, FULL and PIECEWISE graphs (uniform decodes, and everything else) and none.
 STACKS = {
@@ -53,7 +55,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def spec_of(model: Path, stack: str = "v2 FA eager", **more) -> EngineSpec:
-    fields = {"max_num_batched_tokens": 96, "num_blocks": 96, **STACKS[stack], **more}
+    fields = {"max_num_batched_tokens": 96, "num_blocks": 96, "kv_cache_memory": 256, **STACKS[stack], **more}
     return EngineSpec(model=str(model / "target"), draft=str(model / "eagle"), **fields)
 
 
@@ -93,7 +95,7 @@ def test_a_mode_is_exact_and_leaves_the_cache_clean(engines, model, vanilla, sta
     parity = compare(vanilla(stack).generation, outcome.generation)
     if mode == "cow":
         assert parity.equal == parity.requests
-    assert parity.explained(GAP), parity
+    assert parity.explained(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
 
 
 def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS) -> None:
@@ -140,14 +142,6 @@ def test_what_is_left_out_is_seen(engines, model, mode, fault, seen):
     assert outcome.audit[seen] > 0
 
 
-def test_slots_that_stay_masked_are_seen(engines, model, vanilla):
-    """#20: the drafter writes its own layer through the same slots."""
-    outcome = treated(engines, model, "stage", "v2 FA eager", faults.masked_for_the_drafter)
-    assert not outcome.error, outcome.error
-    accepted = vanilla("v2 FA eager").generation.counters["accepted_tokens"]
-    assert outcome.generation.counters["accepted_tokens"] < accepted
-
-
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -185,7 +179,7 @@ def test_batches_drafts_and_small_caches(engines, model, mode, more):
     assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
     assert outcome.metrics["nwor_scheduler_mismatches"] == 0
     parity = compare(plain.generation, outcome.generation)
-    assert parity.explained(GAP), parity
+    assert parity.explained(GAPS["auto"]), parity
 
 
 @both
@@ -198,7 +192,7 @@ def test_other_architectures(engines, tmp_path_factory, architecture, mode):
     outcome = treated(engines, path, mode, "v2 FA eager")
     assert not outcome.error, outcome.error
     assert_clean_and_counted(outcome, mode)
-    assert compare(plain.generation, outcome.generation).explained(GAP)
+    assert compare(plain.generation, outcome.generation).explained(GAPS["auto"])
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
