@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mode's bytes and launches cost on a chip, and so where it pays; and that prediction against measured runs.
+"""What a mode's bytes and launches cost on a chip, and so where it pays. `nwor.predicted` holds it against runs.
 
 The model of time has two terms, as the one of the kernels has (`nwor.kernel_figures`): a launch, and the bytes read and
 written at the bandwidth of a large copy. Nothing overlaps, nothing is fitted, and the attention kernel is taken to be
@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from nwor import paths
-from nwor.traffic import Moved, Shape, Window, served_traffic
+from nwor.traffic import SERVED, Moved, Shape, Window, served_traffic
 
 MODES = ("cow", "stage", "move")
 
@@ -78,6 +78,22 @@ def step_difference(mode: str, shape: Shape, window: Window, *, fused: bool = Fa
 def step_difference_us(mode: str, shape: Shape, window: Window, chip: Chip = H200, *, fused: bool = False) -> float:
     """Microseconds that a step in `mode` takes longer than vanilla's; negative where the mode pays."""
     return chip.us(step_difference(mode, shape, window, fused=fused))
+
+
+def step_table(shape: Shape, window: Window) -> pd.DataFrame:
+    """MB read, MB written and launches of one step on one rank, by `mode` and `kind`, all layers."""
+    rows = [
+        {
+            "mode": mode,
+            "kind": kind,
+            "MB read": moved.read / 1e6,
+            "MB written": moved.written / 1e6,
+            "launches": moved.launches,
+        }
+        for mode in SERVED
+        for kind, moved in served_traffic(mode, shape, window).items()
+    ]
+    return pd.DataFrame(rows).set_index(["mode", "kind"])
 
 
 # -- where a mode pays -------------------------------------------------------------------------------------------------
@@ -215,11 +231,6 @@ def constant_acceptance(survival: Sequence[float]) -> float:
     return (low + high) / 2
 
 
-# -- predicted against measured ----------------------------------------------------------------------------------------
-
-NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
-
-
 def known_shape(model: str) -> Shape | None:
     """The cache of a model in `MODELS`, or of the shipped pair (`target`), by its name, path or repository; or None."""
     name = re.sub(r"-(chat|instruct|hf)\b", "", model.rsplit("/", 1)[-1].lower())
@@ -227,124 +238,3 @@ def known_shape(model: str) -> Shape | None:
         config = json.loads((paths.PAIR_TARGET / "config.json").read_text())
         return Shape(config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
     return next((shape for known, shape in MODELS.items() if name.startswith(known)), None)
-
-
-def against_measured(bench: pd.DataFrame, chip: Chip = H200, shapes: Mapping[str, Shape] | None = None) -> pd.DataFrame:
-    """Predicted and measured step-time ratio of every point of a bench table, none left out.
-
-    A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
-    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the median over
-    repeats of (median step of the mode / median step of vanilla in the same repeat).
-
-    Args:
-        bench: tidy rows as `nwor.bench` writes them. `kv_heads`, `num_layers` and `kv_cache_dtype` (or `cache`), where
-            there are such columns, hold over the model's own.
-        shapes: caches by the name in column `model`, for models that `known_shape` does not know.
-
-    Returns:
-        The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
-        `predicted`, `measured`, its range `low`, `high` over repeats, and `error` = predicted - measured.
-
-    Raises:
-        ValueError: a model is unknown, or vanilla's steps or counts are missing; the message says which.
-    """
-    setting = [column for column in bench if column not in NO_SETTING]
-    runs = bench[bench["metric"].isin(["step_ms", "windows", "draft_tokens", "accepted_tokens"])]
-    points = []
-    for values, part in runs.groupby(setting, dropna=False, sort=False):
-        where = dict(zip(setting, values, strict=True))
-        vanilla = part[part["mode"] == "off"]
-        steps = _medians(vanilla)
-        count = {metric: float(vanilla.loc[vanilla["metric"] == metric, "value"].sum()) for metric in set(runs.metric)}
-        if steps.empty or not count.get("windows"):
-            raise ValueError(f"{where}: mode off has no step times or no windows, and all others are held against it")
-        number = int((vanilla["metric"] == "step_ms").sum())
-        requests, drafts = count["windows"] / number, count["draft_tokens"] / number
-        window = Window(requests, drafts, drafts - count["accepted_tokens"] / number, requests + drafts)
-        shape = _shape_of(where, shapes or {})
-        for mode in sorted(set(part["mode"]) - {"off"}):
-            ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
-            difference = step_difference_us(mode, shape, window, chip)
-            predicted = 1 + difference / 1e3 / steps.median()
-            points.append(
-                {
-                    **where,
-                    "mode": mode,
-                    "off_ms": steps.median(),
-                    "requests": window.requests,
-                    "drafts": window.draft_rows,
-                    "rejected": window.rejected_rows,
-                    "difference_us": difference,
-                    "predicted": predicted,
-                    "measured": ratios.median(),
-                    "low": ratios.min(),
-                    "high": ratios.max(),
-                    "error": predicted - ratios.median(),
-                }
-            )
-    return pd.DataFrame(points)
-
-
-def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFrame:
-    """Predicted and measured microseconds of each kernel that the model is made of, all layers, every shape.
-
-    Args:
-        medians: `nwor.kernel_figures.medians` of the recorded samples: `op`, `launches`, `bytes` and `us`, measured.
-
-    Returns:
-        The rows of commit, log, restore and vLLM's writer, with `predicted` (us) and `error` = predicted / us - 1.
-    """
-    frame = medians[medians["op"].isin(["commit", "log", "restore", "vllm"])].copy()
-    frame["predicted"] = frame["launches"] * chip.launch_us + frame["bytes"] / chip.copy_bytes_per_s * 1e6
-    frame["error"] = frame["predicted"] / frame["us"] - 1
-    return frame.reset_index(drop=True)
-
-
-def counters_against_model(counters: pd.DataFrame) -> pd.DataFrame:
-    """DRAM bytes that the hardware counted of each kernel, and those of `nwor.traffic`, all layers.
-
-    Args:
-        counters: table `kernel_counters`: Llama-2-7B's layers and heads of 128, windows of 9 rows of which `kept` are
-            kept. The log was given all nine, so it is that of nine drafts.
-
-    Returns:
-        `op`, `kv_heads`, `cache`, `rows`, `kept`, `read` and `written` as counted, `model` (the formula reads as much as
-        it writes) and `error`, of both ways together.
-    """
-    keys = ["op", "kv_heads", "cache", "rows", "kept"]
-    wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()
-    found = wide.rename(columns={"dram_read": "read", "dram_written": "written"})
-    found["model"] = [_kernel_bytes(*line) for line in found[keys].itertuples(index=False)]
-    found["error"] = 1 - (found["read"] + found["written"]) / (2 * found["model"])
-    return found
-
-
-def _kernel_bytes(op: str, kv_heads: int, cache: str, rows: int, kept: int) -> float:
-    shape = Shape(32, kv_heads, 128, {"bf16": 2, "fp8": 1}[cache], 2)
-    requests = rows // 9
-    if op == "log":
-        return served_traffic("cow", shape, Window(requests, rows, 0, 2 * rows))[op].written
-    window = Window(requests, rows - requests, requests * (9 - kept), rows)
-    return served_traffic("stage" if op == "commit" else "cow", shape, window)[op].written
-
-
-def _medians(rows: pd.DataFrame) -> pd.Series:
-    return rows[rows["metric"] == "step_ms"].groupby("repeat")["value"].median()
-
-
-def _shape_of(where: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Shape:
-    model = str(where["model"])
-    shape = shapes.get(model) or known_shape(model)
-    if shape is None:
-        known = ", ".join(["target", *MODELS, *shapes])
-        raise ValueError(f"no cache is known of model {model!r}: pass shapes={{{model!r}: Shape(...)}}; known: {known}")
-    held = {name: int(where[name]) for name in ("num_layers", "kv_heads") if pd.notna(where.get(name, math.nan))}
-    dtype = str(where.get("kv_cache_dtype", where.get("cache", "")))
-    return replace(
-        shape,
-        num_layers=held.get("num_layers", shape.num_layers),
-        num_kv_heads=held.get("kv_heads", shape.num_kv_heads),
-        cache_bytes=1 if dtype.startswith("fp8") else shape.cache_bytes,
-        model_bytes=shape.model_bytes or shape.cache_bytes,
-        tp=int(where["tp"]),
-    )

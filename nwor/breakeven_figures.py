@@ -90,8 +90,8 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     """Draw the model's prediction beside every measured kernel and every measured step-time ratio.
 
     Args:
-        kernels: `nwor.breakeven.kernels_against_model`.
-        steps: `nwor.breakeven.against_measured` of one table or several.
+        kernels: `nwor.predicted.kernels_against_model`.
+        steps: `nwor.predicted.against_measured` of one table or several.
     """
     fig, (left, right) = plot.figure(plot.TWO_COLUMNS, 2.9, ncols=2)
     span = np.array([kernels[["us", "predicted"]].min().min() / 1.3, kernels[["us", "predicted"]].max().max() * 1.3])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nwor import breakeven, figures, kernel_figures, plot
+from nwor import breakeven, figures, kernel_figures, plot, predicted
 from nwor.breakeven import CHIPS, H200, MODELS, Chip
 from nwor.traffic import Shape, Window, served_traffic, staging_bytes
 
@@ -82,7 +82,7 @@ def measured_points(times: pd.DataFrame, *steps: pd.DataFrame) -> pd.DataFrame:
         log = medians.get(("log", kv_heads, number, query), np.nan)
         rows += [{**common, "mode": "stage", "us": us - write}, {**common, "mode": "cow", "us": log + back}]
     for table in steps:
-        for point in breakeven.against_measured(table).to_dict("records"):
+        for point in predicted.against_measured(table).to_dict("records"):
             shape = breakeven.known_shape(str(point["model"]))
             rows.append(
                 {

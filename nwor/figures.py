@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from nwor import breakeven, breakeven_figures, kernel_figures, paths, plot, results, step_figures
+from nwor import breakeven_figures, kernel_figures, paths, plot, predicted, results, step_figures
+from nwor.breakeven import Chip
 
 TABLES = ("reference", "acceptance", "traffic", "steps")
 """Tables that a walk makes."""
@@ -230,10 +231,15 @@ def _break_even(run: results.Run | Path) -> Path:
     return breakeven_figures.break_even(run, published_survival())
 
 
+def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
+    """Each kernel of table `kernel_times` beside the model's price, by the launch and the copy of the same run."""
+    bandwidth, empty = kernel_figures.ceilings(times)
+    return predicted.kernels_against_model(kernel_figures.medians(times), Chip("measured", empty, 1e12 * bandwidth))
+
+
 def _predicted(run: results.Run | Path, times: pd.DataFrame, *steps: pd.DataFrame) -> Path:
-    kernels = breakeven.kernels_against_model(kernel_figures.medians(times))
-    points = pd.concat([breakeven.against_measured(table) for table in steps], ignore_index=True)
-    return breakeven_figures.predicted_against_measured(run, kernels, points)
+    points = pd.concat([predicted.against_measured(table) for table in steps], ignore_index=True)
+    return breakeven_figures.predicted_against_measured(run, priced_kernels(times), points)
 
 
 FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {

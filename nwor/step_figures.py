@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nwor import breakeven, plot, results
+from nwor import plot, predicted, results
 
 CACHE = {"kv_heads": "{} KV heads", "tp": "TP={}", "kv_cache_dtype": "{}"}
 """Columns that tell one cache from another, and how each is named."""
@@ -21,7 +21,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     Args:
         steps: rows of table `gpu_steps`.
     """
-    points = breakeven.against_measured(steps)
+    points = predicted.against_measured(steps)
     points["cache"] = _caches(points, "\n")
     points["prompt"] = points.get("prompt", 0)
     caches, ks, prompts = (

@@ -3,14 +3,13 @@
 
 import math
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nwor import breakeven, figures, kernel_figures, paths, results
 from nwor.breakeven import CHIPS, H200, MODELS, Chip, step_difference, step_difference_us, survival_of
-from nwor.traffic import Moved, Shape, Window
+from nwor.traffic import Window
 
 LLAMA_7B = MODELS["llama-2-7b"]
 some = {
@@ -107,74 +106,3 @@ def test_published_acceptance_is_priced_as_published():
     assert llama["acceptance"].iloc[0] == pytest.approx(0.76)
     assert set(table["model"]) >= {"Llama-3.1-8B", "Qwen3-8B", "gpt-oss-20b", "Vicuna-7B"}
     assert not table["model"].str.contains("DeepSeek").any(), "latent attention has no rows of keys and values"
-
-
-# -- predicted against measured ----------------------------------------------------------------------------------
-
-
-def bench(**settings) -> pd.DataFrame:
-    """Two repeats of vanilla (1 ms, then 2 ms a step) and of cow, a tenth slower; 4 requests, k = 4, half accepted."""
-    rows = []
-    for repeat in (0, 1):
-        for mode, slower in (("off", 1.0), ("cow", 1.1)):
-            rows += [
-                {"mode": mode, "repeat": repeat, "metric": "step_ms", "value": slower * (1 + repeat), "step": step}
-                for step in range(10)
-            ]
-            counts = {"windows": 40, "draft_tokens": 160, "accepted_tokens": 80}
-            rows += [
-                {"mode": mode, "repeat": repeat, "metric": metric, "value": value} for metric, value in counts.items()
-            ]
-    return results.tidy(pd.DataFrame(rows), model="Llama-2-7b-hf", k=4, batch=4, unit="", **settings)
-
-
-def test_a_measured_point_by_hand():
-    (point,) = breakeven.against_measured(bench()).to_dict("records")
-    assert (point["requests"], point["drafts"], point["rejected"]) == (4, 16, 8)
-    us = 3 * 3.3 + 2 * 32 * 16384 * (16 + 8) / 4.24e6
-    assert point["difference_us"] == pytest.approx(us)
-    assert point["predicted"] == pytest.approx(1 + us / 1500)
-    assert point["measured"] == pytest.approx(1.1), "repeat for repeat, whatever the machine did between them"
-    assert point["error"] == pytest.approx(point["predicted"] - 1.1)
-
-
-def test_every_setting_is_a_point_of_its_own():
-    parts = [bench(), bench(kv_heads=8), bench(kv_heads=8, kv_cache_dtype="fp8"), bench(prompt=2048), bench(tp=2)]
-    found = breakeven.against_measured(pd.concat(parts, ignore_index=True))
-    assert len(found) == len(parts)
-    bytes_us = found["difference_us"] - 3 * 3.3
-    assert (bytes_us / bytes_us.iloc[0]).tolist() == pytest.approx([1, 1 / 4, 1 / 8, 1, 1 / 2])
-
-
-def test_what_cannot_be_predicted_is_an_error():
-    table = bench()
-    with pytest.raises(ValueError, match="no cache is known of model 'mine': pass shapes="):
-        breakeven.against_measured(table.assign(model="mine"))
-    assert len(breakeven.against_measured(table.assign(model="mine"), shapes={"mine": Shape(2, 2, 8)})) == 1
-    with pytest.raises(ValueError, match="mode off has no step times"):
-        breakeven.against_measured(table[table["mode"] != "off"])
-
-
-def test_the_recorded_run_is_predicted_point_for_point():
-    table = results.read_table("gpu_cow", paths.RECORDED)
-    found = breakeven.against_measured(table)
-    assert len(found) == table["graphs"].nunique()
-    assert found["predicted"].between(1, 1.01).all()
-    assert found["measured"].gt(1).all()
-
-
-def test_kernels_are_priced_by_launches_and_bytes():
-    medians = kernel_figures.medians(results.read_table("kernel_times", paths.RECORDED))
-    found = breakeven.kernels_against_model(medians)
-    assert len(found) == medians["op"].isin(["commit", "log", "restore", "vllm"]).sum()
-    line = found.query("op == 'vllm' and kv_heads == 32 and cache == 'bf16' and rows == 72 and kept == 9").iloc[0]
-    assert line["predicted"] == pytest.approx(H200.us(Moved(32 * 72 * 16384, 32 * 72 * 16384, 32)))
-    assert line["error"] == pytest.approx(line["predicted"] / line["us"] - 1)
-
-
-def test_the_hardware_counted_the_bytes_of_the_formulas():
-    found = breakeven.counters_against_model(results.read_table("kernel_counters", paths.RECORDED))
-    assert set(found["op"]) == {"commit", "log", "restore"}
-    assert found["error"].abs().max() < 0.1
-    line = found.query("op == 'commit' and kv_heads == 32 and cache == 'bf16' and rows == 2304 and kept == 3").iloc[0]
-    assert line["model"] == 32 * 768 * 16384

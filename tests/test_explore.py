@@ -7,7 +7,7 @@ import sys
 import pandas as pd
 import pytest
 
-from nwor import breakeven, explore, kernel_figures, paths, plot, results
+from nwor import breakeven, explore, kernel_figures, paths, plot, predicted, results
 from nwor.explore import Setting
 
 
@@ -40,7 +40,7 @@ def test_measured_points_are_those_recorded(measured: pd.DataFrame) -> None:
     assert at["stage"] == pytest.approx(us["commit", 3] - us["vllm", 9])
     assert at["cow"] == pytest.approx(us["log", 9] + us["restore", 3])
     steps = measured[measured["what"] == "steps"]
-    points = breakeven.against_measured(results.read_table("gpu_cow", paths.RECORDED))
+    points = predicted.against_measured(results.read_table("gpu_cow", paths.RECORDED))
     assert steps["us"].tolist() == pytest.approx((1e3 * points["off_ms"] * (points["measured"] - 1)).tolist())
 
 
