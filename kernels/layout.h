@@ -94,9 +94,10 @@ struct Window {
   int64_t* counts;              // [0] kept and [1] rejected rows
   int64_t num_rows;
   int num_requests, width;
+  NWOR_HD bool rejects(int column, int32_t rejected) const { return width - 1 - column < rejected; }
   NWOR_HD Fate of(int64_t slot, int column, int32_t rejected) const {
     if (slot < 0) return Fate::kSkipped;
-    return width - 1 - column < rejected ? Fate::kRejected : Fate::kKept;
+    return rejects(column, rejected) ? Fate::kRejected : Fate::kKept;
   }
 };
 

@@ -82,11 +82,12 @@ class Step:
         self.accepted_len.fill_(seed % 3)
         self.scales[0].fill_(0.1 * seed + 0.05)
         rejected = [seed % 5, seed % 2, 3 - seed % 4]
-        drawn = make_window([seed % 4, 1, 4 - seed % 3], rejected, self.blocks * self.block_size, "cuda", seed)
+        num_slots = self.blocks * self.block_size
+        drawn = make_window([seed % 5, 1, 4 - seed % 3], rejected, num_slots, "cuda", seed, width=4)
         for tensor, other in zip(self.window, drawn, strict=True):
             tensor.copy_(other)
         queries = [5 - seed % 3, seed % 2, 5]
-        drawn = make_batch(queries, [queries[0], 1, 1 + seed % 6], self.blocks * self.block_size, "cuda", seed)
+        drawn = make_batch(queries, [queries[0], 1, 1 + seed % 6], num_slots, "cuda", seed)
         for tensor, other in zip(self.batch, drawn, strict=True):
             tensor[: other.numel()].copy_(other[: tensor.numel()])
         self.staging[3].zero_()
@@ -108,7 +109,7 @@ def test_graph_replays_follow_the_live_tensors():
     step.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    step.slots.fill_(-1)  # vLLM captures with every slot -1
+    step.slots.fill_(-1), step.window[0].fill_(-1)  # vLLM captures with every slot -1
     with torch.cuda.graph(graph):
         step.run()
     for seed in range(2, 8):

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Twins of kernels/cpu/all_layers.cpp in one launch each. A thread block takes a few rows of a few layers: each warp
-// asks for the verdict on all of its rows at once, and leaves before it loads any row that is not to move.
+// Twins of kernels/cpu/all_layers.cpp in one launch each. Each row has thread blocks of its own, which ask for its slot
+// and its verdict at once and leave before they load a row that is not to move.
 //
-// With a handful of rows the time goes into waiting for memory, and for instructions that no cache holds: so loads are
-// asked for together, divisions are multiplications prepared by the host, and the counting has a block of its own.
+// With a handful of rows the time goes into waiting for memory, and for instructions that no cache holds: so every
+// layer has threads of its own, divisions are multiplications prepared by the host, and nothing is asked for twice.
+// With many rows it goes into the bytes, and into starting blocks for rows that stay: so a block takes several layers.
+#include <algorithm>
+
 #include "../ops.h"
 #include "launch.h"
 
@@ -11,92 +14,136 @@ namespace nwor::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksEach = 4;     // on a multiprocessor, at least
-constexpr int kMostRows = 8;       // of a block
-constexpr int kManyBlocks = 4096;  // enough to keep every multiprocessor busy to the end
+constexpr int kBlocksEach = 6;      // on a multiprocessor, at least
+constexpr int kManyBlocks = 10000;  // enough to keep every multiprocessor busy to the end
 
-// What the launch is cut into: `threads` threads a row of a layer, `rows` rows and `layers` layers a block.
-struct Cut {
-  int threads, layers, rows;
+// What the host works out once for all threads.
+struct Plan {
   int64_t end_slot;  // slots from here on lie beyond the pool
+  int64_t length;    // bytes from a row's first head to the end of its last
+  int row_bytes;
+  bool aligned;      // to 16 bytes, but for the layer offsets, which only the device knows
   Divisor block_size, head_bytes, width;
 };
 
-// Spare blocks count every row once, a warp a request, so that neither layers nor heads nor the launch shape enter.
-__device__ void count_rows(const Window& w) {
-  const int lane = threadIdx.x % 32, warps = gridDim.x * (kThreads / 32);
-  int kept = 0, rejected = 0;
-  for (int request = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; request < w.num_requests; request += warps) {
-    const int before = kept;
+// One row of one layer, in the pool or in the mini-cache; kApart: with `gap` bytes between its heads.
+template <bool kApart>
+struct Row {
+  char* data;
+  int64_t gap;
+  __device__ char* at(int byte, const Plan& plan) const {
+    return data + byte + (kApart ? plan.head_bytes.of(byte) * gap : 0);
+  }
+};
+
+// A warp takes pieces of 2 KiB, every word of which is at a distance that is known now.
+template <bool kApart>
+__device__ void copy_row(const Row<kApart>& to, const Row<kApart>& from, const Plan& plan) {
+  constexpr int kWord = sizeof(uint4), kStep = 32 * kWord;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int first = warp * kInFlight * kStep + lane * kWord; first < plan.row_bytes; first += blockDim.x * kInFlight * kWord) {
+    uint4 held[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u)
+      if (u * kStep < plan.row_bytes - first) held[u] = *reinterpret_cast<const uint4*>(from.at(first + u * kStep, plan));
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u)
+      if (u * kStep < plan.row_bytes - first) *reinterpret_cast<uint4*>(to.at(first + u * kStep, plan)) = held[u];
+  }
+}
+
+// Byte by byte: no cache of vLLM's is laid out so that it needs this.
+template <bool kApart>
+__device__ void copy_unaligned_row(const Row<kApart>& to, const Row<kApart>& from, const Plan& plan) {
+#pragma unroll 1
+  for (int byte = threadIdx.x; byte < plan.row_bytes; byte += blockDim.x) *to.at(byte, plan) = *from.at(byte, plan);
+}
+
+// A warp a request: neither layers nor heads nor the launch shape enter the counts.
+__device__ void count_rows(const Window& w, int warp, int warps) {
+  const int lane = threadIdx.x % 32;
+  for (int request = warp; request < w.num_requests; request += warps) {
+    const int32_t gone = w.num_rejected[request];
+    int kept = 0, rejected = 0;
+#pragma unroll 1
     for (int first = 0; first < w.width; first += 32) {
       const int column = first + lane;
       const int64_t slot = column < w.width ? w.slots[int64_t{request} * w.width + column] : -1;
-      const Fate fate = w.of(slot, column, w.num_rejected[request]);
+      const Fate fate = w.of(slot, column, gone);
       kept += __popc(__ballot_sync(~0u, fate == Fate::kKept));
       rejected += __popc(__ballot_sync(~0u, fate == Fate::kRejected));
     }
-    if (lane == 0) w.kept[request] = kept - before;
+    if (lane == 0) w.kept[request] = kept;
+    const int found = lane == 0 ? kept : rejected;
+    if (lane < 2 && found)  // added where the counts lie: nobody waits for the old ones
+      atomicAdd(reinterpret_cast<unsigned long long*>(w.counts + lane), found);
   }
-  const int found = lane ? rejected : kept;
-  if (lane < 2 && found)  // added where the counts lie: nobody waits for the old ones
-    atomicAdd(reinterpret_cast<unsigned long long*>(w.counts + lane), found);
 }
 
-template <bool kLogging>
-__global__ void __launch_bounds__(kThreads, kBlocksEach) move_rows(const AllLayersArgs a, const Cut cut, Fate wanted) {
+// blockDim: threads of a row, layers at once. gridDim: rows, layers, and when not logging one more to count.
+template <bool kLogging, bool kApart>
+__global__ void __launch_bounds__(kThreads, kBlocksEach)
+    move_rows(const __grid_constant__ AllLayersArgs a, const __grid_constant__ Plan plan, const Fate wanted) {
   const Pool& p = a.pool;
-  if (!kLogging && blockIdx.y == 0) {
-    count_rows(a.window);
-    return;
+  const Window& w = a.window;
+  const int row = blockIdx.x, groups = kLogging ? gridDim.y : gridDim.y - 1;
+  if (blockIdx.y == groups) {
+    const int warps = kThreads / 32, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    return count_rows(w, row * warps + thread / 32, gridDim.x * warps);
   }
-  const int group = kLogging ? blockIdx.y : blockIdx.y - 1;
-  const int layer = group * cut.layers + threadIdx.x / cut.threads, thread = threadIdx.x % cut.threads;
+  int layer = blockIdx.y * blockDim.y + threadIdx.y;
   if (layer >= p.num_layers) return;
-  const int64_t layer_offset = p.layer_offsets[layer];
-  const int lane = threadIdx.x % 32, row = blockIdx.x * cut.rows + lane;
-  const bool has_row = lane < cut.rows && row < a.window.num_rows;
-  const int64_t slot = has_row ? a.window.slots[row] : -1;
-  bool moves = slot >= 0 && slot < cut.end_slot;
-  if constexpr (!kLogging) {
-    const int request = cut.width.of(row);
-    const int32_t rejected = has_row ? a.window.num_rejected[request] : 0;
-    moves &= a.window.of(slot, row - request * a.window.width, rejected) == wanted;
-  }
-  unsigned left = __ballot_sync(~0u, moves);
-
-  const int block = cut.block_size.of(slot), block_of_row = cut.block_size.of(row);
-  const int64_t in_pool = layer_offset + block * p.block_stride +
-                          (static_cast<int>(slot) - block * p.block_size) * p.token_stride;
-  const int64_t in_rows = layer * a.rows.layer_stride + block_of_row * a.rows.block_stride +
-                          (row - block_of_row * p.block_size) * a.rows.token_stride;
-  const int64_t length = (p.num_heads - 1) * p.head_stride + p.bytes;
-  for (; left; left &= left - 1) {
-    const int64_t offset = __shfl_sync(~0u, in_pool, __ffs(left) - 1);
-    char* mini = a.rows.data + __shfl_sync(~0u, in_rows, __ffs(left) - 1);
-    if (offset < 0 || offset + length > p.size) continue;
-    const Strided pool_row{p.data + offset, p.head_stride}, mini_row{mini, a.rows.head_stride};
-    copy_heads(kLogging ? mini_row : pool_row, kLogging ? pool_row : mini_row, p.num_heads, cut.head_bytes, thread,
-               cut.threads);
+  // One condition on all three loads: a branch on the first would leave the others to wait for it.
+  const int request = plan.width.of(row);
+  const int64_t slot = w.slots[row];
+  const int32_t rejected = kLogging ? 0 : w.num_rejected[request];
+  int64_t layer_offset = p.layer_offsets[layer];
+  const bool stays = !kLogging && w.rejects(row - request * w.width, rejected) != (wanted == Fate::kRejected);
+  if ((slot < 0) | (slot >= plan.end_slot) | (layer_offset < 0) | stays) return;
+  const int block = plan.block_size.of(slot), row_block = plan.block_size.of(row);
+  const int64_t in_pool = block * p.block_stride + (static_cast<int>(slot) - block * p.block_size) * p.token_stride;
+  const int64_t in_rows = row_block * a.rows.block_stride + (row - row_block * p.block_size) * a.rows.token_stride;
+  while (true) {
+    const int64_t offset = layer_offset + in_pool;
+    const Row<kApart> page{p.data + offset, p.head_stride - p.bytes};
+    const Row<kApart> mini{a.rows.data + layer * a.rows.layer_stride + in_rows, a.rows.head_stride - p.bytes};
+    const Row<kApart>&to = kLogging ? mini : page, &from = kLogging ? page : mini;
+    if (offset >= 0 && offset + plan.length <= p.size) {
+      if (plan.aligned && offset % 16 == 0) copy_row(to, from, plan);
+      else copy_unaligned_row(to, from, plan);
+    }
+    layer += groups * blockDim.y;
+    if (layer >= p.num_layers) return;
+    layer_offset = p.layer_offsets[layer];
   }
 }
 
-// As many threads a row as have their loads under way at once; one row a block as long as that gives few blocks.
+// As many threads a row as have their loads under way at once.
 template <bool kLogging>
 void launch(AllLayersArgs a, Fate wanted, void* stream, const char* name) {
   Pool& p = a.pool;
+  const MiniCache& rows = a.rows;
   if (a.window.num_rows == 0) return;
   const int64_t end_slot = (p.size / p.block_stride + 1) * p.block_size;
-  if (p.head_stride == p.bytes && a.rows.head_stride == p.bytes) {  // heads lie side by side: one piece
+  if (p.head_stride == p.bytes && rows.head_stride == p.bytes) {  // heads lie side by side: one piece
     p.bytes *= p.num_heads;
     p.num_heads = 1;
   }
-  Cut cut{32, 1, 1, end_slot, Divisor(p.block_size), Divisor(p.bytes), Divisor(a.window.width)};
-  while (cut.threads < kThreads && cut.threads * kInFlight * 16 < p.num_heads * p.bytes) cut.threads *= 2;
-  cut.layers = kThreads / cut.threads;
-  const int groups = (p.num_layers + cut.layers - 1) / cut.layers;
-  while (cut.rows < kMostRows && a.window.num_rows / cut.rows * groups > kManyBlocks) cut.rows *= 2;
-  const dim3 grid((a.window.num_rows + cut.rows - 1) / cut.rows, groups + (kLogging ? 0 : 1));
-  move_rows<kLogging><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, cut, wanted);
+  const bool apart = p.num_heads > 1;
+  const int64_t places = reinterpret_cast<intptr_t>(p.data) | reinterpret_cast<intptr_t>(rows.data) | p.bytes |
+                         p.block_stride | p.token_stride | rows.layer_stride | rows.block_stride | rows.token_stride |
+                         (apart ? p.head_stride | rows.head_stride : 0);
+  const Plan plan{end_slot, (p.num_heads - 1) * p.head_stride + p.bytes, p.num_heads * p.bytes, places % 16 == 0,
+                  Divisor(p.block_size), Divisor(p.bytes), Divisor(a.window.width)};
+  dim3 block(32);
+  while (block.x < kThreads && static_cast<int>(block.x * kInFlight * sizeof(uint4)) < plan.row_bytes) block.x *= 2;
+  block.y = kThreads / block.x;
+  const int64_t groups = (p.num_layers + block.y - 1) / block.y;
+  const int64_t turns = (groups * a.window.num_rows + kManyBlocks - 1) / kManyBlocks;
+  const dim3 grid(a.window.num_rows, (groups + turns - 1) / turns + (kLogging ? 0 : 1));
+  const auto kernel = apart ? move_rows<kLogging, true> : move_rows<kLogging, false>;
+  kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(a, plan, wanted);
   check_launch(name);
 }
 
