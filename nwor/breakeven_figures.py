@@ -106,7 +106,8 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         left.plot(rows["predicted"], rows["us"], marker, color=color, markerfacecolor="none", markersize=3, label=label)
     left.set(xscale="log", yscale="log", xlabel="predicted (us)", ylabel="measured (us)", title="kernels, all layers")
     left.legend(loc="upper left", fontsize=6)
-    low, high = steps[["predicted", "low"]].min().min(), steps[["predicted", "high"]].max().max()
+    seen = steps[["predicted", "with_attention", "low", "high"]]
+    low, high = seen.min().min(), seen.max().max()
     edges = np.array([low - 0.02, high + 0.02])
     right.plot(edges, edges, color="black", linewidth=0.8, label="equal")
     for mode in plot.ordered(steps["mode"].unique()):
@@ -114,6 +115,10 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         spread = np.array([rows["measured"] - rows["low"], rows["high"] - rows["measured"]])
         kind = {"color": look.color, "marker": look.marker, "label": look.label, "linestyle": "none"}
         right.errorbar(rows["predicted"], rows["measured"], spread, elinewidth=0.6, capsize=1.5, **kind)
+        whole = rows[rows["with_attention"].notna()]
+        if len(whole):
+            kind |= {"markerfacecolor": "white", "label": f"{look.label}, attention measured"}
+            right.plot(whole["with_attention"], whole["measured"], **kind)
     right.set(xlabel="predicted", ylabel="measured", title="time of a step over vanilla's", xlim=edges, ylim=edges)
     right.legend(loc="best", fontsize=6)
     worst = steps["error"].abs().max()
@@ -124,5 +129,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         f"greatest; the largest error is {worst:.3f}. The model knows the write alone: neither the host's bookkeeping nor "
         "another attention kernel."
     )
+    if steps["with_attention"].notna().any():
+        caption += " Open markers: with the attention kernels of both as measured alone."
     data = pd.concat([kernels.assign(panel="kernels"), steps.assign(panel="steps")], ignore_index=True)
     return plot.save(fig, run, "predicted_against_measured", data, caption)

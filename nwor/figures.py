@@ -16,7 +16,9 @@ Tables (see `nwor.results`) and the columns beyond the tidy ones:
     kv_write_share
                 metric `kv_write_share`: the paged write's share of all GPU time of a step, by `batch`, `tp`, `kv_heads`
 
-The last two are drawn where they have been recorded and named as absent where they have not.
+    attention   what `nwor.attention_bench` leaves; with it the steps of `stage` are predicted whole
+
+The last three are used where they have been recorded; a figure that lacks one is named as absent.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ TABLES = ("reference", "acceptance", "traffic", "steps")
 RECORDED = ("kernel_times", "gpu_cow")
 """Tables recorded on a GPU."""
 
-OPTIONAL = ("gpu_steps", "kv_write_share")
+OPTIONAL = ("gpu_steps", "kv_write_share", "attention")
 """Tables recorded on a GPU that there may not be."""
 
 GENERATIONS = {
@@ -237,9 +239,11 @@ def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
     return predicted.kernels_against_model(kernel_figures.medians(times), Chip("measured", empty, 1e12 * bandwidth))
 
 
-def _predicted(run: results.Run | Path, times: pd.DataFrame, *steps: pd.DataFrame) -> Path:
-    points = pd.concat([predicted.against_measured(table) for table in steps], ignore_index=True)
-    return breakeven_figures.predicted_against_measured(run, priced_kernels(times), points)
+def measured_steps(drawn: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Every whole step that was measured on a GPU, in whichever of the tables `drawn`, beside its prediction."""
+    steps = [drawn[name] for name in ("gpu_cow", "gpu_steps") if name in drawn]
+    attention = drawn.get("attention")
+    return pd.concat([predicted.against_measured(table, attention=attention) for table in steps], ignore_index=True)
 
 
 FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
@@ -251,7 +255,7 @@ FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
     "kernel_over_rows": (kernel_figures.over_rows, ("kernel_times",)),
     "kernel_roofline": (kernel_figures.roofline, ("kernel_times",)),
     "break_even": (_break_even, ()),
-    "predicted_against_measured": (_predicted, ("kernel_times", "gpu_cow")),
+    "predicted_against_measured": (breakeven_figures.predicted_against_measured, ("kernel_times", "gpu_cow")),
     "step_ratio": (step_figures.step_ratio, ("gpu_steps",)),
     "kv_write_share": (step_figures.write_share, ("kv_write_share",)),
 }
@@ -292,10 +296,9 @@ def draw(run: results.Run | Path, drawn: dict[str, pd.DataFrame]) -> list[Path]:
 def draw_one(run: results.Run | Path, name: str, drawn: dict[str, pd.DataFrame]) -> Path:
     """Draw the figure `name` (of `FIGURES`) from the tables `drawn` into `run`; return the path of its PDF."""
     figure, needs = FIGURES[name]
-    given = [drawn[table] for table in needs]
-    if name == "predicted_against_measured" and "gpu_steps" in drawn:  # every point, wherever it was measured
-        given.append(drawn["gpu_steps"])
-    return figure(run, *given)
+    if name == "predicted_against_measured":
+        return figure(run, priced_kernels(drawn["kernel_times"]), measured_steps(drawn))
+    return figure(run, *(drawn[table] for table in needs))
 
 
 def same_again(run: results.Run, drawn: dict[str, pd.DataFrame]) -> dict[str, bool]:

@@ -16,7 +16,16 @@ NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "
 """Columns of a bench table that do not tell one setting from another."""
 
 
-def against_measured(bench: pd.DataFrame, chip: Chip = H200, shapes: Mapping[str, Shape] | None = None) -> pd.DataFrame:
+ATTENTION_DRAFTS = 8
+"""Drafts of a window in `nwor.attention_bench`: 9 rows."""
+
+
+def against_measured(
+    bench: pd.DataFrame,
+    chip: Chip = H200,
+    shapes: Mapping[str, Shape] | None = None,
+    attention: pd.DataFrame | None = None,
+) -> pd.DataFrame:
     """Predicted and measured step-time ratio of every point of a bench table, none left out.
 
     A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
@@ -27,10 +36,13 @@ def against_measured(bench: pd.DataFrame, chip: Chip = H200, shapes: Mapping[str
         bench: tidy rows as `nwor.bench` writes them. `kv_heads`, `num_layers` and `kv_cache_dtype` (or `cache`), where
             there are such columns, hold over the model's own.
         shapes: caches by the name in column `model`, for models that `known_shape` does not know.
+        attention: table `attention` of `nwor.attention_bench`, for `stage`: its attention kernel is another than
+            vanilla's, and with the time measured of both the prediction is of the whole step.
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
-        `predicted`, `measured`, its range `low`, `high` over repeats, and `error` = predicted - measured.
+        `predicted`, `measured`, its range `low`, `high` over repeats, and `error` = predicted - measured. Where
+        `attention` has the setting, `with_attention` is the ratio predicted with it, and NaN elsewhere.
 
     Raises:
         ValueError: a model is unknown, or vanilla's steps or counts are missing; the message says which.
@@ -53,6 +65,7 @@ def against_measured(bench: pd.DataFrame, chip: Chip = H200, shapes: Mapping[str
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
             difference = step_difference_us(mode, shape, window, chip)
             predicted = 1 + difference / 1e3 / steps.median()
+            whole = _with_attention(where, shape, window, chip, attention) if mode == "stage" else math.nan
             points.append(
                 {
                     **where,
@@ -67,9 +80,31 @@ def against_measured(bench: pd.DataFrame, chip: Chip = H200, shapes: Mapping[str
                     "low": ratios.min(),
                     "high": ratios.max(),
                     "error": predicted - ratios.median(),
+                    "with_attention": 1 + whole / 1e3 / steps.median(),
                 }
             )
     return pd.DataFrame(points)
+
+
+def _with_attention(
+    where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
+) -> float:
+    """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured alone, and the
+    price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there is none."""
+    if attention is None:
+        return math.nan
+    cache = "fp8" if shape.cache_bytes == 1 else "bf16"
+    prompt = float(where.get("prompt", math.nan))
+    rows = attention[(attention["metric"] == "time") & (attention["kv_heads"] == shape.heads)]
+    rows = rows[(rows["batch"] == where["batch"]) & (rows["cache"] == cache)]
+    if rows.empty or where["k"] != ATTENTION_DRAFTS or math.isnan(prompt):
+        return math.nan
+    contexts = rows["context"].unique()
+    nearest = min(contexts, key=lambda context: abs(math.log(context / max(1.0, prompt))))
+    us = rows[rows["context"] == nearest].groupby("op")["value"].median()
+    vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
+    step = served_traffic("stage", shape, window)
+    return shape.num_layers * (us["nwor"] - us[vanilla]) + chip.us(step["open"]) + chip.us(step["commit"])
 
 
 def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFrame:

@@ -43,6 +43,28 @@ def test_every_setting_is_a_point_of_its_own():
     assert (bytes_us / bytes_us.iloc[0]).tolist() == pytest.approx([1, 1 / 4, 1 / 8, 1, 1 / 2])
 
 
+def test_stage_is_predicted_with_the_attention_measured_alone():
+    """32 layers save 70 - 60 us each, and a step opens and commits once: 4 + 4 of 36 rows kept on half the heads."""
+    times = {"nwor": 60.0, "flash": 70.0, "triton": 65.0, "write": 4.0, "empty": 3.0}
+    shapes = {(32, 4, 512): 1.0, (32, 4, 4096): 10.0, (16, 4, 512): 100.0, (32, 16, 512): 1000.0}
+    rows = [
+        {"op": op, "value": factor * us, "kv_heads": heads, "batch": batch, "context": context, "cache": "bf16"}
+        for (heads, batch, context), factor in shapes.items()
+        for op, us in times.items()
+    ]
+    attention = pd.DataFrame(rows).assign(metric="time")
+    staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8)
+    (point,) = predicted.against_measured(staged, attention=attention).to_dict("records")
+    commit = 2 * 32 * 16384 * (4 + 8) / 4.24e6
+    assert point["with_attention"] == pytest.approx(1 + (-32 * 10 + 2 * 3.3 + commit) / 1500)
+    assert point["predicted"] != point["with_attention"]
+    triton = staged.assign(backend="TRITON_ATTN")
+    (other,) = predicted.against_measured(triton, attention=attention)["with_attention"]
+    assert other == pytest.approx(1 + (-32 * 5 + 2 * 3.3 + commit) / 1500)
+    for unknown in (staged.assign(k=4), staged.assign(batch=5), staged.assign(kv_cache_dtype="fp8"), bench(prompt=700)):
+        assert predicted.against_measured(unknown, attention=attention)["with_attention"].isna().all()
+
+
 def test_what_cannot_be_predicted_is_an_error():
     table = bench()
     with pytest.raises(ValueError, match="no cache is known of model 'mine': pass shapes="):
