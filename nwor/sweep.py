@@ -175,6 +175,8 @@ def sweep(directory: Path, notebook: Path, todo: list[Point], ray_address: str =
     Raises:
         RuntimeError: another sweep is at work in the folder, Ray is not there, or no node has what a point asks for.
     """
+    if ray_address:
+        _connect(ray_address, todo)
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".sweep.lock", "w") as lock:
         try:
@@ -196,17 +198,15 @@ def sweep(directory: Path, notebook: Path, todo: list[Point], ray_address: str =
         book = {"notebook": str(notebook), "points": entries}
         results.write_json(directory / "sweep.json", book)
         print(f"results go to {directory}\n{len(todo)} points, {len(kept)} of them whole already", flush=True)
-        others = {entries[name].get("code") for name in kept} - {code()}
+        others = {entries[name].get("code") for name in kept} - {code(), None}
         if others:
             print("note: other code of nwor made some of those; name another --run to make them anew", flush=True)
         remaining = [point for point in todo if point.name not in kept]
-        made = (
-            _on_ray(directory, notebook, remaining, ray_address)
-            if ray_address
-            else _here(directory, notebook, remaining)
-        )
+        made = (_on_ray if ray_address else _here)(directory, notebook, remaining)
         for number, (point, problem) in enumerate(made, 1):
             folder = directory / point.name
+            if not problem and not is_whole(directory, notebook, point):
+                problem = "the notebook changed while it ran"
             entry = _entry(folder if not problem else directory / "unfinished" / point.name, notebook)
             entries[point.name] |= {
                 "state": "failed" if problem else "whole",
@@ -272,15 +272,28 @@ def _entry(folder: Path, notebook: Path) -> dict[str, Any]:
 # -- on a Ray cluster --------------------------------------------------------------------------------------------------
 
 
-def _on_ray(directory: Path, notebook: Path, todo: list[Point], address: str) -> Iterator[tuple[Point, str | None]]:
-    """Run the points as Ray tasks. They come back as archives, so the nodes need this kit and no shared disk."""
+def _connect(address: str, todo: list[Point]) -> None:
     try:
         import ray
     except ImportError:
         raise RuntimeError(INSTALL_RAY) from None
     ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for point in todo:
+        if not any(node.get("CPU", 0) >= point.cpus and node.get("GPU", 0) >= point.gpus for node in nodes):
+            ray.shutdown()
+            has = "; ".join(f"{node.get('CPU', 0):g} CPUs, {node.get('GPU', 0):g} GPUs" for node in nodes)
+            raise RuntimeError(
+                f"no node has the {point.cpus:g} CPUs and {point.gpus:g} GPUs that {point.name} asks for "
+                f"(nodes: {has}): give --cpus and --gpus that fit"
+            )
+
+
+def _on_ray(directory: Path, notebook: Path, todo: list[Point]) -> Iterator[tuple[Point, str | None]]:
+    """Run the points as Ray tasks. They come back as archives, so the nodes need this kit and no shared disk."""
+    import ray
+
     try:
-        _check_nodes([node["Resources"] for node in ray.nodes() if node["Alive"]], todo)
         ours = {name: value for name, value in results.environment().items() if not name.startswith(("OMP_", "CUDA_"))}
         task = ray.remote(max_retries=0, runtime_env={"env_vars": ours})(_run_and_pack)
         running = {
@@ -304,16 +317,6 @@ def _on_ray(directory: Path, notebook: Path, todo: list[Point], address: str) ->
             yield point, problem
     finally:
         ray.shutdown()
-
-
-def _check_nodes(nodes: list[Mapping[str, float]], todo: list[Point]) -> None:
-    for point in todo:
-        if not any(node.get("CPU", 0) >= point.cpus and node.get("GPU", 0) >= point.gpus for node in nodes):
-            has = "; ".join(f"{node.get('CPU', 0):g} CPUs, {node.get('GPU', 0):g} GPUs" for node in nodes)
-            raise RuntimeError(
-                f"no node has the {point.cpus:g} CPUs and {point.gpus:g} GPUs that {point.name} asks for "
-                f"(nodes: {has}): give --cpus and --gpus that fit"
-            )
 
 
 def _run_and_pack(

@@ -182,6 +182,13 @@ def test_a_half_written_result_is_not_taken_for_a_whole_one(place: Path, fault) 
     assert sweep.read_table("steps", place / "results" / "s")["value"].tolist() == [1]
 
 
+def test_a_notebook_that_changes_while_it_runs_is_no_result(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_book(place, more="\n(place / '01_book.ipynb').open('a').write(' ')")
+    assert sweep.main(["01_book", "-p", "k=1", "--run", "s"]) == 1
+    assert "the notebook changed while it ran" in capsys.readouterr().err
+    assert whole(place) == []
+
+
 def test_a_killed_sweep_is_resumed_where_it_was(place: Path) -> None:
     book = write_book(place, more=SLOW)
     run = place / "results" / "s"
@@ -238,7 +245,7 @@ def test_without_ray_it_says_how_to_get_it(
         sweep.main(["01_book", "-p", "k=1", "--ray", "auto"])
     assert "pip install --no-deps -r requirements/ray.lock" in capsys.readouterr().err
     assert (paths.ROOT / "requirements" / "ray.lock").exists()
-    assert ran(place) == []
+    assert not (place / "results").exists(), "refused before anything is written"
 
 
 def test_the_pin_of_ray_is_one() -> None:
@@ -306,7 +313,7 @@ def test_a_point_no_node_can_hold_is_an_error_at_once(
     with pytest.raises(SystemExit):
         sweep.main(["01_book", "-p", "k=1", "--ray", cluster, "--gpus", "2"])
     assert "no node has the 1 CPUs and 2 GPUs" in capsys.readouterr().err
-    assert ran(place) == []
+    assert not (place / "results").exists(), "refused before anything is written"
 
 
 def test_a_point_that_dies_with_its_worker_is_a_failed_point(
