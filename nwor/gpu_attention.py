@@ -8,7 +8,8 @@ page; each of these rows is stored once on the way, to staging or to its page.
 The kernel packs all query heads of a KV head and all rows of the window into one tile, so that a page is read once,
 and cuts the prefix into splits where requests and heads alone do not fill the GPU. The softmax over splits is that of
 Flash-Decoding (Dao et al., 2023): each split leaves its sum of values, its sum of weights and its largest score, and
-the last one to arrive adds them up.
+when all have arrived
+they are added up: by all, each some rows, where there are multiprocessors for all programs at once, else by the last.
 
 Importing this module imports Triton.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from nwor import paths
 HEAD_SIZES = (64, 96, 128, 256)
 FP8 = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
 LARGEST_TILE = 128  # rows of query heads and window in one tile; more make more tiles, each of which reads the pages
+COMBINED = 1 << 11  # partial sums that are added at a time: more take more instructions, all of them read from memory
 PARTIAL_ROWS = 1 << 16  # rows of the partial sums of all splits: bounds the number of splits, 32 MiB at head size 128
 
 
@@ -41,11 +43,14 @@ PARTIAL_ROWS = 1 << 16  # rows of the partial sums of all splits: bounds the num
 def _stored(rows, scale, FP8: tl.constexpr):
     """Rows in the bytes of vLLM's `reshape_and_cache_flash`: divide, round to nearest even, saturate, NaN to 0x7f."""
     if FP8:
-        scaled = tl.div_rn(rows.to(tl.float32), tl.load(scale))
+        scaled, divisor = rows.to(tl.float32), tl.load(scale)
+        if divisor != 1:  # most are 1, and the instructions of exact divisions take long to fetch
+            scaled = tl.div_rn(scaled, divisor)
         largest: tl.constexpr = 448.0 if FP8 == 1 else 57344.0
         clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
         kind: tl.constexpr = tl.float8e4nv if FP8 == 1 else tl.float8e5
-        return tl.where(tl.abs(scaled) >= 0, clamped.to(kind).to(tl.uint8, bitcast=True), 0x7F)
+        found = tl.where(tl.abs(scaled) >= 0, clamped.to(kind).to(tl.uint8, bitcast=True), 0x7F)
+        return found.to(kind, bitcast=True)
     else:
         return rows
 
@@ -53,10 +58,8 @@ def _stored(rows, scale, FP8: tl.constexpr):
 @triton.jit
 def _read(elements, dtype: tl.constexpr, FP8: tl.constexpr):
     """Elements of pages in the dtype of the products; every fp8 number is exact in both 16-bit dtypes."""
-    if FP8 == 1:
-        return elements.to(tl.float8e4nv, bitcast=True).to(dtype)
-    elif FP8 == 2:
-        return elements.to(tl.float8e5, bitcast=True).to(dtype)
+    if FP8 and dtype != elements.dtype:
+        return elements.to(dtype)
     else:
         return elements
 
@@ -83,6 +86,51 @@ def _add(scores, values, largest, total, summed):
     fade = tl.exp2(largest - base)
     summed = tl.dot(weights.to(values.dtype), values, summed * fade[:, None])
     return new, total * fade + tl.sum(weights, 1), summed
+
+
+@triton.jit
+def _combine(
+    output,
+    partials,
+    softmax,
+    v_scale,
+    output_row,
+    output_head,
+    part,
+    active,
+    kv_head,
+    packed,
+    query_len,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    MOST: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Add up what the splits of a window left of some of its packed rows, all splits at once."""
+    row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
+    dim, split = tl.arange(0, WIDTH), tl.arange(0, MOST)
+    mine = (split < active)[:, None] & (row < query_len)[None, :]
+    at = (part + split)[:, None] * (MAX_QUERY * GROUP) + packed[None, :]
+    largest = tl.load(softmax + at * 2, mask=mine, other=float("-inf"))
+    total = tl.load(softmax + at * 2 + 1, mask=mine, other=0.0)
+    found = tl.load(
+        partials + at[:, :, None] * HEAD_SIZE + dim[None, None, :],
+        mask=mine[:, :, None] & (dim < HEAD_SIZE)[None, None, :],
+        other=0.0,
+    )
+    base = tl.max(largest, 0)
+    fade = tl.exp2(largest - tl.where(base == float("-inf"), 0.0, base)[None, :])
+    fade *= (1 / tl.sum(total * fade, 0))[None, :]
+    result = tl.sum(found * fade[:, :, None], 0)
+    if FP8:
+        result *= tl.load(v_scale)
+    tl.store(
+        output + row[:, None].to(tl.int64) * output_row + head[:, None] * output_head + dim[None, :],
+        result.to(output.dtype.element_ty),
+        mask=(row < query_len)[:, None] & (dim < HEAD_SIZE)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["least"])
@@ -141,9 +189,13 @@ def _verify_attention(
     FP8: tl.constexpr,
     QUERY_FP8: tl.constexpr,
     STAGES: tl.constexpr,
+    MEET: tl.constexpr,
+    MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    request, row_tile = tl.program_id(2) // ROW_TILES, tl.program_id(2) % ROW_TILES
+    # Splits come last, so that those without work leave no multiprocessor with less than its share.
+    kv_head, split, splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    request, row_tile = tl.program_id(1) // ROW_TILES, tl.program_id(1) % ROW_TILES
     first = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first
     prefix = tl.load(seq_lens + request) - query_len
@@ -163,18 +215,18 @@ def _verify_attention(
     end = tl.minimum(begin + share, end)
     has_tail = split == active - 1
 
+    # What is waited for first is asked for first, and all of it before any is used. The table is read a tile ahead:
+    # else a stage of the pipeline would be spent on it.
+    table = block_table + request.to(tl.int64) * table_row
+    position = begin * TILE + tl.arange(0, TILE)
+    next_block = tl.load(table + position.to(tl.uint32) // BLOCK_SIZE, mask=position < prefix, other=0)
+
     packed = row_tile * ROWS + tl.arange(0, ROWS)
     row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
     valid = row < query_len
     dim = tl.arange(0, WIDTH)
     in_head = dim < HEAD_SIZE
-    q = tl.load(
-        query + (first + row)[:, None].to(tl.int64) * query_row + head[:, None] * query_head + dim[None, :],
-        mask=valid[:, None] & in_head[None, :],
-        other=0.0,
-    )
     if QUERY_FP8:
-        q = q.to(tl.float16)
         scale *= tl.load(q_scale)
     # fp8 weights and values are multiplied in fp16, which holds both exactly or better than bf16.
     value_dtype: tl.constexpr = tl.float16 if FP8 else value.dtype.element_ty
@@ -186,7 +238,6 @@ def _verify_attention(
     if ALIBI:
         slopes = tl.load(alibi_slopes + head, mask=valid, other=0.0)
 
-    # The tail is asked for now and used last, so that nobody waits for it.
     place = tl.arange(0, TAIL)
     in_tail = (place < query_len) & has_tail
     here = in_tail[:, None] & in_head[None, :]
@@ -198,17 +249,26 @@ def _verify_attention(
     to_store = in_tail & (row_tile == 0)
     staged = tl.load(staging_rows + token, mask=to_store, other=-1)
     slot = tl.load(page_slots + token, mask=to_store, other=-1)
+    q = tl.load(
+        query + (first + row)[:, None].to(tl.int64) * query_row + head[:, None] * query_head + dim[None, :],
+        mask=valid[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    # Where the tensor cores take fp8 from shared memory, the keys need no conversion.
+    NATIVE: tl.constexpr = QUERY_FP8 and FP8 == 1 and ROWS >= 64
+    if QUERY_FP8 and not NATIVE:
+        q = q.to(tl.float16)
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
-    table = block_table + request.to(tl.int64) * table_row
     pages = kv_cache + kv_head * page_head.to(tl.int64) + dim[None, :]
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        position = tile * TILE + tl.arange(0, TILE)
+    for _ in tl.range(begin, end, num_stages=STAGES):
         seen = position < prefix
-        block = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        at = pages + (block * page_block + (position % BLOCK_SIZE) * page_slot)[:, None]
+        block = next_block.to(tl.int64)
+        ahead = position + TILE
+        next_block = tl.load(table + ahead.to(tl.uint32) // BLOCK_SIZE, mask=ahead < prefix, other=0)
+        at = pages + (block * page_block + (position.to(tl.uint32) % BLOCK_SIZE).to(tl.int32) * page_slot)[:, None]
         there = seen[:, None]
         if WIDTH != HEAD_SIZE:
             there = there & in_head[None, :]
@@ -221,19 +281,22 @@ def _verify_attention(
         else:
             scores = tl.where(seen[None, :], scores, float("-inf"))
         largest, total, summed = _add(scores, values, largest, total, summed)
+        position = ahead
 
     if has_tail:
+        # Rows outside are 0 already; without this Triton would move the tail to shared memory before the loop.
+        tail_keys, tail_values = tl.where(here, tail_keys, 0.0), tl.where(here, tail_values, 0.0)
         stored_keys, stored_values = _stored(tail_keys, k_scale, FP8), _stored(tail_values, v_scale, FP8)
-        keep = (staged >= 0)[:, None] & in_head[None, :]
-        into = staging + (
-            (staged // BLOCK_SIZE) * staging_block + kv_head * staging_head + (staged % BLOCK_SIZE) * staging_slot
+        to_staging = staged >= 0
+        at = tl.where(to_staging, staged, slot)
+        block, offset = at // BLOCK_SIZE, at % BLOCK_SIZE
+        into = tl.where(
+            to_staging,
+            staging + block * staging_block + kv_head * staging_head + offset * staging_slot,
+            kv_cache + block * page_block + kv_head * page_head + offset * page_slot,
         )
         into = into[:, None] + dim[None, :]
-        tl.store(into, stored_keys, mask=keep)
-        tl.store(into + HEAD_SIZE, stored_values, mask=keep)
-        keep = ((slot >= 0) & (staged < 0))[:, None] & in_head[None, :]
-        into = kv_cache + ((slot // BLOCK_SIZE) * page_block + kv_head * page_head + (slot % BLOCK_SIZE) * page_slot)
-        into = into[:, None] + dim[None, :]
+        keep = (at >= 0)[:, None] & in_head[None, :]
         tl.store(into, stored_keys, mask=keep)
         tl.store(into + HEAD_SIZE, stored_values, mask=keep)
         keys, values = _read(stored_keys, q.dtype, FP8), _read(stored_values, value_dtype, FP8)
@@ -260,27 +323,46 @@ def _verify_attention(
             tl.store(softmax + part * 2, largest, mask=valid)
             tl.store(softmax + part * 2 + 1, total, mask=valid)
             tl.debug_barrier()  # every thread's stores come before the one thread's release
-            arrival = arrivals + window * ROW_TILES + row_tile
-            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != active - 1:
-                return
-            tl.store(arrival, 0)
-            largest = tl.full([ROWS], float("-inf"), tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            summed = tl.zeros([ROWS, WIDTH], tl.float32)
-            part = window.to(tl.int64) * splits * (MAX_QUERY * GROUP) + packed
-            for _ in tl.range(0, active, num_stages=2):
-                other = tl.load(softmax + part * 2, mask=valid, other=0.0)
-                weight = tl.load(softmax + part * 2 + 1, mask=valid, other=1.0)
-                found = tl.load(partials + part[:, None] * HEAD_SIZE + dim[None, :], mask=mine, other=0.0)
-                new = tl.maximum(largest, other)
-                base = tl.where(new == float("-inf"), 0.0, new)
-                fade, fresh = tl.exp2(largest - base), tl.exp2(other - base)
-                total = total * fade + weight * fresh
-                summed = summed * fade[:, None] + found * fresh[:, None]
-                largest = new
-                part += MAX_QUERY * GROUP
+            arrival = arrivals + 2 * (window * ROW_TILES + row_tile)
+            if MEET:  # all wait for all, and each combines some rows
+                tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+                while tl.atomic_add(arrival, 0, sem="acquire", scope="gpu") < active:
+                    pass
+                worker, workers = split, active
+            else:  # the last to arrive combines all rows
+                if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != active - 1:
+                    return
+                tl.store(arrival, 0)
+                worker, workers = 0, 1
+            rows = tl.minimum(query_len * GROUP - row_tile * ROWS, ROWS)
+            out = output + first.to(tl.int64) * output_row
+            for some in range(worker * CHUNK, rows, workers * CHUNK):
+                _combine(
+                    out,
+                    partials,
+                    softmax,
+                    v_scale,
+                    output_row,
+                    output_head,
+                    window.to(tl.int64) * splits,
+                    active,
+                    kv_head,
+                    row_tile * ROWS + some + tl.arange(0, CHUNK),
+                    query_len,
+                    GROUP,
+                    HEAD_SIZE,
+                    WIDTH,
+                    MAX_QUERY,
+                    MOST,
+                    FP8,
+                )
+            if MEET:  # noqa: SIM102 - known when compiled
+                if tl.atomic_add(arrival + 1, 1, sem="acq_rel", scope="gpu") == active - 1:  # the last to leave
+                    tl.store(arrival, 0)
+                    tl.store(arrival + 1, 0)
+            return
 
-    result = summed / total[:, None]
+    result = summed * (1 / total)[:, None]
     if FP8:
         result *= tl.load(v_scale)
     tl.store(
@@ -297,15 +379,21 @@ def _verify_attention(
 class Config:
     """How a shape is run; it changes no result beyond the order of sums.
 
-    tile: positions read at a time. warps, stages: as Triton means them. splits: parts of the prefix, at most.
-    least: tiles that a split has at least, but for the last.
+    tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
+    splits: programs of a window and KV head, at most. least: tiles that a split has at least, but for the last.
     """
 
     tile: int = 64
     warps: int = 4
     stages: int = 3
+    registers: int = 0
     splits: int = 1
     least: int = 1
+
+
+def packed_rows(max_query_len: int, group: int) -> int:
+    """Rows of a tile that holds the window's rows for each of the `group` query heads of a KV head, or part of them."""
+    return min(LARGEST_TILE, max(16, triton.next_power_of_2(max_query_len * group)))
 
 
 @functools.cache
@@ -321,7 +409,7 @@ def choose(requests: int, kv_heads: int, group: int, head_size: int, cache_bytes
 
     Nearest by factors between shapes: of bytes of an element, rows in a tile, head size, and programs without splits.
     """
-    rows = min(LARGEST_TILE, max(16, triton.next_power_of_2(max_query_len * group)))
+    rows = packed_rows(max_query_len, group)
     shape = {"cache_bytes": cache_bytes, "rows": rows, "head_size": head_size, "programs": requests * kv_heads}
     weights = {"cache_bytes": 8, "rows": 4, "head_size": 4, "programs": 1}
 
@@ -333,18 +421,33 @@ def choose(requests: int, kv_heads: int, group: int, head_size: int, cache_bytes
         config = Config(**{name: entry[name] for name in Config.__dataclass_fields__})
         # The number of programs is what a number of splits is good for.
         splits = max(1, round(config.splits * entry["programs"] / shape["programs"]))
-        config = Config(config.tile, config.warps, config.stages, splits, config.least)
+        config = replace(config, splits=splits)
     else:
         config = Config(splits=max(1, min(64, 264 // (requests * kv_heads))), least=2)
     return _fitting(config, rows, triton.next_power_of_2(head_size), cache_bytes)
 
 
 def _fitting(config: Config, rows: int, width: int, cache_bytes: int, limit: int = 200 << 10) -> Config:
-    """`config`, or the like of it whose tiles fit into a multiprocessor's shared memory."""
+    """`config`, or the like of it whose tiles fit into shared memory, and whose sums into registers."""
     tile, stages = max(config.tile, 32), config.stages
+    warps = 8 if rows * width > 8192 else config.warps
+    registers = config.registers if width <= 128 else 0
     while stages * tile * 2 * width * cache_bytes + rows * width * 2 > limit and (stages > 2 or tile > 32):
         stages, tile = (stages - 1, tile) if stages > 2 else (stages, tile // 2)
-    return Config(tile, config.warps, stages, config.splits, config.least)
+    return replace(config, tile=tile, stages=stages, warps=warps, registers=registers)
+
+
+def division(splits: int, windows: int, rows: int, head_size: int, processors: int) -> tuple[int, bool, int, int]:
+    """How splits are combined: (splits, whether all meet, bound of splits compiled for, rows combined at a time).
+
+    They meet, that is wait for each other and share the work, where there is a multiprocessor for each program; a
+    cooperative launch then promises that all run at once.
+    """
+    splits = min(splits, 64)
+    meet = 1 < splits <= processors // windows
+    most = 4 if splits <= 4 else 16 if splits <= 16 else 64
+    chunk = max(1, COMBINED // (most * triton.next_power_of_2(head_size)))
+    return splits, meet, most, min(chunk, triton.next_power_of_2(triton.cdiv(rows, most))) if meet else chunk
 
 
 # -- the call ------------------------------------------------------------------------------------------------------
@@ -369,7 +472,9 @@ class Workspace:
         self.partials = torch.empty(rows, head_size, dtype=torch.float32, device=device)
         self.softmax = torch.empty(rows, 2, dtype=torch.float32, device=device)
         tiles = num_heads * (2 + max_query_len // 16)
-        self.arrivals = torch.zeros(max_requests * tiles, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(max_requests * tiles, 2, dtype=torch.int32, device=device)
+        cuda = self.arrivals.is_cuda
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
 
     def splits(self, requests: int) -> int:
         """How many splits of the windows of so many requests there is room for."""
@@ -441,12 +546,22 @@ def verify_attention(
         return
     heads, head_size = query.shape[1:]
     group = heads // kv_heads
-    rows = min(LARGEST_TILE, max(16, triton.next_power_of_2(max_query_len * group)))
+    rows = packed_rows(max_query_len, group)
     row_tiles = triton.cdiv(max_query_len * group, rows)
     if config is None:
         config = choose(requests, kv_heads, group, head_size, kv_cache.element_size(), max_query_len)
-    splits = min(config.splits, workspace.splits(requests))
-    _verify_attention[(kv_heads, splits, requests * row_tiles)](
+    fp8 = FP8.get(kv_cache_dtype, 0)
+    if fp8:  # as such the tensor cores can take keys from where they were copied to
+        kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2
+        kv_cache, staging = kv_cache.view(kind), staging.view(kind)
+    splits, meet, most, chunk = division(
+        min(config.splits, workspace.splits(requests)),
+        kv_heads * requests * row_tiles,
+        min(rows, max_query_len * group),
+        head_size,
+        workspace.processors,
+    )
+    _verify_attention[(kv_heads, requests * row_tiles, splits)](
         query,
         key,
         value,
@@ -494,11 +609,16 @@ def verify_attention(
         SOFTCAP=softcap > 0,
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
-        FP8=FP8.get(kv_cache_dtype, 0),
+        FP8=fp8,
         QUERY_FP8=query.dtype == torch.float8_e4m3fn,
         STAGES=config.stages,
+        MEET=meet,
+        MOST=most,
+        CHUNK=chunk,
         num_warps=config.warps,
         num_stages=config.stages,
+        launch_cooperative_grid=meet,
+        maxnreg=config.registers or None,
     )
 
 

@@ -129,7 +129,7 @@ class Windows:
         return self
 
     def arguments(self) -> dict:
-        scales = {name: torch.tensor([scale], device=DEVICE) for name, scale in self.scales.items()}
+        scales = {name: torch.full((1,), scale, device=DEVICE) for name, scale in self.scales.items()}
         return {
             "query": self.q_read if self.query_fp8 else self.query,
             "key": self.key,
@@ -248,7 +248,7 @@ def test_head_sizes_and_groups(heads, kv_heads, head_size):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("dtype", list({DTYPE, torch.float16}), ids=str)
+@pytest.mark.parametrize("dtype", list(dict.fromkeys((DTYPE, torch.float16))), ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_block_sizes_and_dtypes(block_size, dtype, kv_cache_dtype):
     """#7: a block size equal to the number of heads, too."""
@@ -259,8 +259,10 @@ def test_block_sizes_and_dtypes(block_size, dtype, kv_cache_dtype):
 
 
 @pytest.mark.parametrize("config", [Config(tile=32), SPLIT], ids=["whole", "split"])
-def test_query_in_fp8(config):
-    Windows(kv_cache_dtype="fp8", query_fp8=True, config=config).check()
+@pytest.mark.parametrize(("heads", "kv_cache_dtype"), [(4, "fp8"), (16, "fp8"), (16, "fp8_e5m2")])
+def test_query_in_fp8(heads, kv_cache_dtype, config):
+    """With 8 query heads a KV head the tensor cores multiply e4m3 as it is."""
+    Windows(kv_cache_dtype=kv_cache_dtype, query_fp8=True, num_heads=heads, config=config).check()
 
 
 @pytest.mark.parametrize("sliding_window", [-1, 1, 2, 7, 40, 1000])
@@ -311,8 +313,11 @@ def test_tuned_configuration():
     problem = Windows(((300, 9), (280, 3)))
     problem.check()
     problem = Windows(((300, 9), (280, 3)), config=Config(tile=32, splits=40))
-    problem.workspace.partials = problem.workspace.partials[: 5 * 2 * problem.num_heads * problem.max_query_len]
+    whole, room = problem.workspace.partials.fill_(float("nan")), 5 * 2 * problem.num_heads * problem.max_query_len
+    problem.workspace.partials = whole[:room]
     problem.check()
+    assert whole[room:].isnan().all()
+    assert not whole[room // 2 :].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -387,11 +392,12 @@ def test_one_graph_replayed_on_other_lengths(kv_cache_dtype):
     problem = Windows(((0, 9),) * 8, head_size=128, kv_cache_dtype=kv_cache_dtype, config=Config(splits=4)).to_device()
     problem.kv_cache = problem.poisoned(400).to(DEVICE)
     problem.block_table = torch.zeros(8, 64, dtype=torch.int32, device=DEVICE)
-    verify_attention(**problem.arguments())
+    arguments = problem.arguments()
+    verify_attention(**arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        verify_attention(**problem.arguments())
+        verify_attention(**arguments)
     live = ("qkv", "kv_cache", "output", "query_start_loc", "seq_lens", "page_slots", "staging", "staging_rows")
     lengths = torch.Generator().manual_seed(3)
     for seed in range(1, 9):
