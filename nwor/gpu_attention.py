@@ -7,9 +7,9 @@ page; each of these rows is stored once on the way, to staging or to its page.
 
 The kernel packs all query heads of a KV head and all rows of the window into one tile, so that a page is read once,
 and cuts the prefix into splits where requests and heads alone do not fill the GPU. The softmax over splits is that of
-Flash-Decoding (Dao et al., 2023): each split leaves its sum of values, its sum of weights and its largest score, and
-when all have arrived
-they are added up: by all, each some rows, where there are multiprocessors for all programs at once, else by the last.
+Flash-Decoding (Dao et al., 2023): each split leaves its sum of values, its sum of weights and its largest score. When
+all have arrived they are added up: by all of them, each some rows, where there is a multiprocessor for each program
+(a cooperative launch), else by the last.
 
 Importing this module imports Triton.
 """
