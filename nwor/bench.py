@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -99,6 +99,8 @@ def run(
     Raises:
         RuntimeError: an engine failed, or a rank does not serve the mode that was asked for.
     """
+    if plan.profile and (spec.tp > 1 or on_cpu()):
+        raise ValueError("--profile sees the kernels of one process on a GPU: leave it out, or take --tp 1 there")
     with ExitStack() as stack:
         engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
         for mode, engine in engines.items():
@@ -107,7 +109,7 @@ def run(
         first = engines[plan.modes[0]]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        tokens = given + first.encode(texts)
+        tokens = given + (first.encode(texts) if texts else [])
         longest = spec.max_model_len - plan.max_tokens
         most = max(plan.num_prompts, *plan.batches, 0)
         batch = [prompt[:longest] for prompt in (tokens * most)[:most]]
@@ -131,13 +133,14 @@ def run(
             common = {"mode": mode, "repeat": repeat, "temperature": temperature}
             common["batch"] = min(size, spec.batch)
             rows += [{**common, **row} for row in measured(generation)]
-        if plan.profile:
-            for size, (mode, engine) in itertools.product(plan.batches or (plan.num_prompts,), engines.items()):
-                times, steps = engine.kernel_times(batch[:size], plan.max_tokens)
-                common = {"mode": mode, "batch": min(size, spec.batch), "unit": "us"}
-                rows += [{**common, **row} for row in kernel_rows(times, steps)]
         reports = {mode: engine.report() for mode, engine in engines.items()}
         metrics = {mode: engine.metrics() for mode, engine in engines.items()}
+        profiled = ""
+        if plan.profile:
+            try:
+                rows += profile(engines, plan.batches or (plan.num_prompts,), batch, plan.max_tokens)
+            except RuntimeError as error:  # a probe that fails must not cost the run its times
+                profiled = str(error)
     for mode in plan.modes:
         rows += [{"mode": mode, "batch": spec.batch, **row} for row in judged(parity[mode], reports[mode])]
     report = {
@@ -145,8 +148,20 @@ def run(
         "metrics": metrics,
         "parity": {mode: asdict(found) for mode, found in parity.items()},
         "answers": answers,
+        "profile_failed": profiled,
     }
     return rows, report
+
+
+def profile(
+    engines: Mapping[str, Engine], sizes: Sequence[int], prompts: Sequence[list[int]], max_tokens: int
+) -> list[dict[str, Any]]:
+    """Rows `kernel_us` of every mode and batch: GPU microseconds of a decode step by kind of kernel."""
+    rows: list[dict[str, Any]] = []
+    for size, (mode, engine) in itertools.product(sizes, engines.items()):
+        found = kernel_rows(*engine.kernel_times(prompts[:size], max_tokens))
+        rows += [{"mode": mode, "batch": min(size, engine.spec.batch), "unit": "us", **row} for row in found]
+    return rows
 
 
 def settings_of(mode: str, audit: bool) -> Settings:

@@ -210,9 +210,9 @@ class Engine:
         return self._call("report")
 
     def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[dict[str, float], int]:
-        """GPU time in microseconds by kernel name while generating greedily, and the number of engine steps.
+        """GPU time in microseconds by kernel name over a few decode steps, and how many steps those were.
 
-        From torch's profiler, which sees the kernels of this process: TP=1 on a GPU.
+        From torch's profiler, which sees the kernels of this process: TP=1 on a GPU. Greedy; prefill is left out.
         """
         return self._call("kernel_times", list(prompts), max_tokens)
 
@@ -276,7 +276,7 @@ class _Served:
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
 
-        self.llm = LLM(**spec.llm_arguments())
+        self.spec, self.llm = spec, LLM(**spec.llm_arguments())
         self.engine = self.llm.llm_engine
         self.calls = 0
 
@@ -287,19 +287,8 @@ class _Served:
     def generate(
         self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int, logprobs: int
     ) -> Generation:
-        from vllm import SamplingParams
-
         before, before_at = self._spec_counters()
-        self.calls += 1
-        for index, prompt in enumerate(prompts):
-            sampling = SamplingParams(
-                temperature=temperature,
-                max_tokens=max_tokens,
-                ignore_eos=True,
-                seed=seed + index if temperature and not on_cpu() else None,
-                logprobs=logprobs or None,
-            )
-            self.engine.add_request(f"{self.calls}-{index}", {"prompt_token_ids": prompt}, sampling)
+        self._add(prompts, max_tokens, temperature, seed, logprobs)
         finished: dict[int, Any] = {}
         step_seconds: list[float] = []
         while self.engine.has_unfinished_requests():
@@ -323,12 +312,37 @@ class _Served:
             ],
         )
 
+    def _add(self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int, logprobs: int) -> None:
+        from vllm import SamplingParams
+
+        self.calls += 1
+        for index, prompt in enumerate(prompts):
+            sampling = SamplingParams(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                seed=seed + index if temperature and not on_cpu() else None,
+                logprobs=logprobs or None,
+            )
+            self.engine.add_request(f"{self.calls}-{index}", {"prompt_token_ids": prompt}, sampling)
+
     def kernel_times(self, prompts: list[list[int]], max_tokens: int) -> tuple[dict[str, float], int]:
+        import torch
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
+        self._add(prompts, max_tokens, 0.0, 0, 0)
+        chunks = sum(map(len, prompts)) // self.spec.max_num_batched_tokens
+        for _ in range(chunks + 4):  # every request is decoding from then on
+            self.engine.step()
+        steps = 8
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            steps = len(self.generate(prompts, max_tokens, 0.0, 0, 0).step_seconds)
+            for _ in range(steps):
+                self.engine.step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
         kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
         return {event.key: float(event.self_device_time_total) for event in kernels}, steps
 

@@ -21,6 +21,16 @@ _LLAMA_2_7B = {
 SHAPES: dict[str, dict[str, int]] = {
     "llama-2-7b": _LLAMA_2_7B,
     "llama-2-7b-8kv": {**_LLAMA_2_7B, "num_key_value_heads": 8},
+    "tiny": {
+        **_LLAMA_2_7B,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 512,
+    },
 }
 
 
