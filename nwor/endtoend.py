@@ -92,6 +92,37 @@ def claim(run: Run, bench: pd.DataFrame, report: Mapping[str, Any]) -> None:
     run.claim(f"{where}: stage avoids the rejected rows' bytes, no more", predicted, avoided, avoided == predicted)
 
 
+def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """One line a cache, batch and mode: the step's time over vanilla's, and where profiled the GPU time it is made of.
+
+    Args:
+        steps, kernels: tables `gpu_steps` and `gpu_kernels`, of the same runs.
+
+    Returns:
+        `step` is the median over repeats of the ratio of median steps, `low` and `high` their range; `gpu_ms` is the
+        sum of all kernels of a decode step, `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us`
+        parts of it.
+    """
+    cache = ["kv_heads", "batch", "mode"]
+    medians = steps[steps.metric == "step_ms"].groupby([*cache, "repeat"]).value.median().unstack("mode")
+    ratios = (
+        medians.div(medians["off"], axis=0).stack().groupby(["kv_heads", "batch", "mode"]).agg(["median", "min", "max"])
+    )
+    ratios.columns = pd.Index(["step", "low", "high"])
+    parts = kernels.pivot_table(index=cache, columns="kind", values="value", aggfunc="sum")
+    total = parts.sum(axis=1).unstack("mode")
+    found = pd.DataFrame(
+        {
+            "gpu_ms": total.stack() / 1e3,
+            "gpu": total.div(total["off"], axis=0).stack(),
+            "write_us": parts["KV write"],
+            "attention_us": parts["attention"],
+            "nwor_us": parts["NWOR"],
+        }
+    )
+    return ratios.join(found).reset_index()
+
+
 def cache_shape(spec: Mapping[str, Any]) -> Shape:
     """The target's cache as its own config describes it, for a spec as a bench report holds it."""
     config = AutoConfig.from_pretrained(spec["model"])

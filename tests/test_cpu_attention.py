@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata, _get_attn_isa
 
 from nwor import ops
-from nwor.manager import CacheLayout, DraftCommitManager, LayerContext, Window
+from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
 from nwor.vllm import cpu, patch
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU backend is not in this build")
@@ -255,12 +255,12 @@ def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, emula
     backend = Backend(dtype, kv_cache_dtype, isa)
     backend.layer.kv_cache.copy_(before)
     layout = CacheLayout.of([backend.layer.kv_cache], cpu.find_packing(backend.layer))
-    manager = DraftCommitManager(layout, "stage", 32, 64, emulate=emulate)
+    manager = DraftCommitManager(layout, "stage", len(TAILS), 8, 64, emulate=emulate)
     backend.layer.nwor = LayerContext(manager, 0)
     starts = backend.query_start_loc.tolist()
     slot_mapping = backend.slots[backend.tail_rows].clone()
-    window = Window.of(starts, num_drafts, torch.device("cpu"), sampled_rows=True)
-    assert manager.begin(window, slot_mapping)
+    logits = torch.tensor([0, *(drafts + 1 for drafts in num_drafts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    assert manager.begin(backend.query_start_loc, logits, slot_mapping)
     backend.write(backend.layer.kv_cache, slot_mapping, backend.tail_rows)
     close(backend.attend(), expected, "vec" if emulate else backend.layer.isa)
 
@@ -270,10 +270,14 @@ def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, emula
         vanilla.write(cache, slots[rows], vanilla.tail_rows[rows])
         return cache
 
-    held = window.rows.tolist()
-    free = [row for row in range(len(slot_mapping)) if row not in held]
+    served = [drafts > 0 and tail == drafts + 1 for drafts, tail in zip(num_drafts, TAILS, strict=True)]
+    free = [
+        row for request, holds in enumerate(served) if not holds for row in range(starts[request], starts[request + 1])
+    ]
     assert same_bits(backend.layer.kv_cache, pages_with(free))
-    rejected = [min(drafts, request) for request, drafts in enumerate(num_drafts)]
+    rejected = [
+        min(drafts, request) * held for request, (drafts, held) in enumerate(zip(num_drafts, served, strict=True))
+    ]
     manager.commit(torch.tensor(rejected, dtype=torch.int32))
     kept = [
         row

@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from nwor import kernel_figures, paths, results
+from nwor import attention_figures, endtoend, kernel_figures, paths, results
 
 README = (paths.ROOT / "README.md").read_text()
 
@@ -109,3 +109,45 @@ def test_what_it_names_exists() -> None:
         assert (paths.ROOT / name.strip("`")).exists(), name
     for link in re.findall(r"\]\(([\w./-]+)\)", README):
         assert (paths.ROOT / link).exists(), link
+
+
+def test_modes_on_a_gpu() -> None:
+    audit = results.read_table("gpu_audit", paths.RECORDED)
+
+    def of(mode: str, metric: str) -> float:
+        (found,) = audit[(audit["mode"] == mode) & (audit.metric == metric)].value
+        return float(found)
+
+    equal = [f"{of(mode, 'equal_requests'):.0f}/{of(mode, 'requests'):.0f}" for mode in ("cow", "stage")]
+    assert f"| {equal[0]}, {equal[1]}; the others {of('stage', 'largest_gap')} nats" in line("On a GPU, V2")
+    dirty = [of(mode, "audit.dirty_layer_steps") for mode in ("off", "cow", "stage")]
+    assert (dirty[1:], of("cow", "audit.unwritten_rows"), of("stage", "audit.unwritten_rows")) == ([0, 0], 0, 0)
+    assert f"| {dirty[0]:.0f} / 0 / 0 of {of('off', 'audit.layer_steps'):.0f} |" in line("There: layer-steps")
+
+
+def test_steps_on_a_gpu() -> None:
+    recorded = (results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels"))
+    table = endtoend.gpu_steps(*recorded).set_index(["kv_heads", "mode", "batch"])
+    for column, digits, start in (("gpu", 3, "GPU time of all kernels"), ("step", 2, "A whole engine step")):
+        said = ", ".join(
+            f"`{mode}` " + " / ".join(f"{table.loc[(32, mode, batch), column]:.{digits}f}" for batch in (1, 4, 16))
+            for mode in ("stage", "cow")
+        )
+        assert f"| {said} |" in line(start)
+    share = results.read_table("kv_write_share", paths.RECORDED).set_index("batch").value
+    said = " / ".join(f"{100 * share[batch]:.1f}%" for batch in (1, 4, 16, 64))
+    assert f"| {said} |" in line("Share of the paged KV write")
+    steady = table.loc[[(heads, "stage", batch) for heads in (8, 32) for batch in (1, 4, 16)], "step"]
+    assert f"from {100 * (1 - steady.min()):.0f} % faster to {100 * (steady.max() - 1):.0f} % slower" in README.replace(
+        "\n  ", " "
+    )
+
+
+def test_verify_attention() -> None:
+    times = results.read_table("attention", paths.RECORDED)
+    table = attention_figures.frame(times, 4.29)
+    short = table[(table.context == 512) & (table.cache == "bf16")].ratio.max()
+    assert f"| {short:.2f} |" in line("Attention and write of one layer")
+    grouped = table[table.kv_heads == 8]
+    worst = grouped[(grouped.cache == "bf16")].ratio.max(), grouped[grouped.cache == "fp8"].ratio.max()
+    assert f"({worst[0]:.2f} times)" in README and f"(up to {worst[1]:.2f})" in README

@@ -13,6 +13,7 @@ from paged import Batch, Paged, write_rows
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
+from nwor import paths
 from nwor.manager import CacheLayout, Counters, DraftCommitManager, LayerContext
 from nwor.settings import Settings
 from nwor.vllm import (
@@ -57,6 +58,9 @@ def test_rejected(sampled, num_drafts, expected):
 # -- what can be served ------------------------------------------------------------------------------------------------
 
 
+FUSED = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_attn_quant")
+
+
 def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespace:
     """A V1 runner as far as `unsupported` looks at it; a change of a dotted name goes inside."""
     parallel = SimpleNamespace(
@@ -68,7 +72,10 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
     groups = [SimpleNamespace(layer_names=[*names, "draft"])]
     runner = SimpleNamespace(
         vllm_config=SimpleNamespace(
-            speculative_config=SimpleNamespace(), kv_transfer_config=None, parallel_config=parallel
+            speculative_config=SimpleNamespace(),
+            kv_transfer_config=None,
+            parallel_config=parallel,
+            compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**dict.fromkeys(FUSED, False))),
         ),
         device=torch.device("cpu"),
         kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
@@ -160,13 +167,73 @@ def test_layers_that_stage_cannot_attend_to_on_a_gpu(layer, why):
     assert found.startswith(why) and bool(found) == bool(why)
 
 
-@pytest.mark.parametrize("name", ["fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_attn_quant"])
+@pytest.mark.parametrize("name", FUSED)
 def test_fused_passes_keep_rows_from_the_hook(name):
-    passes = dict.fromkeys(["fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_attn_quant"], False)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes)))
+    config = make_runner().vllm_config
     assert gpu.fused_passes(config) == ""
     setattr(config.compilation_config.pass_config, name, True)
     assert gpu.fused_passes(config)
+
+
+PARALLEL = "vllm_config__parallel_config__"
+ON_A_GPU = {"device": torch.device("cuda")}
+MATRIX = {
+    "no speculative decoding": [({"vllm_config__speculative_config": None}, {})],
+    "a KV connector or offload": [({"vllm_config__kv_transfer_config": SimpleNamespace()}, {})],
+    "pipeline parallelism": [({PARALLEL + "pipeline_parallel_size": 2}, {})],
+    "context parallelism, decode or prefill": [
+        ({PARALLEL + f"{kind}_context_parallel_size": 2}, {}) for kind in ("decode", "prefill")
+    ],
+    "layers that share another's cache": [({}, {"kv_sharing_target_layer_name": "a"})],
+    "hybrid models, MLA": [
+        ({"kv_cache_config": groups_of(["a"], ["b"])}, {}),
+        ({"kv_cache_config": groups_of([])}, {}),
+    ],
+    "micro-batches": [({PARALLEL + "use_ubatching": True}, {})],
+    "fused rope and cache write, quantised attention output (GPU)": [
+        (ON_A_GPU | {f"vllm_config__compilation_config__pass_config__{name}": True}, {}) for name in FUSED
+    ],
+    "ALiBi, sinks": [(ON_A_GPU, {"alibi_slopes": torch.ones(2)}), (ON_A_GPU, {"sinks": torch.ones(2)})],
+    "FlashInfer, ROCm AITER and other attention backends": [
+        (ON_A_GPU, {"implementation": name}) for name in ("FlashInferImpl", "RocmAiterUnifiedAttentionImpl")
+    ],
+    "heads of a size other than 64, 96, 128, 256 (GPU)": [(ON_A_GPU, {"head_size": 80})],
+    "a cache of fp8 e5m2 or with scales per token or head (GPU)": [
+        (ON_A_GPU, {"kv_cache_dtype": "fp8_e5m2"}),
+        (ON_A_GPU, {"kv_cache_dtype": "fp8_per_token_head"}),
+        (ON_A_GPU, {"scale_of": 8}),
+    ],
+}
+# Seen in a step or while a manager is built: tests/test_manager.py and tests/test_vllm_modes.py hold these.
+ELSEWHERE = {
+    "a batch or a window larger than the held rows",
+    "drafts behind prefill rows of one query",
+    "a CPU packing that is no permutation",
+}
+
+
+def readme_matrix() -> dict[str, tuple[str, str]]:
+    text = (paths.ROOT / "README.md").read_text()
+    lines = text[text.index("| beside a mode |") :].partition("\n\n")[0].splitlines()[2:]
+    return {
+        name: (cow, stage) for name, cow, stage in ([part.strip() for part in line.split("|")[1:4]] for line in lines)
+    }
+
+
+def test_the_readme_tells_where_a_mode_serves():
+    """R19: each line of its table is what the hooks decide."""
+    said = readme_matrix()
+    assert said.keys() == MATRIX.keys() | ELSEWHERE
+    for name, cases in MATRIX.items():
+        for changes, layer in cases:
+            layers = {
+                "a": gpu_layer(),
+                "b": gpu_layer(**{k: v for k, v in layer.items() if not k.startswith("kv_sharing")}),
+            }
+            layers["b"].kv_sharing_target_layer_name = layer.get("kv_sharing_target_layer_name")
+            for mode, words in zip(("cow", "stage"), said[name], strict=True):
+                found = runner.unsupported(make_runner(**changes), layers, mode)
+                assert (found == "") == (words == "serves"), (name, mode, found)
 
 
 def test_target_layers_are_attention_and_not_the_drafters():
