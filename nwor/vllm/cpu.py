@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nwor import ops
-from nwor.vllm.patch import wrap
+from nwor.vllm.patch import wrap_attention
 
 _DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 included
 
@@ -22,29 +22,7 @@ _DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 in
 def install() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    wrap(
-        CPUAttentionBackendImpl,
-        "do_kv_cache_update",
-        ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
-        _make_update,
-    )
-    wrap(
-        CPUAttentionBackendImpl,
-        "forward",
-        (
-            "self",
-            "layer",
-            "query",
-            "key",
-            "value",
-            "kv_cache",
-            "attn_metadata",
-            "output",
-            "output_scale",
-            "output_block_scale",
-        ),
-        _make_forward,
-    )
+    wrap_attention(CPUAttentionBackendImpl, _make_update, _make_forward)
 
 
 def _make_update(original: Callable) -> Callable:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from nwor.vllm.patch import wrap
+from nwor.vllm.patch import wrap_attention
 
 if TYPE_CHECKING:
     from nwor.gpu_attention import Workspace
@@ -31,29 +31,7 @@ def install() -> None:
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
     for implementation in (FlashAttentionImpl, TritonAttentionImpl):
-        wrap(
-            implementation,
-            "do_kv_cache_update",
-            ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
-            _make_update,
-        )
-        wrap(
-            implementation,
-            "forward",
-            (
-                "self",
-                "layer",
-                "query",
-                "key",
-                "value",
-                "kv_cache",
-                "attn_metadata",
-                "output",
-                "output_scale",
-                "output_block_scale",
-            ),
-            _make_forward,
-        )
+        wrap_attention(implementation, _make_update, _make_forward)
 
 
 def fused_passes(config: Any) -> str:

@@ -59,6 +59,16 @@ def wrap(
     _originals[key] = original
 
 
+def wrap_attention(
+    implementation: type, make_update: Callable[[Callable], Callable], make_forward: Callable[[Callable], Callable]
+) -> None:
+    """Wrap an attention backend's cache write and its attention, which have one signature in all of vLLM's backends."""
+    write = ("self", "layer", "key", "value", "kv_cache", "slot_mapping")
+    attend = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+    wrap(implementation, "do_kv_cache_update", write, make_update)
+    wrap(implementation, "forward", (*attend, "output_scale", "output_block_scale"), make_forward)
+
+
 def undo_all() -> None:
     """Put every wrapped method back."""
     while _originals:  # last applied first: methods may be wrapped by two modules
