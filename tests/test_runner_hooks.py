@@ -420,6 +420,18 @@ def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
     assert not made.nwor.is_open, "a step that fails leaves no window behind"
 
 
+def test_dummy_runs_of_the_v1_runner_hold_nothing():
+    """#5, #22: before the caches are there, and after a step."""
+    calls = []
+    run = runner_v1._make_dummy(lambda self, num_tokens: calls.append(num_tokens))
+    run(SimpleNamespace(), 8)
+    made = SteppingV2()
+    runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(0))
+    run(made, 16)
+    assert calls == [8, 16]
+    assert made.nwor.page_slots.eq(-1).all()
+
+
 def test_v2_steps_without_drafts_and_dummy_runs_hold_nothing():
     """#5, #22: what a captured kernel reads is set in each of them."""
     made = SteppingV2()

@@ -99,6 +99,7 @@ def test_serve_exports_the_counters(tp, tmp_path):
     speculative = {"method": "eagle", "model": spec.draft, "num_speculative_tokens": 4}
     words = ["--model", spec.model, "--host", "127.0.0.1", "--port", port, "--max-model-len", 256, "--max-num-seqs", 8]
     words += ["--num-gpu-blocks-override", 64, "--enforce-eager", "--tensor-parallel-size", tp]
+    words += ["--gpu-memory-utilization", 0.3]
     words += ["--speculative-config", json.dumps(speculative)]
     environ = {
         **os.environ,

@@ -3,7 +3,8 @@
 
 Why: only the runner knows which rows of a batch are drafts and how many of them were rejected.
 How: `_prepare_inputs` yields the drafts per request, `_model_forward` (real steps only: dummy runs call the model
-itself) is where the window opens, `_sample` returns the accepted tokens before the drafter proposes.
+itself) is where the window opens, `_sample` returns the accepted tokens before the drafter proposes. `_dummy_run` may
+replay a captured graph, and holds nothing.
 When it can go: with the V1 runner.
 """
 
@@ -33,6 +34,27 @@ def install(settings: Settings) -> None:
         "_model_forward",
         ("self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"),
         _make_forward,
+    )
+    wrap(
+        GPUModelRunner,
+        "_dummy_run",
+        (
+            "self",
+            "num_tokens",
+            "cudagraph_runtime_mode",
+            "force_attention",
+            "uniform_decode",
+            "allow_microbatching",
+            "skip_eplb",
+            "is_profile",
+            "create_mixed_batch",
+            "remove_lora",
+            "is_graph_capturing",
+            "num_active_loras",
+            "profile_seq_lens",
+            "randomize_inputs",
+        ),
+        _make_dummy,
     )
     wrap(GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata"), _make_sample)
     wrap(GPUModelRunner, "sample_tokens", ("self", "grammar_output"), _make_sample_tokens)
@@ -66,6 +88,15 @@ def _make_forward(original: Callable) -> Callable:
             raise
 
     return _model_forward
+
+
+def _make_dummy(original: Callable) -> Callable:
+    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (manager := getattr(self, "nwor", None)) is not None:
+            manager.clear()  # a replayed graph must not write where the last real step did
+        return original(self, *args, **kwargs)
+
+    return _dummy_run
 
 
 def target_slot_mapping(runner: Any) -> Tensor:
