@@ -51,10 +51,12 @@ def target_layers(runner: Any) -> dict[str, Any]:
     """The target model's attention layers by name, in order; the drafter's own are never part of a window."""
     from vllm.model_executor.layers.attention import Attention
 
-    draft_names: set[str] = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", set())  # V1
-    draft_names |= getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", set())  # V2
+    of_v1: set[str] = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", set())
+    of_v2: set[str] = getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", set())
     context = runner.compilation_config.static_forward_context
-    return {name: layer for name, layer in context.items() if isinstance(layer, Attention) and name not in draft_names}
+    return {
+        name: layer for name, layer in context.items() if isinstance(layer, Attention) and name not in of_v1 | of_v2
+    }
 
 
 def target_group(runner: Any, layers: dict[str, Any]) -> int | None:
