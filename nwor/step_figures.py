@@ -44,13 +44,15 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
         line[0].set_ylabel(f"{cache}\nover vanilla")
     for ax, k in zip(axes[0], ks, strict=True):
         ax.set_title(f"k = {k}")
+        ax.set_ylim(min(1, points["measured"].min()) - 0.03, max(1, points["measured"].max()) + 0.03)
     for ax in axes[-1]:
         ax.set_xlabel("batch")
     every = {label: handle for ax in axes.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     fig.legend(every.values(), every.keys(), loc="outside upper center", ncols=3)
     caption = (
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over repeats, "
-        f"whiskers from least to greatest. Below one the mode is faster. Run {plot.runs_of(steps)}."
+        f"whiskers from least to greatest; where they leave the frame, the runs were not steady. Below one the mode is "
+        f"faster. Run {plot.runs_of(steps)}."
     )
     return plot.save(fig, run, "step_ratio", points, caption)
 
