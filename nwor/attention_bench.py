@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from nwor import paths, results
-from nwor.kernel_bench import Call, Timer, compact, empty
+from nwor.kernel_bench import Call, Timer, compact, empty, measures
 
 QUERY, HEAD_SIZE, BLOCK_SIZE = 9, 128, 16
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
@@ -397,16 +397,9 @@ def obtain(run: results.Run, source: str = "") -> pd.DataFrame:
 
     Args:
         run: where measured tables go.
-        source: `measure` or `recorded`; empty: measure where there is a GPU.
-
-    Raises:
-        ValueError: another source, or `measure` without a GPU.
+        source: see `nwor.kernel_bench.measures`, whose errors are raised.
     """
-    if source not in ("", "measure", "recorded"):
-        raise ValueError(f"source is measure, recorded or empty, got {source!r}")
-    if source == "measure" and not torch.cuda.is_available():
-        raise ValueError("source is measure, but there is no NVIDIA GPU here; the recorded results need none")
-    if source == "recorded" or not torch.cuda.is_available():
+    if not measures(source):
         return results.read_table("attention", paths.RECORDED)
     return run.table("attention", measure())
 

@@ -47,12 +47,21 @@ class Plan:
     profile: bool = False
     audit: bool = True
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Prompts of each timed generation."""
+        return self.batches or (self.num_prompts,)
+
+    @property
+    def most_prompts(self) -> int:
+        return max(self.num_prompts, *self.sizes)
+
     def __post_init__(self) -> None:
         for mode in self.modes:
             Settings(mode=mode)
         if len(set(self.modes)) != len(self.modes):
             raise ValueError(f"modes repeat: {','.join(self.modes)}")
-        if self.repeats < 0 or min(self.num_prompts, *self.batches, 1) < 1:
+        if self.repeats < 0 or min(self.num_prompts, *self.sizes) < 1:
             raise ValueError("repeats must be at least 0, num_prompts and batches at least 1")
 
 
@@ -111,8 +120,7 @@ def run(
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         tokens = given + (first.encode(texts) if texts else [])
         longest = spec.max_model_len - plan.max_tokens
-        most = max(plan.num_prompts, *plan.batches, 0)
-        batch = [prompt[:longest] for prompt in (tokens * most)[:most]]
+        batch = [prompt[:longest] for prompt in (tokens * plan.most_prompts)[: plan.most_prompts]]
 
         rows: list[dict[str, Any]] = []
         parity: dict[str, Parity] = {}
@@ -125,9 +133,7 @@ def run(
             parity[mode] = compare(warm[plan.modes[0]], generation)
             answers[mode] = generation.text[:4]
             engines[mode].stop_audit()
-        turns = itertools.product(
-            plan.temperatures, plan.batches or (plan.num_prompts,), range(plan.repeats), engines.items()
-        )
+        turns = itertools.product(plan.temperatures, plan.sizes, range(plan.repeats), engines.items())
         for temperature, size, repeat, (mode, engine) in turns:
             generation = engine.generate(batch[:size], plan.max_tokens, temperature, plan.seed + 1000 * repeat)
             common = {"mode": mode, "repeat": repeat, "temperature": temperature}
@@ -138,7 +144,7 @@ def run(
         profiled = ""
         if plan.profile:
             try:
-                rows += profile(engines, plan.batches or (plan.num_prompts,), batch, plan.max_tokens)
+                rows += profile(engines, plan.sizes, batch, plan.max_tokens)
             except RuntimeError as error:  # a probe that fails must not cost the run its times
                 profiled = str(error)
     for mode in plan.modes:
@@ -347,7 +353,7 @@ def random_prompts(plan: Plan, length: int) -> list[list[int]]:
     import random
 
     draw = random.Random(plan.seed)
-    return [[draw.randrange(10, 250) for _ in range(length)] for _ in range(max(plan.num_prompts, *plan.batches, 0))]
+    return [[draw.randrange(10, 250) for _ in range(length)] for _ in range(plan.most_prompts)]
 
 
 if __name__ == "__main__":

@@ -404,12 +404,11 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
     return results.tidy(found, mode="", model="")
 
 
-def obtain(run: results.Run, source: str = "") -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(times, counters), measured now and kept as tables of `run`, or as recorded in `data/recorded`.
+def measures(source: str) -> bool:
+    """Whether `source`, a parameter of the GPU notebooks, means measuring here.
 
     Args:
-        run: where measured tables go.
-        source: `measure` or `recorded`; empty: measure where there is a GPU. Without `ncu` counters are the recorded.
+        source: `measure` or `recorded`; empty: measure where there is a GPU.
 
     Raises:
         ValueError: another source, or `measure` without a GPU.
@@ -418,7 +417,17 @@ def obtain(run: results.Run, source: str = "") -> tuple[pd.DataFrame, pd.DataFra
         raise ValueError(f"source is measure, recorded or empty, got {source!r}")
     if source == "measure" and not torch.cuda.is_available():
         raise ValueError("source is measure, but there is no NVIDIA GPU here; the recorded results need none")
-    if source == "recorded" or not torch.cuda.is_available():
+    return source != "recorded" and torch.cuda.is_available()
+
+
+def obtain(run: results.Run, source: str = "") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(times, counters), measured now and kept as tables of `run`, or as recorded in `data/recorded`.
+
+    Args:
+        run: where measured tables go.
+        source: see `measures`, whose errors are raised. Without `ncu` the counters are the recorded ones.
+    """
+    if not measures(source):
         times, counters = (results.read_table(name, paths.RECORDED) for name in ("kernel_times", "kernel_counters"))
         return times, counters
     times = run.table("kernel_times", measure())

@@ -110,13 +110,12 @@ def _make_forward(original: Callable) -> Callable:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         context = getattr(layer, "nwor", None)
+        vanilla = (self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if context is None or attn_metadata is None:
-            return original(
-                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
+            return original(*vanilla)
         manager = context.manager
         if attn_metadata.max_query_len > manager.width:
-            original(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+            original(*vanilla)
             if not manager.is_open:
                 return output
         verify_attention(
