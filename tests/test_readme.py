@@ -151,3 +151,9 @@ def test_verify_attention() -> None:
     grouped = table[table.kv_heads == 8]
     worst = grouped[(grouped.cache == "bf16")].ratio.max(), grouped[grouped.cache == "fp8"].ratio.max()
     assert f"({worst[0]:.2f} times)" in README and f"(up to {worst[1]:.2f})" in README
+
+
+def test_where_modes_pay() -> None:
+    stage, cow = (measured(f"H200, published models: points where {mode} pays") for mode in ("stage", "cow"))
+    assert f"| {stage} of {stage} / {cow} of {stage} |" in line("Published models")
+    assert measured("H200, published models: points where stage pays, rope and write fused") == "0"
