@@ -287,7 +287,6 @@ inline int64_t* check_slots(const Tensor& slots, const Tensor& like, const char*
   check_dim(slots, "slots", 2, "[requests, rows of a window]");
   check_dtype(slots, "slots", ScalarType::Long);
   check_same_device(slots, "slots", like, like_name);
-  STD_TORCH_CHECK(slots.size(1) > 0, "slots must have at least one column, got ", shape_of(slots));
   STD_TORCH_CHECK(slots.is_contiguous(), "slots must be contiguous (cut it by requests, not by columns)");
   STD_TORCH_CHECK(slots.numel() < int64_t{1} << 31, "slots must list fewer than 2^31 rows, got ", shape_of(slots));
   return static_cast<int64_t*>(slots.data_ptr());
@@ -327,6 +326,7 @@ inline AllLayersArgs check_all_layers(const Tensor& pool, const Tensor& layer_of
   a.rows = {static_cast<char*>(rows.data_ptr()), rows.stride(0), rows.stride(1), rows.stride(2), rows.stride(3),
             a.pool.block_size};
   a.window.slots = check_slots(slots, rows, "rows");
+  STD_TORCH_CHECK(slots.size(1) > 0, "slots must have at least one column, got ", shape_of(slots));
   a.window.num_requests = static_cast<int>(slots.size(0));
   a.window.width = static_cast<int>(slots.size(1));
   a.window.num_rows = slots.numel();

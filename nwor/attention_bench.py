@@ -36,12 +36,14 @@ import torch
 from torch import Tensor
 
 from nwor import paths, results
+from nwor.attention_configs import Config, division, packed_rows
 from nwor.kernel_bench import Call, Timer, compact, empty, measures
 
 QUERY, HEAD_SIZE, BLOCK_SIZE = 9, 128, 16
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 BATCHES, CONTEXTS, CACHES = (1, 4, 16, 64), (512, 2048, 8192), ("bf16", "fp8")
 FLASH_SPLITS = (1, 2, 4, 8, 16)
+NOISE = 1.02  # two medians of a sweep that are no further apart are called equal
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Windows:
         keys, values = cache.transpose(1, 2).split(HEAD_SIZE, -1)
         return keys, values
 
-    def nwor(self, config: Any = None) -> Call:
+    def nwor(self, config: Config | None = None) -> Call:
         from nwor.gpu_attention import verify_attention
 
         return functools.partial(
@@ -280,10 +282,8 @@ def ratio(found: list[dict[str, Any]]) -> str:
 # -- the sweep -----------------------------------------------------------------------------------------------------
 
 
-def kernels(shape: Shape) -> list[Any]:
+def kernels(shape: Shape) -> list[Config]:
     """What is compiled apart and fits: tiles, warps, stages, bounds of registers; whole and split."""
-    from nwor.gpu_attention import Config
-
     stages = {32: (3, 4), 64: (3, 4), 128: (2, 3) if shape.element == 1 else (2,)}
     return [
         Config(tile, warps, stage, registers, splits)
@@ -295,7 +295,7 @@ def kernels(shape: Shape) -> list[Any]:
     ]
 
 
-def divisions(shape: Shape, kernel: Any, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)) -> list[Any]:
+def divisions(shape: Shape, kernel: Config, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)) -> list[Config]:
     """The kernel with every worthwhile number of splits and of tiles that one has at least."""
     if kernel.splits == 1:
         return [kernel]
@@ -309,7 +309,7 @@ def divisions(shape: Shape, kernel: Any, least: Sequence[int] = (64, 128, 256, 5
     ]
 
 
-def _compile(job: tuple[Shape, list[Any]]) -> None:
+def _compile(job: tuple[Shape, list[Config]]) -> None:
     shape, configs = job
     windows = Windows(replace(shape, context=64))
     for config in configs:
@@ -317,7 +317,7 @@ def _compile(job: tuple[Shape, list[Any]]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(jobs: Sequence[tuple[Shape, list[Any]]], workers: int) -> None:
+def compile_all(jobs: Sequence[tuple[Shape, list[Config]]], workers: int) -> None:
     """Fill Triton's cache with each configuration of each job, on a small problem like its shape."""
     parts = [(shape, configs[n::workers]) for shape, configs in jobs for n in range(workers)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
@@ -327,12 +327,11 @@ def compile_all(jobs: Sequence[tuple[Shape, list[Any]]], workers: int) -> None:
 def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.DataFrame:
     """Time of every candidate on every shape: the shape, the configuration, `value` in us with the empty kernel off.
 
+    `vanilla` is, in the same turns, the time of vLLM's faster backend with its write, as vLLM calls them.
     First every kernel, whole and in some splits; then the fastest few of each kind with every division of the prefix.
     """
-    from nwor.gpu_attention import division
-
     kinds = {(s.heads, s.kv_heads, s.cache): kernels(s) for s in chosen}
-    jobs, known = {replace(shape, context=0): list[Any]() for shape in chosen}, set()
+    jobs, known = {replace(shape, context=0): list[Config]() for shape in chosen}, set()
     for shape, configs in jobs.items():
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache]:
             for config in divisions(shape, kernel, (512,)):
@@ -345,12 +344,15 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
     compile_all(list(jobs.items()), workers)
     timer, found = Timer(), []
 
-    def time(shape: Shape, windows: Windows, configs: list[Any]) -> None:
-        calls = {"empty": empty} | {str(n): windows.nwor(config) for n, config in enumerate(configs)}
+    def time(shape: Shape, windows: Windows, configs: list[Config]) -> None:
+        calls = {"empty": empty, "flash": windows.flash(32), "triton": windows.triton()}
+        calls |= {str(n): windows.nwor(config) for n, config in enumerate(configs)}
         frame = pd.DataFrame(timer.sample(calls, repeats), columns=["op", "repeat", "value"])
         medians = frame.groupby("op")["value"].median()
+        medians -= medians["empty"]
+        vanilla = medians[["flash", "triton"]].min()
         for n, config in enumerate(configs):
-            found.append(asdict(shape) | asdict(config) | {"value": medians[str(n)] - medians["empty"]})
+            found.append(asdict(shape) | asdict(config) | {"value": medians[str(n)], "vanilla": vanilla})
 
     for key, same in itertools.groupby(chosen, key=lambda s: (s.heads, s.kv_heads, s.cache)):
         for batch, contexts in itertools.groupby(same, key=lambda s: s.batch):
@@ -375,17 +377,20 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
     """Of each (heads, batch, cache) the configuration that loses least where it loses most.
 
     What it loses at a context is its time over that of the fastest there: one configuration serves all contexts, since
-    a captured graph does not know them.
+    a captured graph does not know them. Those that nowhere take `NOISE` times vLLM's time come first. `slower_from` is
+    the least context at which the chosen one does, 0 for none.
     """
-    from nwor.gpu_attention import Config, packed_rows
-
     knobs, found = list(Config.__dataclass_fields__), []
     for (heads, kv_heads, batch, cache), group in swept.groupby(["heads", "kv_heads", "batch", "cache"]):
-        times = group.groupby([*knobs, "context"])["value"].min().unstack().dropna()
-        chosen = dict(zip(knobs, (times / times.min()).max(axis=1).idxmin(), strict=True))
+        table = group.pivot_table(index=knobs, columns="context", values=["value", "vanilla"], aggfunc="min").dropna()
+        times, lost = table["value"], (table["value"] / table["value"].min()).max(axis=1)
+        slower = times > NOISE * table["vanilla"].min()
+        chosen = lost[~slower.any(axis=1)].idxmin() if not slower.any(axis=1).all() else lost.idxmin()
+        contexts = times.columns[slower.loc[chosen]]
         shape = Shape(heads, kv_heads, batch, 0, cache)
-        key = {"cache_bytes": shape.element, "rows": packed_rows(QUERY, heads // kv_heads), "head_size": HEAD_SIZE}
-        found.append(key | {"programs": batch * kv_heads} | {name: int(value) for name, value in chosen.items()})
+        entry = {"cache_bytes": shape.element, "rows": packed_rows(QUERY, heads // kv_heads), "head_size": HEAD_SIZE}
+        entry |= {"programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
+        found.append(entry | {name: int(value) for name, value in zip(knobs, chosen, strict=True)})
     return found
 
 
@@ -423,7 +428,7 @@ def main(argv: list[str] | None = None) -> int:
         swept = sweep(chosen, min(options.repeats, 5))
         text = {"gpu": torch.cuda.get_device_name(), "configurations": best(swept)}
         results.write_json(options.sweep, text)
-        results.write_table(options.sweep.with_suffix(".parquet"), swept)
+        results.write_table(options.sweep.with_name(f"{options.sweep.stem}_sweep.parquet"), swept)
         return 0
     times = measure(chosen, options.repeats)
     results.write_table(options.out / "attention.parquet", compact(times))

@@ -207,7 +207,7 @@ def measured(generation: Generation) -> list[dict[str, Any]]:
 
 KINDS = {
     "KV write": r"reshape_and_cache",
-    "attention": r"flash|unified_attention|_verify_attention|fmha|FlashAttn",
+    "attention": r"flash|unified_attention|verify_windows|fmha|FlashAttn",
     "NWOR": r"nwor::",
     "matmul": r"gemm|nvjet|cutlass|cublas|splitK",
 }

@@ -159,6 +159,8 @@ class DraftCommitManager:
         rows: uint8 [L, B', H, N, C], old bytes (``cow``) or new ones (``stage``), as in `ops.log_all_layers`.
         staging_rows, page_slots: int64 [max_tokens], ``stage`` only: for each row of the batch its row in `rows`, or -1;
             and the slot vLLM's writer is to take, -1 for held rows.
+        aside: batches, in requests as padded for a graph, that vLLM's own write and attention serve because they are
+            the faster; counted as fallbacks.
     """
 
     def __init__(
@@ -185,12 +187,13 @@ class DraftCommitManager:
             self.staging_rows = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
             self.page_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self.attention: Any = None  # the GPU attention's workspace
+        self.aside: frozenset[int] = frozenset()
         self.tally = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=device)
         self.counts, self.kept = self.split(self.tally)
         self.num_requests: int | None = None
         self._slot_mapping: Tensor | None = None
         self._staged = layout.num_layers * [False]
-        self._refused = self._cancelled = 0
+        self._warned, self._cancelled = False, 0
 
     @property
     def is_open(self) -> bool:
@@ -201,7 +204,9 @@ class DraftCommitManager:
         """A window of mode ``stage`` is open, so the target layers' writes and attention are ours."""
         return self.is_open and self.mode == "stage"
 
-    def begin(self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor) -> bool:
+    def begin(
+        self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor, padded_requests: int = 0
+    ) -> bool:
         """Open a window, before the forward.
 
         A request with d drafts brings them as the last d rows of its query, behind the token it sampled last, and has
@@ -213,9 +218,10 @@ class DraftCommitManager:
             query_start_loc: int32 [num_reqs + 1] or longer, where each request's query starts in the batch.
             cu_num_logits: int32 [num_reqs + 1], where each request's logits start.
             slot_mapping: int64 [num_tokens] or longer, the slots of the target layers' cache group.
+            padded_requests: requests of the graph that is replayed, 0 for as many as there are.
 
         Returns:
-            False where the batch does not fit: vLLM's own write serves this step.
+            False where the batch does not fit or stands aside: vLLM's own write serves this step.
 
         Raises:
             RuntimeError: a window is open already.
@@ -223,26 +229,26 @@ class DraftCommitManager:
         if self.is_open:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
         num_requests = cu_num_logits.numel() - 1
-        if num_requests > len(self.slots):
-            if not self._refused:
-                logger.warning(
-                    "NWOR: a batch of %d requests does not fit %d; vLLM's own write serves such steps, counted as "
-                    "fallbacks",
-                    num_requests,
-                    len(self.slots),
-                )
-            self._refused += 1
-            self.clear(slot_mapping)
-            return False
+        fits = num_requests <= len(self.slots)
+        if not fits and not self._warned:
+            self._warned = True
+            logger.warning(
+                "NWOR: a batch of %d requests does not fit %d; vLLM's own write serves such steps, counted as fallbacks",
+                num_requests,
+                len(self.slots),
+            )
+        served = fits and (padded_requests or num_requests) not in self.aside
         ops.open_window(
             query_start_loc,
             cu_num_logits,
             slot_mapping,
-            self.slots,
+            self.slots if served else self.slots.new_empty(num_requests, 0),  # no columns: every window falls back
             self.staging_rows,
             self.page_slots,
             self.counts,
         )
+        if not served:
+            return False
         self.num_requests, self._slot_mapping = num_requests, slot_mapping
         if self.mode == "cow":
             ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.rows)
@@ -253,7 +259,7 @@ class DraftCommitManager:
         return True
 
     def clear(self, slot_mapping: Tensor | None = None) -> None:
-        """Hold nothing in the next forward: a dummy run, or with `slot_mapping` one that vLLM's own write serves."""
+        """Hold nothing in the next forward: a dummy run, or with `slot_mapping` a step without drafts."""
         if self.staging_rows is None or self.page_slots is None:
             return
         self.staging_rows.fill_(-1)
@@ -353,7 +359,7 @@ class DraftCommitManager:
     def reset_counters(self) -> None:
         """Forget warm-up and dummy runs."""
         self.tally.zero_()
-        self._refused = self._cancelled = 0
+        self._cancelled = 0
 
     @staticmethod
     def split(tally: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,7 +369,7 @@ class DraftCommitManager:
 
     def counters_of(self, counts: list[int]) -> Counters:
         """Counters from the device's five counts."""
-        kept, rejected, windows, drafts, refused = counts
+        kept, rejected, windows, drafts, fallbacks = counts
         layers, sampled = self.layout.num_layers, windows if self.mode == "stage" else 0
         row = self.layout.slot_bytes * layers
         if self.mode == "cow":  # vLLM wrote every draft, and the rejected ones were written once more
@@ -380,7 +386,7 @@ class DraftCommitManager:
             stage_operations=layers * (drafts + sampled),
             bytes_written=written * row,
             bytes_avoided=avoided * row,
-            fallbacks=self._refused + refused,
+            fallbacks=fallbacks,
             cancelled=self._cancelled,
         )
 

@@ -228,7 +228,7 @@ def open_window(
         slot_mapping: int64 [T].
         slots: int64 [R', W], R' >= R, written whole: of each request the slots of the held rows, to the right; -1
             before them, for a negative slot, and for requests from R on. Its row w of request r is row ``r * W + w``
-            of the mini-cache, and has ``W - 1 - w`` rows of its query behind it.
+            of the mini-cache, and has ``W - 1 - w`` rows of its query behind it. W may be 0: then all fall back.
         staging_rows: None, or int64 [T'], T' >= T, written whole: the mini-cache's row of each held row, else -1.
         page_slots: None, or int64 [T'], written whole: the slot of each row that is not held, else -1; -1 from
             ``query_start_loc[R]`` on. Goes with `staging_rows`; neither may be `slot_mapping` itself.

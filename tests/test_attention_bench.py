@@ -2,12 +2,14 @@
 """What is made of the samples of the attention bench: floors, ratios, goals, figures; the data that is shipped."""
 
 import json
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
 
-from nwor import attention_bench, attention_figures, paths, results
+from nwor import attention_bench, attention_configs, attention_figures, paths, results
 from nwor.attention_bench import Shape
+from nwor.attention_configs import Config
 
 SHAPE = Shape(32, 8, 16, 512)
 
@@ -68,11 +70,51 @@ def test_figures_are_written(tmp_path):
 
 
 def test_tuned_configurations_are_what_the_sweep_found():
-    """The shipped file follows from the shipped sweep, by the rule of `best`; needs Triton, as the rule's module does."""
-    pytest.importorskip("triton", reason="no Triton here")
+    """The shipped file follows from the shipped sweep, by the rule of `best`."""
     folder = paths.DATA / "attention"
     swept = pd.read_parquet(folder / "h200_sweep.parquet").astype({"cache": str})
     assert attention_bench.best(swept) == json.loads((folder / "h200.json").read_text())["configurations"]
+
+
+def swept(times: dict[int, float], vanilla: float = 100.0) -> pd.DataFrame:
+    """One configuration's times by context, beside vLLM's."""
+    return pd.DataFrame(
+        [
+            vars(SHAPE) | {"context": context} | asdict(Config()) | {"value": value, "vanilla": vanilla}
+            for context, value in times.items()
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "slower_from"),
+    [
+        ({512: 60, 2048: 101, 8192: 102}, 0),
+        ({512: 60, 2048: 90, 8192: 103}, 8192),
+        ({512: 60, 2048: 110, 8192: 103}, 2048),
+    ],
+)
+def test_where_the_kernel_loses_is_told(times, slower_from):
+    """N1: beyond what two medians differ by."""
+    (entry,) = attention_bench.best(swept(times))
+    assert entry["slower_from"] == slower_from
+
+
+def test_a_configuration_that_never_loses_comes_first():
+    """N1: even where another would be faster at most contexts."""
+    steady = swept({512: 80, 8192: 99}).assign(tile=32)
+    (entry,) = attention_bench.best(pd.concat([swept({512: 60, 8192: 105}), steady]))
+    assert (entry["tile"], entry["slower_from"]) == (32, 0)
+
+
+def test_batches_stand_aside_where_they_may_reach_a_context_that_loses(monkeypatch):
+    """N1: the nearest tuned batch decides, and a model too short for the context is served."""
+    tuned = attention_bench.best(swept({512: 60, 8192: 120}))
+    few, many = tuned[0] | {"programs": 4 * 8, "slower_from": 0}, tuned[0] | {"programs": 16 * 8}
+    monkeypatch.setattr(attention_configs, "tuned", lambda: [few, many])
+    shape = {"kv_heads": 8, "group": 4, "head_size": 128, "cache_bytes": 2, "max_query_len": 9}
+    assert attention_configs.slower_batches(32, 8192, **shape) == frozenset(range(9, 33))
+    assert attention_configs.slower_batches(32, 8191, **shape) == frozenset()
 
 
 def test_a_source_without_a_gpu_is_refused(tmp_path, monkeypatch):

@@ -21,8 +21,8 @@ triton = pytest.importorskip("triton", reason="no Triton here")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no NVIDIA GPU here, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
-from nwor import gpu_attention
-from nwor.gpu_attention import Config, Workspace, verify_attention
+from nwor.attention_configs import HEAD_SIZES, Config
+from nwor.gpu_attention import Workspace, verify_attention
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies bf16 as if they were integers
@@ -240,7 +240,7 @@ def test_against_float64(kv_cache_dtype, layout, config):
     Windows(kv_cache_dtype=kv_cache_dtype, layout=layout, config=config).check()
 
 
-@pytest.mark.parametrize("head_size", gpu_attention.HEAD_SIZES)
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (8, 1), (7, 1)])
 def test_head_sizes_and_groups(heads, kv_heads, head_size):
     requests = ((40, 9), (0, 1), (33, 4))

@@ -52,8 +52,8 @@ class Step:
         self.expected = self.paged.pool.clone()
         self.before = self.paged.pool.clone(), self.batch.slot_mapping.clone()
 
-    def begin(self) -> bool:
-        return begin(self.manager, self.batch)
+    def begin(self, padded_requests: int = 0) -> bool:
+        return begin(self.manager, self.batch, padded_requests)
 
     def writer(self, layer: int, first: int = 0):
         """vLLM's own writer for the rows of one layer from `first` on."""
@@ -91,13 +91,13 @@ class Step:
         assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back (#20)"
 
 
-def begin(manager: DraftCommitManager, batch: Batch) -> bool:
+def begin(manager: DraftCommitManager, batch: Batch, padded_requests: int = 0) -> bool:
     starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=batch.device)
     logits = [0]
     for drafts in batch.num_drafts:
         logits.append(logits[-1] + drafts + 1)
     cu_num_logits = torch.tensor(logits, dtype=torch.int32, device=batch.device)
-    return manager.begin(starts, cu_num_logits, batch.slot_mapping)
+    return manager.begin(starts, cu_num_logits, batch.slot_mapping, padded_requests)
 
 
 @pytest.mark.parametrize("rejected", REJECTED)
@@ -294,10 +294,23 @@ def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
     step.forward()
     step.expect(list(range(step.batch.num_tokens)))
     step.assert_pool()
-    assert step.manager.read_counters() == Counters(fallbacks=1)
+    assert step.manager.read_counters() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
     assert not step.begin()
     assert len([line for line in caplog.messages if "does not fit" in line]) == 1, "said once"
     assert Step("HND", mode, device, max_requests=len(QUERIES)).begin()
+
+
+@modes
+def test_a_batch_that_stands_aside_is_vllms_own(mode, device):
+    """N1: where our attention is the slower one, by the number of requests of the graph; counted, and not for others."""
+    step = Step("HND", mode, device)
+    step.manager.aside = frozenset({8})
+    assert not step.begin(padded_requests=8)
+    step.forward()
+    step.expect(list(range(step.batch.num_tokens)))
+    step.assert_pool()
+    assert step.manager.read_counters() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
+    assert step.begin(padded_requests=16)
 
 
 @modes

@@ -57,6 +57,16 @@ def test_what_does_not_fit_falls_back(device):
     assert staged.tolist() == [1, 2, 4, 5, 6]  # the last request is no verify step: 4 logits, 2 rows
 
 
+def test_a_window_without_columns_holds_nothing(device):
+    """R19, #10: how a whole batch falls back: every verify step is counted, and every row goes to its page."""
+    batch = of(device, [0, 3, 7, 8], [0, 3, 4, 7], list(range(30, 38)))
+    (_, counted), (slots, staging_rows, page_slots, staged) = open_both(batch, 3, 0, device, tokens=9)
+    assert counted.tolist() == [1, 2, 3, 4, 7]
+    assert slots.numel() == 0 and staging_rows.eq(-1).all()
+    assert page_slots.tolist() == [*range(30, 38), -1]
+    assert staged.tolist() == [1, 2, 3, 4, 6]  # the last request has 3 logits and one row
+
+
 def test_a_window_as_wide_as_the_query(device):
     """#10: exactly full is full, not over."""
     batch = make_batch([5, 5], [5, 5], 16, device)
@@ -84,7 +94,7 @@ def test_prefills_longer_than_a_thread_block(device):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 8), st.booleans()), max_size=12),
-    width=st.integers(1, 6),
+    width=st.integers(0, 6),
     spare=st.tuples(st.integers(0, 2), st.integers(0, 4)),
     seed=st.integers(0, 1000),
 )

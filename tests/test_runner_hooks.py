@@ -76,6 +76,7 @@ class Stepping:
         self.nwor_receipts, self.nwor_receipt = True, None
         self.layers = [SimpleNamespace(nwor=LayerContext(self.nwor, index)) for index in range(3)]
         monkeypatch.setattr(runner_v1, "target_slot_mapping", lambda runner: runner.batch.slot_mapping)
+        monkeypatch.setattr(runner_v1, "padded_requests", lambda runner: 4)
 
     def forward(self, fail: bool = False) -> None:
         rows = self.paged.new_rows(self.batch.num_tokens, 5)
@@ -153,7 +154,7 @@ def test_steps_without_a_window(monkeypatch):
     made = Stepping(monkeypatch, max_requests=2)
     made.run([[7, -1, -1, -1]] * 3)
     assert not vars(told(made))
-    assert made.nwor.read_counters() == Counters(fallbacks=1)
+    assert made.nwor.read_counters() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
 
     manager, made.nwor, calls = made.nwor, None, []
     runner_v1._make_forward(lambda self: calls.append("forward"))(made)
@@ -190,7 +191,9 @@ class SteppingV2:
     def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
         starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
         logits = torch.tensor([0, 1, 5, 8] if num_draft_tokens else [0, 1, 2, 3], dtype=torch.int32)
-        return SimpleNamespace(num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits)
+        return SimpleNamespace(
+            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits, num_reqs_after_padding=4
+        )
 
     def prepare_attn(self, input_batch):
         return ("tables",), self.batch.slot_mapping[None]
@@ -211,6 +214,19 @@ def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
     with pytest.raises(MemoryError):
         runner_v2._make_execute(lambda self: (_ for _ in ()).throw(MemoryError()))(made)
     assert not made.nwor.is_open, "a step that fails leaves no window behind"
+
+
+@pytest.mark.parametrize("aside", [3, 4])
+def test_a_batch_that_stands_aside_is_told_by_its_graph(aside, monkeypatch):
+    """Three requests in a graph of four: the graph's number decides, on both runners, as it did when it was captured."""
+    for made, step in (
+        (Stepping(monkeypatch), lambda made: made.run([[1, 2, 3], [4, -1, -1], [5, -1, -1]])),
+        (SteppingV2(), lambda made: runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(3))),
+    ):
+        made.nwor.aside = frozenset({aside})
+        step(made)
+        windows = sum(drafts > 0 for drafts in DRAFTS)
+        assert made.nwor.read_counters().fallbacks == (windows if aside == 4 else 0)
 
 
 def test_dummy_runs_of_the_v1_runner_hold_nothing():

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) open(const OpenArgs a, const Divisor
 void open_window(const OpenArgs& a, void* stream) {
   const int64_t threads = std::max(int64_t{a.max_requests} * a.width, a.max_tokens);
   const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads + 1);
-  open<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(a.width));
+  open<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(std::max(a.width, 1)));
   check_launch("open_window");
 }
 

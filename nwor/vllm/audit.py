@@ -12,7 +12,6 @@ When it can go: never; it costs nothing unless asked for.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nwor.audit import CacheAudit
@@ -117,7 +116,6 @@ def _make_postprocess(original: Callable) -> Callable:
     ) -> None:
         original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
         if self.nwor_audit.enabled:
-            torch.cuda.synchronize()  # a mode may commit on another stream
             self.nwor_audit.after(num_rejected.tolist())
 
     return postprocess_sampled

@@ -13,8 +13,10 @@ When it can go: when vLLM's attention takes keys and values beside the cache.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from nwor.attention_configs import HEAD_SIZES, slower_batches
 from nwor.vllm.patch import wrap_attention
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from nwor.manager import DraftCommitManager
 
 SERVED = ("FlashAttentionImpl", "TritonAttentionImpl")
-HEAD_SIZES = (64, 96, 128, 256)
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 
 
@@ -72,6 +73,15 @@ def workspace(manager: "DraftCommitManager", layer: Any) -> "Workspace":
     return Workspace(requests, width, layer.impl.num_heads, layer.impl.head_size, manager.slots.device)
 
 
+def slower(manager: "DraftCommitManager", layer: Any, max_context: int) -> frozenset[int]:
+    """Batches that vLLM's own write and attention serve faster, by the recorded tuning."""
+    impl, cache = layer.impl, manager.layout
+    element = 1 if impl.kv_cache_dtype.startswith("fp8") else 2
+    group = impl.num_heads // cache.num_heads
+    requests, width = manager.slots.shape
+    return slower_batches(requests, max_context, cache.num_heads, group, impl.head_size, element, width)
+
+
 def _make_update(original: Callable) -> Callable:
     def do_kv_cache_update(
         self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -79,12 +89,17 @@ def _make_update(original: Callable) -> Callable:
         context = getattr(layer, "nwor", None)
         if context is not None and (metadata := _metadata(layer)) is not None:
             manager = context.manager
-            if metadata.max_query_len <= manager.width:
+            if metadata.max_query_len <= manager.width and _served(manager, metadata):
                 return  # the attention kernel stores these rows
             slot_mapping = manager.page_slots[: slot_mapping.numel()]
         original(self, layer, key, value, kv_cache, slot_mapping)
 
     return do_kv_cache_update
+
+
+def _served(manager: "DraftCommitManager", metadata: Any) -> bool:
+    """Whether our kernel serves this batch; where it is the slower one, no window opens for as many requests."""
+    return manager.is_open or metadata.seq_lens.shape[0] not in manager.aside
 
 
 def _metadata(layer: Any) -> Any:
@@ -114,9 +129,11 @@ def _make_forward(original: Callable) -> Callable:
         if context is None or attn_metadata is None:
             return original(*vanilla)
         manager = context.manager
+        if not _served(manager, attn_metadata):
+            return original(*vanilla)
         if attn_metadata.max_query_len > manager.width:
             original(*vanilla)
-            if not manager.is_open:
+            if not (manager.is_open or torch.cuda.is_current_stream_capturing()):
                 return output
         verify_attention(
             query,

@@ -125,6 +125,7 @@ def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommi
             from nwor.vllm import gpu
 
             manager.attention = gpu.workspace(manager, layers[0])
+            manager.aside = gpu.slower(manager, layers[0], config.model_config.max_model_len)
     except torch.cuda.OutOfMemoryError as error:
         needed = layout.num_layers * layout.slot_bytes * max_requests * (max_drafts + int(mode == "stage"))
         raise RuntimeError(

@@ -80,7 +80,7 @@ def _make_forward(original: Callable) -> Callable:
         num_reqs = self.input_batch.num_reqs
         query_start_loc = self.query_start_loc.gpu[: num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-        manager.begin(query_start_loc, cu_num_logits, target_slot_mapping(self))
+        manager.begin(query_start_loc, cu_num_logits, target_slot_mapping(self), padded_requests(self))
         try:
             return original(self, *args, **kwargs)
         except BaseException:
@@ -102,6 +102,15 @@ def _make_dummy(original: Callable) -> Callable:
 def target_slot_mapping(runner: Any) -> Tensor:
     """The persistent int64 slot mapping of the cache group that holds the target layers."""
     return runner.input_batch.block_table[runner.nwor_group].slot_mapping.gpu
+
+
+def padded_requests(runner: Any) -> int:
+    """Requests that the target layers' attention is called with in this step, padding included."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    layers = runner.kv_cache_config.kv_cache_groups[runner.nwor_group].layer_names
+    return metadata[layers[0]].seq_lens.shape[0] if isinstance(metadata, dict) else 0
 
 
 def _make_sample(original: Callable) -> Callable:

@@ -4,15 +4,14 @@
 Why: only the runner knows which rows of a batch are drafts and how many of them were rejected, and it knows both on
 the device alone: the scheduler is a step ahead, and a step whose forward is one CUDA graph runs no Python.
 How: `prepare_attn` (real steps) has every tensor the window needs, `prepare_dummy_attn` (captures and dummy runs)
-holds nothing, `postprocess_sampled` has `num_rejected` before the drafter. The commit runs on a stream of its own
-beside the drafter, which touches its own layers alone, and is joined before `sample_tokens` returns.
+holds nothing, `postprocess_sampled` has `num_rejected` before the drafter. Everything runs on vLLM's main stream: a
+commit on another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an H200.
 When it can go: when vLLM offers hooks around the forward.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nwor.settings import Settings
@@ -62,7 +61,12 @@ def _make_prepare(original: Callable) -> Callable:
         if (manager := self.nwor) is not None:
             slot_mapping = slot_mappings[self.nwor_group]
             if input_batch.num_draft_tokens:
-                manager.begin(input_batch.query_start_loc, input_batch.cu_num_logits, slot_mapping)
+                manager.begin(
+                    input_batch.query_start_loc,
+                    input_batch.cu_num_logits,
+                    slot_mapping,
+                    input_batch.num_reqs_after_padding,
+                )
             else:
                 manager.clear(slot_mapping)
         return block_tables, slot_mappings
@@ -100,23 +104,13 @@ def _make_postprocess(original: Callable) -> Callable:
         num_rejected: Tensor,
         query_start_loc: Tensor | None = None,
     ) -> None:
-        manager = self.nwor
-        if manager is not None and manager.is_open:
-            beside = _stream_of(self)
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                manager.commit(num_rejected)
-                if self.nwor_receipts:
-                    self.nwor_receipt = manager.receipt()
+        if (manager := self.nwor) is not None and manager.is_open:
+            manager.commit(num_rejected)
+            if self.nwor_receipts:
+                self.nwor_receipt = manager.receipt()
         original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
 
     return postprocess_sampled
-
-
-def _stream_of(runner: Any) -> torch.cuda.Stream:
-    if getattr(runner, "nwor_stream", None) is None:
-        runner.nwor_stream = torch.cuda.Stream()
-    return runner.nwor_stream
 
 
 def _make_sample_tokens(original: Callable) -> Callable:
@@ -129,7 +123,6 @@ def _make_sample_tokens(original: Callable) -> Callable:
         except BaseException:
             manager.cancel()
             raise
-        torch.cuda.current_stream().wait_stream(_stream_of(self))
         attach(output, self.nwor_receipt, state.input_batch.req_ids)
         self.nwor_receipt = None
         return output

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's attention and ours runs, for each kind of batch on a GPU: the hooks alone, on stand-ins."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from nwor.vllm import gpu
+
+WIDTH = 4
+
+
+class Layer:
+    """One attention layer behind its hooks, and what it called."""
+
+    layer_name = "layers.0"
+
+    def __init__(self, monkeypatch, is_open: bool, aside: frozenset[int], capturing: bool) -> None:
+        self.calls: list[str] = []
+        ours = ModuleType("nwor.gpu_attention")
+        ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
+        monkeypatch.setitem(sys.modules, "nwor.gpu_attention", ours)
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
+        manager = SimpleNamespace(
+            width=WIDTH, is_open=is_open, aside=aside, page_slots=torch.full((64,), 7), staging_rows=None,
+            staged=lambda index: None, mark_staged=lambda index: None, attention=None,
+        )  # fmt: skip
+        self.nwor = SimpleNamespace(manager=manager, index=0)
+        self._q_scale = self._k_scale = self._v_scale = None
+        self.impl = SimpleNamespace(scale=1.0, logits_soft_cap=0.0, sliding_window=(-1, -1), kv_cache_dtype="auto")
+
+    def run(self, monkeypatch, max_query_len: int, requests: int) -> list[str]:
+        metadata = SimpleNamespace(
+            max_query_len=max_query_len, seq_lens=torch.zeros(requests), query_start_loc=None, block_table=None
+        )
+        monkeypatch.setattr(gpu, "_metadata", lambda layer: metadata)
+        update = gpu._make_update(lambda impl, layer, key, value, cache, slots: self.calls.append(f"write {slots[0]}"))
+        forward = gpu._make_forward(lambda *arguments: self.calls.append("vLLM"))
+        update(self.impl, self, None, None, None, torch.zeros(8))
+        forward(self.impl, self, None, None, None, None, metadata, None)
+        return self.calls
+
+
+# A real step or a capture, a window open or not, its longest query, its requests (9 stand aside), and what is called.
+CASES = {
+    "windows": (False, True, 4, 8, ["ours"]),
+    "no drafts": (False, False, 1, 8, ["ours"]),
+    "prefill beside windows": (False, True, 30, 8, ["write 7", "vLLM", "ours"]),
+    "prefill alone": (False, False, 30, 8, ["write 7", "vLLM"]),
+    "a captured decode": (True, False, 4, 8, ["ours"]),
+    "a captured mixed batch": (True, False, 30, 8, ["write 7", "vLLM", "ours"]),
+    "windows aside": (False, False, 4, 9, ["write 7", "vLLM"]),
+    "prefill aside": (False, False, 30, 9, ["write 7", "vLLM"]),
+    "a captured decode aside": (True, False, 4, 9, ["write 7", "vLLM"]),
+    "a captured mixed batch aside": (True, False, 30, 9, ["write 7", "vLLM"]),
+    "windows, the graph of another size": (False, True, 4, 9, ["ours"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_serves_a_batch(case, monkeypatch):
+    """R23, N1, #4: every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
+    capturing, is_open, max_query_len, requests, called = CASES[case]
+    layer = Layer(monkeypatch, is_open, frozenset({9}), capturing)
+    assert layer.run(monkeypatch, max_query_len, requests) == called
