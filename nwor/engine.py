@@ -35,6 +35,7 @@ class EngineSpec:
     acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
     runner: vLLM's model runner, ``v1`` or ``v2``, or empty for its own choice: V2 on a GPU, V1 on a CPU.
     attention_backend: ``FLASH_ATTN``, ``TRITON_ATTN`` or another of vLLM's, or empty for its own choice.
+    cudagraph_mode: ``FULL``, ``PIECEWISE`` or another of vLLM's, or empty for its own choice, FULL_AND_PIECEWISE.
     """
 
     model: str
@@ -58,6 +59,7 @@ class EngineSpec:
     acceptance_length: float = 0.0
     runner: str = ""
     attention_backend: str = ""
+    cudagraph_mode: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -105,6 +107,8 @@ class EngineSpec:
             arguments["kv_cache_memory_bytes"] = self.kv_cache_memory << 20
         if self.attention_backend:
             arguments["attention_backend"] = self.attention_backend
+        if self.cudagraph_mode:
+            arguments["compilation_config"] = {"cudagraph_mode": self.cudagraph_mode}
         return arguments
 
     def environ(self) -> dict[str, str]:
@@ -192,18 +196,31 @@ class Engine:
             self._ready = True
 
     def generate(
-        self, prompts: Sequence[list[int]], max_tokens: int, temperature: float = 0.0, seed: int = 0, logprobs: int = 0
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        logprobs: int = 0,
+        sampling: Sequence[dict[str, Any]] = (),
     ) -> Generation:
         """Generate for all prompts (token ids) at once.
 
         Request i samples with seed `seed + i` on a GPU. On a CPU the engine's own seed has to do: a request's own
         generator fails there beside a chunked prefill ("CPU Generator does not use offset").
+
+        sampling: further fields of vLLM's `SamplingParams`; requests take them in turn. Its `structured_outputs` is a
+            dict here.
         """
-        return self._call("generate", list(prompts), max_tokens, temperature, seed, logprobs)
+        return self._call("generate", list(prompts), max_tokens, temperature, seed, logprobs, list(sampling))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of the texts, by the model's own tokenizer."""
         return self._call("encode", list(texts))
+
+    def capacity(self) -> int:
+        """Positions that the cache holds, over all requests."""
+        return self._call("capacity")
 
     def report(self) -> list[dict[str, Any]]:
         """Every rank's status (`nwor.vllm.worker.Status`) as a dict."""
@@ -285,10 +302,16 @@ class _Served:
         return [list(tokenizer.encode(text)) for text in texts]
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int, logprobs: int
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        logprobs: int,
+        sampling: Sequence[dict[str, Any]] = (),
     ) -> Generation:
         before, before_at = self._spec_counters()
-        self._add(prompts, max_tokens, temperature, seed, logprobs)
+        self._add(prompts, max_tokens, temperature, seed, logprobs, sampling)
         finished: dict[int, Any] = {}
         step_seconds: list[float] = []
         while self.engine.has_unfinished_requests():
@@ -312,19 +335,34 @@ class _Served:
             ],
         )
 
-    def _add(self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int, logprobs: int) -> None:
+    def _add(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        logprobs: int,
+        sampling: Sequence[dict[str, Any]] = (),
+    ) -> list[str]:
+        """Queue the requests and return their names."""
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         self.calls += 1
-        for index, prompt in enumerate(prompts):
-            sampling = SamplingParams(
-                temperature=temperature,
-                max_tokens=max_tokens,
-                ignore_eos=True,
-                seed=seed + index if temperature and not on_cpu() else None,
-                logprobs=logprobs or None,
-            )
-            self.engine.add_request(f"{self.calls}-{index}", {"prompt_token_ids": prompt}, sampling)
+        names = [f"{self.calls}-{index}" for index in range(len(prompts))]
+        for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+            fields = {
+                "temperature": temperature,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "seed": seed + index if temperature and not on_cpu() else None,
+                "logprobs": logprobs or None,
+                **(sampling[index % len(sampling)] if sampling else {}),
+            }
+            if "structured_outputs" in fields:
+                fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**fields))
+        return names
 
     def kernel_times(self, prompts: list[list[int]], max_tokens: int) -> tuple[dict[str, float], int]:
         import torch
@@ -345,6 +383,10 @@ class _Served:
             self.engine.step()
         kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
         return {event.key: float(event.self_device_time_total) for event in kernels}, steps
+
+    def capacity(self) -> int:
+        cache = self.engine.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
 
     def report(self) -> list[dict[str, Any]]:
         from nwor.vllm.worker import status

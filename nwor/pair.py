@@ -9,7 +9,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,13 @@ def write_prompts(path: str | Path, prompts: Iterable[dict[str, str]]) -> None:
 
 
 def save_checkpoint(path: str | Path, config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Write `model.safetensors` and `config.json` into `path`, weights cast to `dtype`."""
+    """Write `model.safetensors` and `config.json` into `path`, weights but whole numbers cast to `dtype`."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+    tensors = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in weights.items()
+    }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     write_json(path / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
 
@@ -140,18 +143,6 @@ def random_pair(
     if config.vocab_size < 257:
         raise ValueError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), got {config.vocab_size}")
     generator = torch.Generator().manual_seed(seed)
-
-    def fill(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, weight in weights.items():
-            unit = torch.randn(weight.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                weights[name] = 1 + 0.1 * unit
-            elif name.startswith(("model.embed_tokens", "lm_head")):
-                weights[name] = unit
-            else:
-                weights[name] = noise * unit / weight.shape[-1] ** 0.5
-        return weights
-
     target = LlamaTarget(config)
     weights = target_weights(target)
     for index, layer in enumerate(target.model.layers):
@@ -162,9 +153,10 @@ def random_pair(
         if architecture == "qwen3":
             for name in ("q_norm", "k_norm"):
                 weights[f"{prefix}{name}.weight"] = torch.ones(config.head_dim)
-    weights = fill(weights)
+    weights = random_weights({name: weight.shape for name, weight in weights.items()}, noise, generator)
     head_config = LlamaConfig(**{**vars(config), "num_hidden_layers": 1})
-    head = fill({name: p.detach() for name, p in EagleHead(head_config, target).own_parameters().items()})
+    own = EagleHead(head_config, target).own_parameters()
+    head = random_weights({name: weight.shape for name, weight in own.items()}, noise, generator)
     head["fc.weight"] = torch.cat((torch.eye(config.hidden_size), 0.1 * head["fc.weight"][:, config.hidden_size :]), 1)
 
     paths = Path(out) / "target", Path(out) / "eagle"
@@ -173,6 +165,79 @@ def random_pair(
     save_checkpoint(paths[1], hf_config(head_config), head, dtype)
     save_tokenizer(paths[0], byte_tokenizer(config.vocab_size), config.max_position_embeddings)
     return paths
+
+
+def random_weights(shapes: Mapping[str, Sequence[int]], noise: float, generator: torch.Generator) -> dict[str, Tensor]:
+    """Norms near 1, embeddings and `lm_head` of unit variance, and all else small: outputs of variance `noise` squared."""
+    weights = {}
+    for name, shape in shapes.items():
+        unit = torch.randn(tuple(shape), generator=generator)
+        if name.endswith("norm.weight"):
+            weights[name] = 1 + 0.1 * unit
+        elif name.startswith(("model.embed_tokens", "lm_head")):
+            weights[name] = unit
+        else:
+            weights[name] = noise * unit / shape[-1] ** 0.5
+    return weights
+
+
+def random_eagle3(
+    out: str | Path,
+    target: str | Path,
+    seed: int = 0,
+    noise: float = 0.3,
+    draft_vocab_size: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write a random-weight EAGLE-3 head for a target of `random_pair` to `out`, and return that path.
+
+    The head computes what `random_pair`'s head does, a fixed function of the last token. Its token's embedding comes in
+    by the attention alone, so queries equal keys (each row attends to itself), values are the embedding and `hidden_norm`
+    keeps the residual small. Where the KV heads are narrower than the embedding, fewer drafts are right.
+
+    target: its checkpoint folder. draft_vocab_size: how many of its tokens the head can draft, all of them if 0.
+    """
+    config, weights = LlamaConfig.from_pretrained(target), load_weights(target)
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv_heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv_heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads * head_dim),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+    }
+    head = random_weights(shapes, noise, torch.Generator().manual_seed(seed))
+    head["midlayer.hidden_norm.weight"] *= 0.1
+    query, key, value, output = (head[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkvo")
+    key *= 2 / noise
+    query.view(kv_heads, -1, head_dim, 2 * hidden)[:] = key.view(kv_heads, 1, head_dim, 2 * hidden)
+    width = min(hidden, kv_heads * head_dim)
+    value *= 0.1
+    value[:width, :hidden] += torch.eye(width, hidden)
+    output *= 0.1
+    first = output.view(hidden, kv_heads, -1, head_dim)[:, :, 0]  # a KV head's first query head carries its value
+    first += torch.eye(hidden, kv_heads * head_dim).view(hidden, kv_heads, head_dim)
+    lm_head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    drafted = torch.linspace(0, config.vocab_size - 1, draft_vocab_size or config.vocab_size).round().long()
+    head["lm_head.weight"] = lm_head[drafted]
+    if len(drafted) < config.vocab_size:
+        head["d2t"] = drafted - torch.arange(len(drafted))
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": len(drafted),
+        "norm_before_residual": True,
+    }
+    save_checkpoint(out, {**hf_config(config), **own}, head, dtype)
+    return Path(out)
 
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:

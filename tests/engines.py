@@ -4,7 +4,7 @@
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,20 @@ PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i 
 class Outcome:
     """What an engine did, or the traceback of why it stopped."""
 
-    generation: Generation | None = None
+    generations: list[Generation] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     counters_after_start: dict[str, int] = field(default_factory=dict)
     error: str = ""
 
     @property
+    def generation(self) -> Generation:
+        """The only one."""
+        assert len(self.generations) == 1, self.error
+        return self.generations[0]
+
+    @property
     def tokens(self) -> list[list[int]]:
-        assert self.generation is not None, self.error
         return self.generation.tokens
 
     @property
@@ -44,10 +49,20 @@ class Engines:
         self._process.start()
 
     def run(
-        self, spec: EngineSpec, settings: Settings, fault: Callable[[], None] | None = None, **call: Any
+        self,
+        spec: EngineSpec,
+        settings: Settings,
+        fault: Callable[[], None] | None = None,
+        calls: Sequence[dict[str, Any]] = ({},),
+        **call: Any,
     ) -> Outcome:
-        """Build an engine, generate for `PROMPTS` greedily unless `call` says otherwise, and tear it down."""
-        self._pipe.send((spec, settings, fault, {"prompts": PROMPTS, "max_tokens": 40, **call}))
+        """Build an engine, generate for `PROMPTS` greedily unless `call` says otherwise, and tear it down.
+
+        calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
+            ``abandon`` is how many steps other requests run for before they are aborted and these begin.
+        """
+        each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
+        self._pipe.send((spec, settings, fault, each))
         return self._pipe.recv()
 
     def close(self) -> None:
@@ -60,7 +75,9 @@ def _loop(pipe: Any) -> None:
         pipe.send(_run(*job))
 
 
-def _run(spec: EngineSpec, settings: Settings, fault: Callable[[], None] | None, call: dict[str, Any]) -> Outcome:
+def _run(
+    spec: EngineSpec, settings: Settings, fault: Callable[[], None] | None, calls: list[dict[str, Any]]
+) -> Outcome:
     import pytest
     import vllm.plugins
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -75,17 +92,24 @@ def _run(spec: EngineSpec, settings: Settings, fault: Callable[[], None] | None,
         for name, value in environ.items():
             patch.setenv(name, value)
         try:
+            _compile_grammars_at_once(patch)
             if fault is not None:
                 fault(patch)
             served = _Served(spec)
             outcome.counters_after_start = dict(served.report()[0]["counters"])
-            outcome.generation = served.generate(
-                call["prompts"],
-                call["max_tokens"],
-                call.get("temperature", 0.0),
-                call.get("seed", 0),
-                call.get("logprobs", 0),
-            )
+            for call in calls:
+                if "abandon" in call:
+                    _abandon(served, call["prompts"], call["abandon"])
+                outcome.generations.append(
+                    served.generate(
+                        call["prompts"],
+                        call["max_tokens"],
+                        call.get("temperature", 0.0),
+                        call.get("seed", 0),
+                        call.get("logprobs", 0),
+                        call.get("sampling", ()),
+                    )
+                )
             outcome.ranks, outcome.metrics = served.report(), served.metrics()
         except BaseException:  # noqa: BLE001  (what tests look at)
             outcome.error = traceback.format_exc()
@@ -95,3 +119,25 @@ def _run(spec: EngineSpec, settings: Settings, fault: Callable[[], None] | None,
             cleanup_dist_env_and_memory()
             os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
     return outcome
+
+
+def _compile_grammars_at_once(patch: Any) -> None:
+    """Else a request waits for its grammar as long as another thread takes, and no two engines run the same batches."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    begin = StructuredOutputManager.grammar_init
+
+    def grammar_init(self: Any, request: Any) -> None:
+        self._use_async_grammar_compilation = False
+        begin(self, request)
+
+    patch.setattr(StructuredOutputManager, "grammar_init", grammar_init)
+
+
+def _abandon(served: _Served, prompts: list[list[int]], steps: int) -> None:
+    """Run requests for the prompts in reverse, abort every other one mid-run, and all of them some steps later."""
+    names = served._add(prompts[::-1], 200, 0.0, 0, 0)
+    for gone in (names[::2], names[1::2]):
+        for _ in range(steps):
+            served.engine.step()
+        served.engine.abort_request(gone)

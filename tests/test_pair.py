@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nwor.llama import EagleHead, LlamaConfig, LlamaTarget
-from nwor.pair import ARCHITECTURES, load_pair, load_prompts, main, random_pair, write_biased_copy
+from nwor.llama import EagleHead, LlamaConfig, LlamaTarget, load_weights
+from nwor.pair import ARCHITECTURES, load_pair, load_prompts, main, random_eagle3, random_pair, write_biased_copy
 from nwor.paths import DATA, PAIR_EAGLE, PAIR_TARGET, PROMPTS, ROOT
 from nwor.train import (
     BLOCKS,
@@ -183,6 +183,19 @@ def test_random_pair_is_its_seed_and_obeys_noise(tmp_path):
         survival = acceptance(head, target, generate(target, prompts, 24, "cpu"), [2] * 12, 24)
         lengths.append(1 + sum(survival))
     assert 1 + DRAFTS > lengths[0] > lengths[1] > lengths[2] and lengths[1] > 1.2
+
+
+def test_random_eagle3_drafts_by_its_targets_lm_head(tmp_path):
+    target, _ = random_pair(tmp_path, head_dim=64)
+    whole = load_weights(random_eagle3(tmp_path / "whole", target))
+    assert "d2t" not in whole
+    assert torch.equal(whole["lm_head.weight"], load_weights(target)["lm_head.weight"])
+    some = load_weights(random_eagle3(tmp_path / "some", target, draft_vocab_size=288))
+    drafted = torch.arange(288) + some["d2t"]
+    assert some["d2t"].dtype == torch.int64
+    assert (drafted[0], drafted[-1], len(drafted.unique())) == (0, 319, 288)
+    assert torch.equal(some["lm_head.weight"], whole["lm_head.weight"][drafted])
+    assert json.loads((tmp_path / "some" / "config.json").read_text())["draft_vocab_size"] == 288
 
 
 def test_random_pair_refuses_what_it_cannot_make(tmp_path):

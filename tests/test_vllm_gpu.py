@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
-from nwor import pair
+from nwor import pair, paths
 from nwor.bench import compare
 from nwor.engine import Engine, EngineSpec
 from nwor.settings import Settings
-from tests import faults
-from tests.engines import Engines, Outcome
+from tests import faults, request_kinds
+from tests.engines import PROMPTS, Engines, Outcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -106,8 +107,8 @@ def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS) 
     assert (rank["mode"], rank["serving"], rank["target_layers"]) == (mode, mode, layers), rank["reason"]
     assert not any(outcome.counters_after_start.values()), "warm-up must not count (#22)"
     # A step ahead of the scheduler, the device also runs a last window of requests that have just finished.
-    assert counters["windows"] >= outcome.generation.counters["drafts"]
-    assert counters["committed_tokens"] >= outcome.generation.counters["accepted_tokens"] > 0
+    assert counters["windows"] >= metrics["spec_decode_num_drafts"]
+    assert counters["committed_tokens"] >= metrics["spec_decode_num_accepted_tokens"] > 0
     assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
     held = counters["staged_tokens"] + (counters["windows"] if mode == "stage" else 0)
     assert counters["stage_operations"] == layers * held, "layers x rows, once each (R5, #3)"
@@ -180,6 +181,65 @@ def test_batches_drafts_and_small_caches(engines, model, mode, more):
     assert outcome.metrics["nwor_scheduler_mismatches"] == 0
     parity = compare(plain.generation, outcome.generation)
     assert parity.explained(GAPS["auto"]), parity
+
+
+def test_requests_of_every_kind(engines):
+    """R25: structured output, stops inside a window, blocks of aborted requests (#21), and a temperature.
+
+    By the shipped pair: its text is what grammars and stops are made for.
+    """
+    tokenizer = Tokenizer.from_file(str(paths.PAIR_TARGET / "tokenizer.json"))
+    stops = [token for token in range(tokenizer.get_vocab_size()) if set("(:") & set(tokenizer.decode([token]))]
+    prompts = [tokenizer.encode(text).ids for text in pair.load_prompts(count=24)]
+    calls = request_kinds.calls(prompts, stops)
+    spec = replace(spec_of(paths.PAIR_TARGET.parent, "v2 FA graphs"), num_blocks=160)
+    vanilla = engines.run(spec, Settings(audit=True), calls=calls)
+    assert not vanilla.error, vanilla.error
+    assert vanilla.audit["dirty_layer_steps"] > 0
+    request_kinds.assert_meaningful(vanilla, stops, spec.k, paths.PAIR_TARGET)
+    for mode in ("cow", "stage"):
+        outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), calls=calls)
+        assert not outcome.error, outcome.error
+        assert_clean_and_counted(outcome, mode, layers=5)
+        request_kinds.assert_like(vanilla, outcome, mode, GAPS["auto"])
+
+
+def test_eagle3(engines, model, tmp_path):
+    """R25: hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
+    head = pair.random_eagle3(tmp_path, model / "target", draft_vocab_size=288)
+    spec = replace(spec_of(model, "v2 FA graphs"), draft=str(head), method="eagle3")
+    vanilla = engines.run(spec, Settings(), logprobs=5)
+    assert not vanilla.error, vanilla.error
+    assert vanilla.generation.counters["accepted_tokens"] > vanilla.generation.counters["drafts"]
+    for mode in ("cow", "stage"):
+        outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), logprobs=5)
+        assert not outcome.error, outcome.error
+        assert_clean_and_counted(outcome, mode)
+        assert_parity(vanilla, outcome, mode)
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_batches_of_32_and_64(engines, model, k):
+    """R25: and past the 64, prompts that wait and are prefilled in chunks beside the others' windows."""
+    prompts = [[token + shift for token in prompt] for shift in range(8) for prompt in PROMPTS]
+    calls = [{"prompts": prompts[:32]}, {"prompts": prompts}]
+    spec = replace(spec_of(model, "v2 FA graphs"), k=k, batch=64, num_blocks=960)
+    spec = replace(spec, max_num_batched_tokens=64 * (k + 1) + 64)
+    vanilla = engines.run(spec, Settings(), logprobs=5, calls=calls)
+    assert not vanilla.error, vanilla.error
+    for mode in ("cow", "stage"):
+        outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), logprobs=5, calls=calls)
+        assert not outcome.error, outcome.error
+        assert_clean_and_counted(outcome, mode)
+        assert_parity(vanilla, outcome, mode)
+
+
+def assert_parity(vanilla: Outcome, outcome: Outcome, mode: str) -> None:
+    for theirs, ours in zip(vanilla.generations, outcome.generations, strict=True):
+        parity = compare(theirs, ours)
+        assert parity.explained(GAPS["auto"]), parity
+        if mode == "cow":
+            assert parity.equal == parity.requests
 
 
 @both

@@ -15,8 +15,8 @@ from nwor import pair
 from nwor.bench import compare
 from nwor.engine import Engine, EngineSpec
 from nwor.settings import Settings
-from tests import faults
-from tests.engines import Engines, Outcome
+from tests import faults, request_kinds
+from tests.engines import PROMPTS, Engines, Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -105,9 +105,9 @@ def assert_clean_and_counted(outcome: Outcome, mode: str) -> None:
     counters = rank["counters"]
     assert (rank["mode"], rank["serving"], rank["target_layers"]) == (mode, mode, 3)
     assert not any(outcome.counters_after_start.values()), "warm-up must not count (#22)"
-    assert counters["windows"] == outcome.generation.counters["drafts"]
-    assert counters["staged_tokens"] == outcome.generation.counters["draft_tokens"]
-    assert counters["committed_tokens"] == outcome.generation.counters["accepted_tokens"] > 0
+    assert counters["windows"] == metrics["spec_decode_num_drafts"]
+    assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"]
+    assert counters["committed_tokens"] == metrics["spec_decode_num_accepted_tokens"] > 0
     assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
     held = counters["staged_tokens"] + (counters["windows"] if mode == "stage" else 0)
     assert counters["stage_operations"] == 3 * held, "layers x rows, once each (R5, #3)"
@@ -221,6 +221,36 @@ def test_other_architectures(engines, tmp_path_factory, architecture, mode):
     assert not outcome.error, outcome.error
     assert outcome.tokens == vanilla.tokens
     assert_clean_and_counted(outcome, mode)
+
+
+def test_requests_of_every_kind(engines, model):
+    """R25: structured output, stops inside a window, blocks of aborted requests (#21), and a temperature."""
+    stops = list(range(3, 320, 4))
+    calls = request_kinds.calls(PROMPTS, stops)
+    vanilla = engines.run(spec_of(model), Settings(fix_cpu_sampling=True), calls=calls)
+    assert not vanilla.error, vanilla.error
+    request_kinds.assert_meaningful(vanilla, stops, 4, model / "target")
+    for mode in ("cow", "stage"):
+        settings = Settings(mode=mode, audit=True, debug_sync=True, fix_cpu_sampling=True)
+        outcome = engines.run(spec_of(model), settings, calls=calls)
+        assert not outcome.error, outcome.error
+        assert_clean_and_counted(outcome, mode)
+        request_kinds.assert_like(vanilla, outcome, mode, gap=0.0)
+
+
+def test_eagle3(engines, tmp_path):
+    """R25: hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
+    target, _ = pair.random_pair(tmp_path, noise=0.3, head_dim=64)
+    head = pair.random_eagle3(tmp_path / "eagle3", target, draft_vocab_size=288)
+    spec = replace(spec_of(tmp_path), draft=str(head), method="eagle3")
+    vanilla = engines.run(spec, Settings())
+    assert not vanilla.error, vanilla.error
+    assert vanilla.generation.counters["accepted_tokens"] > vanilla.generation.counters["drafts"]
+    for mode in ("cow", "stage"):
+        outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True))
+        assert not outcome.error, outcome.error
+        assert outcome.tokens == vanilla.tokens
+        assert_clean_and_counted(outcome, mode)
 
 
 def test_batch_of_one_and_a_drafter_without_layers(model):
