@@ -25,7 +25,7 @@ class Config:
     """How a shape is run; it changes no result beyond the order of sums.
 
     tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
-    splits: programs of a window and KV head, at most. least: tiles that a split has at least, but for the last.
+    splits: programs of a window and KV head, at most. least: tiles for which one more split is worth its sums.
     """
 
     tile: int = 64

@@ -184,7 +184,7 @@ def verify_windows(
     if SLIDING_WINDOW > 0:
         begin = tl.maximum(prefix - SLIDING_WINDOW + 1, 0) // TILE
     end = tl.cdiv(prefix, TILE)
-    share = tl.maximum(tl.cdiv(end - begin, splits), least)
+    share = tl.maximum(tl.cdiv(end - begin, tl.maximum(tl.minimum((end - begin) // least, splits), 1)), 1)
     active = tl.maximum(tl.cdiv(end - begin, share), 1)
     if split >= active:
         return

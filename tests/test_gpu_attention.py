@@ -308,6 +308,17 @@ def test_values_that_saturate_and_nan():
         assert torch.equal(problem.staging.cpu().contiguous(), staging.contiguous())
 
 
+@pytest.mark.parametrize(("prefix", "shares"), [(128, 1), (160, 1), (224, 1), (256, 2), (300, 2), (384, 3), (1000, 3)])
+def test_a_prefix_is_cut_only_where_each_share_is_worth_it(prefix, shares):
+    """A prefix a tile longer than one share takes is no reason for a second: its sums would cost more than it saves."""
+    config = Config(tile=32, splits=3, least=4)
+    problem = Windows(((prefix, 9),), num_heads=1, num_kv_heads=1, config=config).to_device()
+    problem.workspace.softmax.fill_(float("nan"))
+    problem.check()
+    left = problem.workspace.softmax[: 3 * 9, 1].view(3, 9).isfinite().all(dim=1)
+    assert left.sum() == (shares if shares > 1 else 0)
+
+
 def test_tuned_configuration():
     """Without a configuration of its own a call takes a tuned one, and fewer splits where the workspace is small."""
     problem = Windows(((300, 9), (280, 3)))
