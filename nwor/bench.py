@@ -31,6 +31,8 @@ class Plan:
     temperatures: 0 is greedy; parity of tokens is judged there alone.
     num_prompts: prompts of the first pass, and of the timed ones where `batches` is empty.
     batches: prompts of each timed generation, one after the other; the engine's `batch` is the most that run at once.
+    random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold; none for
+        the prompts given.
     profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (TP=1, on a GPU).
     audit: hold the first pass, which is not timed, to the whole-cache audit.
     logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
@@ -40,6 +42,7 @@ class Plan:
     temperatures: tuple[float, ...] = (0.0,)
     num_prompts: int = 8
     batches: tuple[int, ...] = ()
+    random_prompts: tuple[int, ...] = ()
     max_tokens: int = 64
     repeats: int = 5
     logit_gap: float = 0.25
@@ -56,13 +59,28 @@ class Plan:
     def most_prompts(self) -> int:
         return max(self.num_prompts, *self.sizes)
 
+    def loads(self, longest: int, capacity: int) -> list[tuple[int, int]]:
+        """Length of the prompts (at most `longest`) and number of them, of each timed generation.
+
+        Those that the caches (`capacity` positions) would not hold at once are left out, and said.
+        """
+        lengths = [min(longest, length) for length in self.random_prompts] or [longest]
+        every = list(itertools.product(lengths, self.sizes))
+        if not self.random_prompts:
+            return every
+        fits = [(length, size) for length, size in every if size * (length + self.max_tokens) <= capacity]
+        for length, size in every:
+            if (length, size) not in fits:
+                print(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", file=sys.stderr)
+        return fits
+
     def __post_init__(self) -> None:
         for mode in self.modes:
             Settings(mode=mode)
         if len(set(self.modes)) != len(self.modes):
             raise ValueError(f"modes repeat: {','.join(self.modes)}")
-        if self.repeats < 0 or min(self.num_prompts, *self.sizes) < 1:
-            raise ValueError("repeats must be at least 0, num_prompts and batches at least 1")
+        if self.repeats < 0 or min(self.num_prompts, *self.sizes, *self.random_prompts) < 1:
+            raise ValueError("repeats must be at least 0, num_prompts, batches and random_prompts at least 1")
 
 
 @dataclass(frozen=True)
@@ -121,30 +139,36 @@ def run(
         tokens = given + (first.encode(texts) if texts else [])
         longest = spec.max_model_len - plan.max_tokens
         batch = [prompt[:longest] for prompt in (tokens * plan.most_prompts)[: plan.most_prompts]]
+        loads = plan.loads(longest, min(engine.capacity() for engine in engines.values()))
+        shortest = min(plan.random_prompts, default=longest)
 
         rows: list[dict[str, Any]] = []
         parity: dict[str, Parity] = {}
         answers: dict[str, list[str]] = {}
         # One mode alone has nothing to be compared with: a short pass warms it up.
         alone = len(engines) == 1 and not plan.audit
-        first_pass = (batch[:2], 8) if alone else (batch[: plan.num_prompts], plan.max_tokens, 0.0, 0, 5)
+        few = [prompt[:shortest] for prompt in batch[: 2 if alone else plan.num_prompts]]
+        first_pass = (few, 8) if alone else (few, plan.max_tokens, 0.0, 0, 5)
         warm = {mode: engine.generate(*first_pass) for mode, engine in engines.items()}
         for mode, generation in warm.items():
             parity[mode] = compare(warm[plan.modes[0]], generation)
             answers[mode] = generation.text[:4]
             engines[mode].stop_audit()
-        turns = itertools.product(plan.temperatures, plan.sizes, range(plan.repeats), engines.items())
-        for temperature, size, repeat, (mode, engine) in turns:
-            generation = engine.generate(batch[:size], plan.max_tokens, temperature, plan.seed + 1000 * repeat)
-            common = {"mode": mode, "repeat": repeat, "temperature": temperature}
-            common["batch"] = min(size, spec.batch)
+        turns = itertools.product(plan.temperatures, loads, range(plan.repeats), engines.items())
+        for temperature, (length, size), repeat, (mode, engine) in turns:
+            cut = [prompt[:length] for prompt in batch[:size]]
+            generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
+            common = {"mode": mode, "repeat": repeat, "temperature": temperature, "batch": min(size, spec.batch)}
+            common |= {"prompt": length} if plan.random_prompts else {}
             rows += [{**common, **row} for row in measured(generation)]
         reports = {mode: engine.report() for mode, engine in engines.items()}
         metrics = {mode: engine.metrics() for mode, engine in engines.items()}
         profiled = ""
         if plan.profile:
             try:
-                rows += profile(engines, plan.sizes, batch, plan.max_tokens)
+                cut = [prompt[:shortest] for prompt in batch]
+                profiled_rows = profile(engines, plan.sizes, cut, plan.max_tokens)
+                rows += [row | ({"prompt": shortest} if plan.random_prompts else {}) for row in profiled_rows]
             except RuntimeError as error:  # a probe that fails must not cost the run its times
                 profiled = str(error)
     for mode in plan.modes:
@@ -232,23 +256,26 @@ def judged(parity: Parity, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for rank in ranks:
         for kind in ("counters", "audit"):
             for name, value in rank[kind].items():
+                if isinstance(value, list):
+                    continue
                 unit = "bytes" if name.startswith("bytes") else "count"
                 rows.append({"metric": f"{kind}.{name}", "value": value, "unit": unit, "rank": rank["rank"]})
     return rows
 
 
 def summary(frame: pd.DataFrame, modes: Sequence[str], logit_gap: float) -> pd.DataFrame:
-    """One line a mode and batch: parity, acceptance, step time and its ratio to the first mode's.
+    """One line a mode, batch and length of prompts: parity, acceptance, step time and its ratio to the first mode's.
 
     A step's time is the median over steps; repeats give its spread. Without parity the speed columns stay empty.
     """
     lines: list[dict[str, Any]] = []
     timed = frame[frame.metric == "step_ms"]
-    for size in sorted(timed.batch.unique()) or [None]:
+    load = [name for name in ("prompt", "batch") if name in timed]
+    for _, found in timed[load].drop_duplicates().iterrows() if len(timed) else [(0, pd.Series())]:
         base = math.nan
         for mode in modes:
             part = frame[frame["mode"] == mode]
-            here = part if size is None else part[part.batch == size]
+            here = part[(part[found.index] == found).all(axis=1)]
 
             def total(metric: str, of: pd.DataFrame) -> float:
                 return float(of.loc[of.metric == metric, "value"].sum())
@@ -260,7 +287,7 @@ def summary(frame: pd.DataFrame, modes: Sequence[str], logit_gap: float) -> pd.D
             good = parity.explained(logit_gap)
             if mode == modes[0]:
                 base = steps.median()
-            line = {} if size is None else {"batch": int(size)}
+            line = {name: int(value) for name, value in found.items()}
             lines.append(
                 {
                     "mode": mode,
@@ -286,24 +313,23 @@ def parser(command: str = "bench") -> argparse.ArgumentParser:
     made.add_argument("--temperature", default="0", help="temperatures, comma-separated")
     made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
     made.add_argument("--shape", default="", help=f"dummy weights of a shape: {', '.join(shapes.SHAPES)}")
-    made.add_argument("--random-prompts", type=int, default=0, metavar="N", help="random token ids, N to a prompt")
     made.add_argument("--run-dir", default="", help="folder to write to (default: a new one under results/)")
     made.add_argument("--name", default="bench", help="name of the table and report")
-    _add_fields(made, EngineSpec, {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE)})
-    _add_fields(made, Plan, {}, skip=("modes", "temperatures", "seed"))
+    add_fields(made, EngineSpec, {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE)})
+    add_fields(made, Plan, {}, skip=("modes", "temperatures", "seed"))
     return made
 
 
-def _add_fields(
-    made: argparse.ArgumentParser, kind: type, defaults: dict[str, Any], skip: tuple[str, ...] = ()
-) -> None:
+def add_fields(made: argparse.ArgumentParser, kind: type, defaults: dict[str, Any], skip: tuple[str, ...] = ()) -> None:
+    """An option for each field of the dataclass `kind`, but for those in `skip`; `defaults` win over its own."""
     for field in fields(kind):
         if field.name in skip:
             continue
         default = defaults.get(field.name, field.default)
         name = "--" + field.name.replace("_", "-")
         if isinstance(default, tuple):
-            made.add_argument(name, type=_integers, default=default, help="comma-separated; default: none")
+            shown = ",".join(map(str, default)) or "none"
+            made.add_argument(name, type=_integers, default=default, help=f"comma-separated; default: {shown}")
         elif isinstance(default, bool):
             made.add_argument(name, action=argparse.BooleanOptionalAction, default=default)
         else:
@@ -326,8 +352,7 @@ def read(arguments: argparse.Namespace, **fixed: Any) -> tuple[EngineSpec, Plan,
         "temperatures": tuple(float(value) for value in arguments.temperature.split(",")),
     }
     plan = Plan(**{field.name: given[field.name] for field in fields(Plan) if field.name in given} | chosen | fixed)
-    length = arguments.random_prompts
-    return spec, plan, random_prompts(plan, length) if length else pair.load_prompts(arguments.prompts)
+    return spec, plan, random_prompts(plan) if plan.random_prompts else pair.load_prompts(arguments.prompts)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -336,8 +361,17 @@ def main(argv: list[str] | None = None) -> int:
     rows, report = run(spec, plan, prompts)
     directory = Path(arguments.run_dir) if arguments.run_dir else paths.RESULTS / arguments.name
     model = arguments.shape or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
+    common: dict[str, Any] = {"kv_cache_dtype": spec.kv_cache_dtype}
+    if arguments.shape:
+        common["kv_heads"] = shapes.SHAPES[arguments.shape]["num_key_value_heads"]
     frame = results.tidy(
-        rows, run_id=directory.name, model=model, tp=spec.tp, k=spec.k, batch=spec.batch, seed=spec.seed
+        [common | row for row in rows],
+        run_id=directory.name,
+        model=model,
+        tp=spec.tp,
+        k=spec.k,
+        batch=spec.batch,
+        seed=spec.seed,
     )
     results.write_table(directory / f"{arguments.name}.parquet", frame)
     report |= {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(vars(arguments))}
@@ -348,12 +382,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def random_prompts(plan: Plan, length: int) -> list[list[int]]:
-    """Prompts of random token ids, for models without a tokenizer of their own."""
+def random_prompts(plan: Plan) -> list[list[int]]:
+    """Prompts of random token ids, the longest that the plan asks for."""
     import random
 
     draw = random.Random(plan.seed)
-    return [[draw.randrange(10, 250) for _ in range(length)] for _ in range(plan.most_prompts)]
+    return [[draw.randrange(10, 250) for _ in range(max(plan.random_prompts))] for _ in range(plan.most_prompts)]
 
 
 if __name__ == "__main__":
