@@ -11,6 +11,7 @@ COMMANDS = {
     "sweep": ("nwor.sweep", "run a notebook over a grid of parameters, here or on a Ray cluster"),
     "figures": ("nwor.figures", "redraw the paper figures"),
     "bench": ("nwor.bench", "run one engine configuration and write its results"),
+    "acceptance": ("nwor.acceptance", "count accepted drafts at many draft lengths, engines side by side"),
     "audit": ("nwor.audit", "prove that no uncommitted byte is left in the cache"),
     "pair": ("nwor.pair", "train the target and its EAGLE head, or write a random pair"),
 }
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="nwor",
         description="No-Write-On-Reject for vLLM's speculative decoding.",
-        epilog="\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()),
+        epilog="\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each takes --help")

@@ -12,13 +12,15 @@ Tables (see `nwor.results`) and the columns beyond the tidy ones:
                 count as their median
     kernel_times, gpu_cow
                 what `nwor.kernel_bench` and `nwor.bench` leave, recorded on a GPU
+    gpu_acceptance
+                what `nwor.acceptance` leaves: counts, of which `acceptance` is made
     gpu_steps   as `nwor.bench` leaves it, of several settings; `kv_heads`, `prompt`, `kv_cache_dtype` where they vary
     kv_write_share
                 metric `kv_write_share`: the paged write's share of all GPU time of a step, by `batch`, `tp`, `kv_heads`
 
     attention   what `nwor.attention_bench` leaves; with it the steps of `stage` are predicted whole
 
-The last three are used where they have been recorded; a figure that lacks one is named as absent.
+The last four are used where they have been recorded; a figure that lacks one is named as absent.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import numpy as np
 import pandas as pd
 
 from nwor import breakeven_figures, kernel_figures, paths, plot, predicted, results, step_figures
+from nwor.acceptance import predict_rejected, survival
 from nwor.breakeven import Chip
 
 TABLES = ("reference", "acceptance", "traffic", "steps")
@@ -41,7 +44,7 @@ TABLES = ("reference", "acceptance", "traffic", "steps")
 RECORDED = ("kernel_times", "gpu_cow")
 """Tables recorded on a GPU."""
 
-OPTIONAL = ("gpu_steps", "kv_write_share", "attention")
+OPTIONAL = ("gpu_acceptance", "gpu_steps", "kv_write_share", "attention")
 """Tables recorded on a GPU that there may not be."""
 
 GENERATIONS = {
@@ -102,6 +105,47 @@ def acceptance(run: results.Run | Path, frame: pd.DataFrame, published: pd.DataF
     return plot.save(fig, run, "acceptance_by_position", data, caption)
 
 
+def acceptance_at_scale(run: results.Run | Path, frame: pd.DataFrame, counts: pd.DataFrame) -> Path:
+    """Draw survival over draft position as counted on a GPU, and as counted by the walk, each with its 95 % interval.
+
+    Args:
+        frame: rows of table `acceptance`; counts: rows of table `gpu_acceptance`.
+    """
+    fig, ax = plot.figure(height=2.5)
+    parts = []
+    for where, table in (("at scale", survival(counts)), ("walk", frame)):
+        rows = table[(table["metric"] == "survival") & (table["k"] == table["k"].max())]
+        parts.append(rows.assign(source=where))
+        for n, (temperature, group) in enumerate(rows.sort_values("position").groupby("temperature")):
+            color, small = ("black", "#0072B2", "#D55E00")[n % 3], where == "walk"
+            spread = np.array([group["value"] - group["low"], group["high"] - group["value"]])
+            ax.errorbar(
+                group["position"] + (1.2 if small else 1),
+                group["value"],
+                spread,
+                color=color,
+                marker="o^d"[n % 3],
+                markerfacecolor="white" if small else color,
+                linestyle="none" if small else "-:"[n % 2],
+                elinewidth=0.6,
+                capsize=1.5,
+                label=f"T={temperature:g}, {where}",
+            )
+    data = pd.concat(parts, ignore_index=True)
+    ax.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
+    ax.set_xticks(range(1, 2 + int(data["position"].max())))
+    plot.legend(ax)
+    windows = int(counts.loc[counts["metric"] == "windows", "value"].sum())
+    caption = (
+        "Share of verify windows in which the draft at each position was accepted, at the longest k, with 95 % intervals. "
+        f"Filled: the shipped pair on a GPU, {windows:,} windows in all, k of {counts['k'].min()} to "
+        f"{counts['k'].max()}. Open, beside them: the walk's, of fewer prompts. Runs {plot.runs_of(counts)} and "
+        f"{plot.runs_of(frame)}."
+    )
+    columns = ["source", "temperature", "k", "position", "value", "low", "high"]
+    return plot.save(fig, run, "acceptance_at_scale", data[columns], caption)
+
+
 def rejected(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw the share of written rows that are rejected over k: predicted from survival, and measured."""
     share = frame[frame["metric"] == "rejected_share"]
@@ -129,21 +173,6 @@ def rejected(run: results.Run | Path, frame: pd.DataFrame) -> Path:
         f"at the longest k, (k - sum of survival) / (1 + k). Markers: measured at each k. Run {plot.runs_of(share)}."
     )
     return plot.save(fig, run, "rejected_share", data, caption)
-
-
-def predict_rejected(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return columns `temperature`, `k`, `value`: the rejected share of 1 + k rows that survival at the longest k implies.
-
-    Of k drafts, the sum of the survival of positions 0 .. k-1 is accepted; the last sampled token's row is kept.
-    """
-    rows = frame[frame["metric"] == "survival"]
-    rows = rows[rows["k"] == rows["k"].max()]
-    parts = []
-    for temperature, group in rows.groupby("temperature"):
-        survival = group.groupby("position")["value"].mean().sort_index().to_numpy()
-        k = np.arange(1, len(survival) + 1)
-        parts.append(pd.DataFrame({"temperature": temperature, "k": k, "value": (k - survival.cumsum()) / (1 + k)}))
-    return pd.concat(parts, ignore_index=True)
 
 
 def traffic(run: results.Run | Path, frame: pd.DataFrame) -> Path:
@@ -249,6 +278,7 @@ def measured_steps(drawn: dict[str, pd.DataFrame]) -> pd.DataFrame:
 FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
     "generations": (generations, ("reference", "traffic")),
     "acceptance_by_position": (acceptance, ("acceptance",)),
+    "acceptance_at_scale": (acceptance_at_scale, ("acceptance", "gpu_acceptance")),
     "rejected_share": (rejected, ("acceptance",)),
     "traffic_by_mode": (traffic, ("traffic",)),
     "step_time": (step_time, ("steps",)),

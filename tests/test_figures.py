@@ -49,7 +49,18 @@ def share() -> pd.DataFrame:
     return results.tidy(rows, run_id="h200")
 
 
-def test_the_recorded_tables_draw_all_but_what_is_not_recorded_yet(tmp_path: Path, swept, share) -> None:
+@pytest.fixture(scope="module")
+def counts() -> pd.DataFrame:
+    rows = [
+        {"metric": "accepted_at", "value": 900 - 300 * position, "unit": "windows", "position": position}
+        for position in (0, 1)
+    ]
+    for metric, value in (("windows", 1000), ("draft_tokens", 2000), ("accepted_tokens", 1500)):
+        rows.append({"metric": metric, "value": value, "unit": ""})
+    return results.tidy(rows, run_id="h200", mode="off", k=2).assign(temperature=0.0)
+
+
+def test_the_recorded_tables_draw_all_but_what_is_not_recorded_yet(tmp_path: Path, swept, share, counts) -> None:
     tables = figures.tables(paths.RECORDED)
     drawn = figures.draw(tmp_path, tables)
     missing = figures.absent(tables)
@@ -64,7 +75,7 @@ def test_the_recorded_tables_draw_all_but_what_is_not_recorded_yet(tmp_path: Pat
         assert len(pd.read_csv(path.with_suffix(".csv")))
         assert len(path.with_suffix(".txt").read_text()) > 60
     plot.close()
-    every = figures.draw(tmp_path, {**tables, "gpu_steps": swept, "kv_write_share": share})
+    every = figures.draw(tmp_path, {**tables, "gpu_steps": swept, "kv_write_share": share, "gpu_acceptance": counts})
     assert [path.stem for path in every] == list(figures.FIGURES)
     plot.close()
 
@@ -140,8 +151,11 @@ def test_the_break_even_map_draws_the_model(tmp_path: Path) -> None:
     )
 
 
-def test_figures_are_byte_stable(tmp_path: Path, swept: pd.DataFrame, share: pd.DataFrame) -> None:
-    tables = {**figures.tables(paths.RECORDED), "gpu_steps": swept, "kv_write_share": share}
+def test_figures_are_byte_stable(
+    tmp_path: Path, swept: pd.DataFrame, share: pd.DataFrame, counts: pd.DataFrame
+) -> None:
+    given = {"gpu_steps": swept, "kv_write_share": share, "gpu_acceptance": counts}
+    tables = {**figures.tables(paths.RECORDED), **given}
     run = results.Run(tmp_path / "run", "figures")
     figures.draw(run, tables)
     same = figures.same_again(run, tables)
