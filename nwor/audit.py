@@ -8,7 +8,7 @@ the copy. A slot whose bytes changed must belong to a row that sampling kept, an
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class AuditReport:
     steps: audited steps; layer_steps: steps x target layers.
     dirty_layer_steps, dirty_slots: where bytes changed that were not to change.
     kept_rows: rows x layers that were to be written; unwritten_rows: those of them that still bear the mark.
+    dirty_by_step: the dirty slots of each step, all layers.
     """
 
     steps: int = 0
@@ -34,6 +35,7 @@ class AuditReport:
     dirty_slots: int = 0
     kept_rows: int = 0
     unwritten_rows: int = 0
+    dirty_by_step: list[int] = field(default_factory=list, repr=False)
 
     @property
     def clean(self) -> bool:
@@ -108,12 +110,14 @@ class CacheAudit:
         kept_slots = [self._slots[row] for part in rows for row in part if self._slots[row] >= 0]
         kept = torch.zeros(blocks * block_size, dtype=torch.bool, device=self.caches[0].device)
         kept[torch.tensor(kept_slots, dtype=torch.int64, device=kept.device)] = True
+        report.dirty_by_step.append(0)
         for layer, (cache, before) in enumerate(zip(self.caches, self._before, strict=True)):
             changed = self.changed_slots(cache, before)
             dirty, missing, count = torch.stack([(changed & ~kept).sum(), (kept & ~changed).sum(), kept.sum()]).tolist()
             report.layer_steps += 1
             report.dirty_layer_steps += int(dirty > 0)
             report.dirty_slots += dirty
+            report.dirty_by_step[-1] += dirty
             report.kept_rows += count
             report.unwritten_rows += missing
             if dirty and len(self.examples) < _EXAMPLES:
@@ -138,6 +142,17 @@ class CacheAudit:
             flat = changed.reshape(blocks, heads, block_size * width)
             changed = flat[:, :, self.packing.flatten().long()].view(changed.shape)
         return changed.any(dim=3).any(dim=1).flatten()
+
+
+def planted() -> AuditReport:
+    """Audit one step of two layers with a fault of each kind: a rejected row that is written, a kept row that is not."""
+    caches = [torch.zeros(2, 1, 4, 8) for _ in range(2)]
+    audit = CacheAudit(caches)
+    audit.before((0, 4), torch.tensor([0, 1, 2, 3]))
+    caches[0][0, :, :3] = 1.0
+    caches[1][0, :, 1] = 1.0
+    audit.after((2,))
+    return audit.report
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -79,17 +79,65 @@ def claim(run: Run, bench: pd.DataFrame, report: Mapping[str, Any]) -> None:
         metrics = report["metrics"][mode]
         checks, wrong = metrics["nwor_scheduler_checks"], metrics["nwor_scheduler_mismatches"]
         run.claim(f"{where}: {mode}'s commits are the scheduler's in every step", 0, wrong, checks > 0 and wrong == 0)
+    claim_clean(run, where, ranks)
+    metrics, shape = report["metrics"]["stage"], cache_shape(spec)
+    rejected = metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"]
+    predicted = int(rejected) * shape.num_layers * shape.row
+    avoided = ranks["stage"][0]["counters"]["bytes_avoided"]
+    run.claim(f"{where}: stage avoids the rejected rows' bytes, no more", predicted, avoided, avoided == predicted)
+
+
+def claim_clean(run: Run, where: str, ranks: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Record what must hold of the ranks' audits: vanilla is dirty, the modes are not and have written all they kept."""
+    for mode in ("cow", "stage"):
         audits = [rank["audit"] for rank in ranks[mode]]
         dirty = sum(audit["dirty_layer_steps"] + audit["unwritten_rows"] for audit in audits)
         steps = sum(audit["layer_steps"] for audit in audits)
         run.claim(f"{where}: {mode} leaves no layer-step dirty, of {steps}", 0, dirty, steps > 0 and dirty == 0)
     dirty = sum(rank["audit"]["dirty_layer_steps"] for rank in ranks["off"])
     run.claim(f"{where}: vanilla leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
-    metrics, shape = report["metrics"]["stage"], cache_shape(spec)
-    rejected = metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"]
-    predicted = int(rejected) * shape.num_layers * shape.row
-    avoided = ranks["stage"][0]["counters"]["bytes_avoided"]
-    run.claim(f"{where}: stage avoids the rejected rows' bytes, no more", predicted, avoided, avoided == predicted)
+
+
+def claim_left(run: Run, where: str, report: Mapping[str, Any]) -> None:
+    """Record that what vanilla leaves is the rejected rows, in every layer and on every rank, and nothing else."""
+    metrics, audits = report["metrics"]["off"], [rank["audit"] for rank in report["ranks"]["off"]]
+    rejected = int(metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"])
+    predicted = sum(rejected * audit["layer_steps"] // audit["steps"] for audit in audits)
+    dirty = sum(audit["dirty_slots"] for audit in audits)
+    run.claim(f"{where}: slots that vanilla leaves dirty are its rejected rows", predicted, dirty, dirty == predicted)
+
+
+def audit_rows(report: Mapping[str, Any]) -> pd.DataFrame:
+    """What the audit counted, one line a mode and rank."""
+    lines = [
+        {"mode": mode, "rank": rank["rank"], **rank["audit"]}
+        for mode, ranks in report["ranks"].items()
+        for rank in ranks
+    ]
+    return pd.DataFrame(lines).drop(columns="dirty_by_step")
+
+
+def dirty_rows(report: Mapping[str, Any]) -> pd.DataFrame:
+    """Rows `dirty_slots` for the figure: slots that each step left dirty, all layers, by mode and rank."""
+    lines = [
+        {"mode": mode, "rank": rank["rank"], "step": step, "metric": "dirty_slots", "value": dirty, "unit": "slots"}
+        for mode, ranks in report["ranks"].items()
+        for rank in ranks
+        for step, dirty in enumerate(rank["audit"]["dirty_by_step"])
+    ]
+    return pd.DataFrame(lines)
+
+
+def examples(report: Mapping[str, Any], mode: str = "off") -> pd.DataFrame:
+    """The first dirty slots that a mode left: rank, step, layer, slot, and the request of the batch whose row it was."""
+    said = pd.DataFrame(
+        [(rank["rank"], text) for rank in report["ranks"][mode] for text in rank["dirty_examples"]],
+        columns=["rank", "text"],
+    )
+    found = said["text"].str.extract(
+        r"step (?P<step>\d+), layer (?P<layer>\d+), slot (?P<slot>\d+)(?:, of request (?P<request>\d+))?"
+    )
+    return said[["rank"]].join(found.astype("Int64"))
 
 
 def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:

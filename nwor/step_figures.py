@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of whole steps on a GPU: each mode's time over vanilla's, and what the paged write takes of it."""
+"""Figures of whole steps: each mode's time over vanilla's, what the paged write takes of it, and what a step leaves."""
 
 from __future__ import annotations
 
@@ -66,6 +66,26 @@ def _ratio_line(ax: Any, here: pd.DataFrame, batches: list[Any], mode: str, n: i
     fill = ("white", look.color, "black")[n % 3] if prompt else look.color
     kind = {"color": look.color, "marker": look.marker, "linestyle": look.linestyle, "markerfacecolor": fill}
     ax.errorbar(at, here["measured"], spread, elinewidth=0.6, capsize=1.5, linewidth=0.8, label=label, **kind)
+
+
+def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
+    """Draw the slots that each step left dirty in each mode.
+
+    Args:
+        dirty: rows `dirty_slots` of `nwor.endtoend.dirty_rows`, as a table.
+    """
+    rows = dirty.groupby(["mode", "step"], as_index=False)["value"].sum()
+    fig, ax = plot.figure(height=2.0)
+    for n, mode in enumerate(plot.ordered(rows["mode"].unique())):
+        here = rows[rows["mode"] == mode]
+        plot.line(ax, here["step"], here["value"], mode, markersize=3, markevery=(n, 3))
+    ax.set(xlabel="engine step", ylabel="dirty slots, all layers", ylim=(-0.04 * rows["value"].max(), None))
+    plot.legend(ax, ncols=3)
+    caption = (
+        "Slots of the target's paged cache whose bytes a step changed although its row was not kept, summed over layers "
+        f"and ranks. Vanilla leaves every rejected row behind; the modes leave none. Run {plot.runs_of(dirty)}."
+    )
+    return plot.save(fig, run, "left_behind", rows, caption)
 
 
 def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged import BITS, BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, WIDTH, Paged, write_rows
 
-from nwor.audit import AuditReport, CacheAudit
+from nwor.audit import AuditReport, CacheAudit, planted
 
 STEP = torch.tensor([9, 4, 2, 17, 21])  # the slots of the step's rows, one request's
 KEPT, REJECTED = STEP[:3], STEP[3:]
@@ -62,7 +62,7 @@ def test_kept_rows_written_and_nothing_else_is_clean(kind, device):
         audited.audit.after((2, 0))
         if step == 0:
             audited.paged.pool.bitwise_xor_(255)
-    assert audited.audit.report == AuditReport(steps=2, layer_steps=6, kept_rows=18)
+    assert audited.audit.report == AuditReport(steps=2, layer_steps=6, kept_rows=18, dirty_by_step=[0, 0])
     assert audited.audit.report.clean
 
 
@@ -127,7 +127,10 @@ def test_a_rejected_row_that_was_written_is_seen(kind):
     for layer in range(3):
         audited.write(layer, STEP if layer == 1 else KEPT)
     audited.audit.after(GONE)
-    expected = AuditReport(steps=1, layer_steps=3, dirty_layer_steps=1, dirty_slots=len(REJECTED), kept_rows=9)
+    dirt = len(REJECTED)
+    expected = AuditReport(
+        steps=1, layer_steps=3, dirty_layer_steps=1, dirty_slots=dirt, kept_rows=9, dirty_by_step=[dirt]
+    )
     assert audited.audit.report == expected
     assert not audited.audit.report.clean
 
@@ -140,7 +143,7 @@ def test_a_kept_row_that_was_not_written_is_seen(kind):
     for layer in range(3):
         audited.write(layer, KEPT[: 2 if layer == 1 else 3])
     audited.audit.after(GONE)
-    assert audited.audit.report == AuditReport(steps=1, layer_steps=3, kept_rows=9, unwritten_rows=1)
+    assert audited.audit.report == AuditReport(steps=1, layer_steps=3, kept_rows=9, unwritten_rows=1, dirty_by_step=[0])
     assert not audited.audit.report.clean
 
 
@@ -153,7 +156,7 @@ def test_bits_are_compared_not_numbers(dtype):
     nothing = torch.empty(0, dtype=torch.int64)
     audit.before((0,), nothing)
     audit.after(())
-    assert audit.report == AuditReport(steps=1, layer_steps=1)
+    assert audit.report == AuditReport(steps=1, layer_steps=1, dirty_by_step=[0])
     audit.before((0,), nothing)
     cache.view(BITS[dtype.itemsize])[0, 0, 1, 3] ^= 1
     assert bool(cache[0].isnan().all())
@@ -161,6 +164,31 @@ def test_bits_are_compared_not_numbers(dtype):
     audit.after(())
     assert audit.report.dirty_slots == 2
     assert not audit.report.clean
+
+
+def test_dirt_is_told_by_step():
+    """One row of each of two layers in the second of three steps, and none in the others."""
+    audited = Audited("HND")
+    for step in range(3):
+        audited.audit.before(ROWS, STEP)
+        for layer in range(3):
+            audited.write(layer, STEP[:4] if step == 1 and layer else KEPT)
+        audited.audit.after(GONE)
+    assert audited.audit.report.dirty_by_step == [0, 2, 0]
+    assert audited.audit.report.dirty_slots == 2
+
+
+def test_the_planted_faults_are_found():
+    """Notebook 09's control: a rejected row written in one layer, a kept one left out in the other."""
+    assert planted() == AuditReport(
+        steps=1,
+        layer_steps=2,
+        dirty_layer_steps=1,
+        dirty_slots=1,
+        kept_rows=4,
+        unwritten_rows=1,
+        dirty_by_step=[1],
+    )
 
 
 def test_no_step_is_no_proof():

@@ -1,9 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted bytes of notebook 04 come from the model's own config, not from the counters they are held against."""
+"""What notebooks 04 and 09 make of a bench's report.
 
+The predicted bytes of 04 come from the model's own config, not from the counters they are held against.
+"""
+
+import copy
+import json
+from dataclasses import asdict
+
+import pandas as pd
 import pytest
 
-from nwor import endtoend, paths
+from nwor import bench, endtoend, paths, plot, results, step_figures
+from nwor.audit import AuditReport
+
+
+@pytest.fixture
+def report() -> dict:
+    """Two ranks, three steps, two layers; vanilla rejects three rows in one step and one in the next."""
+    vanilla = AuditReport(3, 6, 4, 8, 20, 0, [0, 6, 2])
+    clean = AuditReport(3, 6, 0, 0, 20, 0, [0, 0, 0])
+    said = ["step 1, layer 0, slot 17, of request 1 of the batch", "step 1, layer 1, slot 3, of no row of the step"]
+    ranks = {
+        mode: [
+            {"rank": rank, "audit": asdict(audit), "dirty_examples": said if mode == "off" and not rank else []}
+            for rank in (0, 1)
+        ]
+        for mode, audit in (("off", vanilla), ("cow", clean), ("stage", clean))
+    }
+    metrics = {"off": {"spec_decode_num_draft_tokens": 10.0, "spec_decode_num_accepted_tokens": 6.0}}
+    return json.loads(json.dumps({"ranks": ranks, "metrics": metrics}))
+
+
+def claims(run: results.Run, report: dict) -> dict[str, bool]:
+    endtoend.claim_clean(run, "here", report["ranks"])
+    endtoend.claim_left(run, "here", report)
+    return results.claims(run.directory).set_index("claim").holds.to_dict()
+
+
+def test_an_audit_that_shows_what_it_must(report, tmp_path):
+    assert claims(results.Run(tmp_path, "09"), report) == {
+        "here: cow leaves no layer-step dirty, of 12": True,
+        "here: stage leaves no layer-step dirty, of 12": True,
+        "here: vanilla leaves dirty layer-steps behind": True,
+        "here: slots that vanilla leaves dirty are its rejected rows": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "changed", "broken"),
+    [
+        ("cow", {"dirty_layer_steps": 1}, {"cow leaves no layer-step dirty, of 12"}),
+        ("stage", {"unwritten_rows": 1}, {"stage leaves no layer-step dirty, of 12"}),
+        ("stage", {"layer_steps": -6}, {"stage leaves no layer-step dirty, of 0"}),
+        ("off", {"dirty_slots": 1}, {"slots that vanilla leaves dirty are its rejected rows"}),
+    ],
+)
+def test_each_claim_of_the_audit_can_fail(report, tmp_path, mode, changed, broken):
+    for name, by in changed.items():
+        report["ranks"][mode][1]["audit"][name] += by
+        if by < 0:
+            report["ranks"][mode][0]["audit"][name] += by
+    found = claims(results.Run(tmp_path, "09"), report)
+    assert {claim.removeprefix("here: ") for claim, holds in found.items() if not holds} == broken
+
+
+def test_a_vanilla_that_cleans_up_is_no_control(report, tmp_path):
+    report["ranks"]["off"] = copy.deepcopy(report["ranks"]["cow"])
+    found = claims(results.Run(tmp_path, "09"), report)
+    assert not found["here: vanilla leaves dirty layer-steps behind"]
+    assert not found["here: slots that vanilla leaves dirty are its rejected rows"]
+
+
+def test_what_is_counted_by_step_is_no_row_of_the_benchs_table(report):
+    rank = report["ranks"]["off"][0] | {"counters": {"bytes_avoided": 3}}
+    table = results.tidy(bench.judged(bench.Parity(1, 1, 0.0), [rank])).set_index("metric")
+    assert table.value["audit.dirty_slots"] == 8
+    assert "audit.dirty_by_step" not in table.index
+
+
+def test_dirt_by_step_and_by_example(report, tmp_path):
+    assert endtoend.audit_rows(report).dirty_slots.tolist() == [8, 8, 0, 0, 0, 0]
+    found = endtoend.examples(report)
+    assert found[["rank", "step", "layer", "slot"]].to_numpy().tolist() == [[0, 1, 0, 17], [0, 1, 1, 3]]
+    assert found.request.tolist() == [1, pd.NA]
+    assert endtoend.examples(report, "cow").empty
+    dirty = results.tidy(endtoend.dirty_rows(report), run_id="x")
+    path = step_figures.left_behind(tmp_path, dirty)
+    plot.close()
+    drawn = pd.read_csv(path.with_suffix(".csv")).pivot(index="step", columns="mode", values="value")
+    assert drawn.to_dict("list") == {"cow": [0, 0, 0], "off": [0, 12, 4], "stage": [0, 0, 0]}
 
 
 @pytest.mark.parametrize(

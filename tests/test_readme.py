@@ -123,6 +123,9 @@ def test_modes_on_a_gpu() -> None:
     dirty = [of(mode, "audit.dirty_layer_steps") for mode in ("off", "cow", "stage")]
     assert (dirty[1:], of("cow", "audit.unwritten_rows"), of("stage", "audit.unwritten_rows")) == ([0, 0], 0, 0)
     assert f"| {dirty[0]:.0f} / 0 / 0 of {of('off', 'audit.layer_steps'):.0f} |" in line("There: layer-steps")
+    layers = of("off", "audit.layer_steps") / of("off", "audit.steps")
+    rows, slots = of("cow", "counters.rejected_tokens") * layers, of("off", "audit.dirty_slots")
+    assert f"| {slots:,.0f} of {rows:,.0f} slots there |" in line("What vanilla leaves is")
 
 
 def test_steps_on_a_gpu() -> None:
