@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from nwor.acceptance import same_share
 from nwor.bench import Parity, summary
+from nwor.predicted import UNSTEADY
 from nwor.results import Run
 from nwor.traffic import Shape
 
@@ -140,24 +141,26 @@ def examples(report: Mapping[str, Any], mode: str = "off") -> pd.DataFrame:
     return said[["rank"]].join(found.astype("Int64"))
 
 
+SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
+"""Columns that tell one measured setting of whole steps on a GPU from another."""
+
+
 def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
-    """One line a cache, batch and mode: the step's time over vanilla's, and where profiled the GPU time it is made of.
+    """One line a setting and mode: the step's time over vanilla's, and where profiled the GPU time it is made of.
 
     Args:
         steps, kernels: tables `gpu_steps` and `gpu_kernels`, of the same runs.
 
     Returns:
-        `step` is the median over repeats of the ratio of median steps, `low` and `high` their range; `gpu_ms` is the
-        sum of all kernels of a decode step, `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us`
-        parts of it.
+        `step` is the median over repeats of the ratio of median steps, `low` and `high` their range; `steady` says
+        whether that range is less than `predicted.UNSTEADY` in every mode of the setting; `gpu_ms` is the sum of all kernels of a decode
+        step, `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
     """
-    cache = ["kv_heads", "batch", "mode"]
-    medians = steps[steps.metric == "step_ms"].groupby([*cache, "repeat"]).value.median().unstack("mode")
-    ratios = (
-        medians.div(medians["off"], axis=0).stack().groupby(["kv_heads", "batch", "mode"]).agg(["median", "min", "max"])
-    )
+    medians = steps[steps.metric == "step_ms"].groupby([*SETTING, "repeat", "mode"]).value.median().unstack("mode")
+    ratios = medians.div(medians["off"], axis=0).stack().groupby([*SETTING, "mode"]).agg(["median", "min", "max"])
     ratios.columns = pd.Index(["step", "low", "high"])
-    parts = kernels.pivot_table(index=cache, columns="kind", values="value", aggfunc="sum")
+    ratios["steady"] = (ratios["high"] - ratios["low"]).groupby(SETTING).transform("max") < UNSTEADY
+    parts = kernels.pivot_table(index=[*SETTING, "mode"], columns="kind", values="value", aggfunc="sum")
     total = parts.sum(axis=1).unstack("mode")
     found = pd.DataFrame(
         {
@@ -169,6 +172,17 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         }
     )
     return ratios.join(found).reset_index()
+
+
+def step_table(table: pd.DataFrame) -> pd.DataFrame:
+    """`gpu_steps` as one line a mode, cache, k and prompt, one column a batch; ratios of steady runs alone."""
+    treated = table[table["mode"] != "off"]
+    columns = [name for name in SETTING if name != "batch"]
+    return (
+        treated.assign(step=treated["step"].where(treated["steady"]))
+        .pivot_table(index=["mode", *columns], columns="batch", values="step", dropna=False)
+        .dropna(how="all")
+    )
 
 
 def cache_shape(spec: Mapping[str, Any]) -> Shape:

@@ -15,6 +15,8 @@ from nwor.traffic import Shape, Window, served_traffic
 NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not tell one setting from another."""
 
+UNSTEADY = 0.1
+"""Range of a step's ratio over repeats from which on its median says nothing."""
 
 ATTENTION_DRAFTS = 8
 """Drafts of a window in `nwor.attention_bench`: 9 rows."""

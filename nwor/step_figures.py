@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +17,45 @@ CACHE = {"kv_heads": "{} KV heads", "tp": "TP={}", "kv_cache_dtype": "{}"}
 
 
 def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
-    """Draw the step-time ratio of each mode over the batch, a panel for each k and each cache.
+    """Draw the step-time ratio of each mode over the batch, a panel for each cache and k.
 
     Args:
         steps: rows of table `gpu_steps`.
     """
-    points = predicted.against_measured(steps)
-    points["cache"] = _caches(points, "\n")
+    every = predicted.against_measured(steps)
+    restless = every[every["high"] - every["low"] >= predicted.UNSTEADY]
+    points = every.drop(restless.index)
+    points["cache"] = _caches(points, ", ")
     points["prompt"] = points.get("prompt", 0)
-    caches, ks, prompts = (
-        list(points["cache"].unique()),
-        sorted(points["k"].unique()),
-        sorted(points["prompt"].unique()),
-    )
-    size = (plot.TWO_COLUMNS if len(ks) > 1 else plot.COLUMN, 0.8 + 1.3 * len(caches))
-    fig, axes = plot.figure(*size, nrows=len(caches), ncols=len(ks), sharex=True, sharey=True, squeeze=False)
-    batches = sorted(points["batch"].unique())
-    for line, cache in zip(axes, caches, strict=True):
-        for ax, k in zip(line, ks, strict=True):
-            ax.axhline(1, color="black", linewidth=0.8)
-            for mode in plot.ordered(points["mode"].unique()):
-                for n, prompt in enumerate(prompts):
-                    keep = (points["cache"] == cache) & (points["k"] == k) & (points["mode"] == mode)
-                    here = points[keep & (points["prompt"] == prompt)].sort_values("batch")
-                    _ratio_line(ax, here, batches, mode, n, prompt if len(prompts) > 1 else 0)
-            ax.set_xticks(range(len(batches)), batches)
-        line[0].set_ylabel(f"{cache}\nover vanilla")
-    for ax, k in zip(axes[0], ks, strict=True):
-        ax.set_title(f"k = {k}")
+    panels = list(points.groupby(["cache", "k"], sort=False))
+    prompts, batches = sorted(points["prompt"].unique()), sorted(points["batch"].unique())
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    size = (plot.TWO_COLUMNS if columns > 1 else plot.COLUMN, 0.7 + 1.5 * lines)
+    fig, axes = plot.figure(*size, nrows=lines, ncols=columns, sharex=True, sharey=True, squeeze=False)
+    for ax, ((cache, k), panel) in itertools.zip_longest(axes.flat, panels, fillvalue=((None, None), None)):
+        if panel is None:
+            ax.set_visible(False)
+            continue
+        ax.axhline(1, color="black", linewidth=0.8)
+        for mode, (n, prompt) in itertools.product(plot.ordered(panel["mode"].unique()), enumerate(prompts)):
+            here = panel[(panel["mode"] == mode) & (panel["prompt"] == prompt)].sort_values("batch")
+            _ratio_line(ax, here, batches, mode, n, prompt if len(prompts) > 1 else 0)
+        ax.set_xticks(range(len(batches)), batches)
+        ax.set_title(f"{cache}, k={k}")
         ax.set_ylim(min(1, points["measured"].min()) - 0.03, max(1, points["measured"].max()) + 0.03)
-    for ax in axes[-1]:
-        ax.set_xlabel("batch")
-    every = {label: handle for ax in axes.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    fig.legend(every.values(), every.keys(), loc="outside upper center", ncols=3)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("step over vanilla's")
+    for n, ax in enumerate(axes.flat):
+        if n + columns >= len(panels):
+            ax.set_xlabel("batch")
+            ax.tick_params(labelbottom=True)
+    named = {label: handle for ax in axes.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    fig.legend(named.values(), named.keys(), loc="outside upper center", ncols=3)
     caption = (
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over repeats, "
-        f"whiskers from least to greatest; where they leave the frame, the runs were not steady. Below one the mode is "
-        f"faster. Run {plot.runs_of(steps)}."
+        f"whiskers from least to greatest. Below one the mode is faster. Left out, since their repeats lay more than "
+        f"{predicted.UNSTEADY:.0%} apart: {len(restless)} of {len(every)}. Run {plot.runs_of(steps)}."
     )
     return plot.save(fig, run, "step_ratio", points, caption)
 
@@ -105,6 +108,7 @@ def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:
 
 
 def _caches(rows: pd.DataFrame, between: str) -> list[str]:
-    shown = [name for name in CACHE if name in rows]
-    values = rows[shown].itertuples(index=False)
+    """Names of the rows' caches, of what varies among them."""
+    shown = [name for name in CACHE if name in rows and (name == "kv_heads" or rows[name].nunique() > 1)]
+    values = rows[shown].replace("auto", "bf16").itertuples(index=False)
     return [between.join(CACHE[name].format(value) for name, value in zip(shown, one, strict=True)) for one in values]

@@ -105,3 +105,51 @@ def test_shape_of_the_shipped_pair(dtype, kv_cache_dtype, tp, row):
     spec = {"model": str(paths.PAIR_TARGET), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "tp": tp}
     shape = endtoend.cache_shape(spec)
     assert (shape.num_layers, shape.row) == (5, row)
+
+
+# -- whole steps on a GPU ----------------------------------------------------------------------------------------------
+
+
+def gpu_tables(stage: tuple[float, float]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """One setting, two repeats: vanilla takes 10 ms, `stage` as told; of the kernels vanilla's take 8 ms, stage's 7."""
+    common = {"tp": 1, "kv_heads": 8, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4}
+    steps = [
+        common | {"mode": mode, "repeat": repeat, "metric": "step_ms", "value": value}
+        for repeat in (0, 1)
+        for mode, value in (("off", 10.0), ("stage", stage[repeat]))
+    ]
+    parts = {"off": (800.0, 200.0, 0.0, 7000.0), "stage": (300.0, 0.0, 20.0, 6680.0)}
+    kernels = [
+        common | {"mode": mode, "kind": kind, "value": value}
+        for mode, values in parts.items()
+        for kind, value in zip(("attention", "KV write", "NWOR", "matmul"), values, strict=True)
+    ]
+    return pd.DataFrame(steps), pd.DataFrame(kernels)
+
+
+def test_steps_on_a_gpu_beside_the_kernels_they_are_made_of():
+    table = endtoend.gpu_steps(*gpu_tables((9.4, 9.6))).set_index("mode").loc["stage"]
+    assert (table["step"], table["low"], table["high"]) == pytest.approx((0.95, 0.94, 0.96))
+    assert (table["gpu_ms"], table["gpu"], table["write_us"], table["nwor_us"]) == pytest.approx(
+        (7.0, 0.875, 0.0, 20.0)
+    )
+    assert table["steady"]
+
+
+@pytest.mark.parametrize(("stage", "shown"), [((9.4, 9.6), 0.95), ((9.0, 10.2), None)])
+def test_a_setting_that_did_not_run_steadily_is_not_shown(stage, shown):
+    found = endtoend.step_table(endtoend.gpu_steps(*gpu_tables(stage)))
+    assert found.empty if shown is None else found.loc[("stage", 1, 8, "auto", 8, 512), 4] == pytest.approx(shown)
+
+
+# -- what a bench times ------------------------------------------------------------------------------------------------
+
+
+def test_loads_are_those_that_the_caches_hold(capsys):
+    """Every length with every batch, but for 8 prompts of 100 tokens and 28 more: 1,024 slots are needed."""
+    plan = bench.Plan(batches=(1, 8), random_prompts=(32, 100), max_tokens=28)
+    assert plan.loads(longest=200, capacity=1024) == [(32, 1), (32, 8), (100, 1), (100, 8)]
+    assert plan.loads(longest=200, capacity=1023) == [(32, 1), (32, 8), (100, 1)]
+    assert "left out: 8 prompts of 100 tokens, the cache has 1023 slots" in capsys.readouterr().err
+    assert plan.loads(longest=50, capacity=1024) == [(32, 1), (32, 8), (50, 1), (50, 8)]
+    assert bench.Plan(batches=(1, 8)).loads(longest=200, capacity=1) == [(200, 1), (200, 8)]

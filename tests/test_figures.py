@@ -121,7 +121,7 @@ def test_the_step_ratio_is_that_of_the_table(tmp_path: Path, swept: pd.DataFrame
 def test_the_write_share_is_drawn_in_percent(tmp_path: Path, share: pd.DataFrame) -> None:
     data = pd.read_csv(step_figures.write_share(tmp_path, share).with_suffix(".csv"))
     assert data["percent"].tolist() == pytest.approx([12.8, 0.8, 51.2, 3.2])
-    assert data["cache"].unique().tolist() == ["8 KV heads, TP=1", "32 KV heads, TP=1"]
+    assert data["cache"].unique().tolist() == ["8 KV heads", "32 KV heads"]
 
 
 def test_no_measured_point_is_hidden(tmp_path: Path, swept: pd.DataFrame) -> None:

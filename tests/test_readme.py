@@ -113,6 +113,7 @@ def test_what_it_names_exists() -> None:
 
 def test_modes_on_a_gpu() -> None:
     audit = results.read_table("gpu_audit", paths.RECORDED)
+    audit = audit[audit.tp == 1]
 
     def of(mode: str, metric: str) -> float:
         (found,) = audit[(audit["mode"] == mode) & (audit.metric == metric)].value
@@ -128,22 +129,49 @@ def test_modes_on_a_gpu() -> None:
     assert f"| {slots:,.0f} of {rows:,.0f} slots there |" in line("What vanilla leaves is")
 
 
+def test_two_ranks_on_gpus() -> None:
+    audit = results.read_table("gpu_audit", paths.RECORDED)
+    of = audit[audit.tp == 2].groupby(["metric", "mode"]).value.unique()
+    left = [of["audit.dirty_layer_steps", mode] for mode in ("off", "cow", "stage")]
+    (steps,), (equal,), (requests,) = (
+        of[found] for found in (("audit.layer_steps", "off"), ("equal_requests", "cow"), ("requests", "cow"))
+    )
+    assert all(len(found) == 1 for found in left), "the ranks' audits differ"
+    said = " / ".join(f"{found[0]:.0f}" for found in left)
+    assert f"| {said} of {steps:.0f}; {equal:.0f}/{requests:.0f} requests equal under `cow` |" in line("Two ranks on")
+
+
 def test_steps_on_a_gpu() -> None:
     recorded = (results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels"))
-    table = endtoend.gpu_steps(*recorded).set_index(["kv_heads", "mode", "batch"])
-    for column, digits, start in (("gpu", 3, "GPU time of all kernels"), ("step", 2, "A whole engine step")):
-        said = ", ".join(
-            f"`{mode}` " + " / ".join(f"{table.loc[(32, mode, batch), column]:.{digits}f}" for batch in (1, 4, 16))
-            for mode in ("stage", "cow")
+    table = endtoend.gpu_steps(*recorded)
+    cells = table.set_index(["tp", "kv_cache_dtype", "mode", "k", "kv_heads", "prompt", "batch"]).sort_index()
+
+    def said(tp: int, dtype: str, modes: tuple[str, ...], batches: tuple[int, ...], column: str = "step") -> str:
+        return ", ".join(
+            f"`{mode}` " + " / ".join(f"{cells.loc[(tp, dtype, mode, 8, 32, 512, n), column]:.3f}" for n in batches)
+            for mode in modes
         )
-        assert f"| {said} |" in line(start)
-    share = results.read_table("kv_write_share", paths.RECORDED).set_index("batch").value
-    said = " / ".join(f"{100 * share[batch]:.1f}%" for batch in (1, 4, 16, 64))
-    assert f"| {said} |" in line("Share of the paged KV write")
-    steady = table.loc[[(heads, "stage", batch) for heads in (8, 32) for batch in (1, 4, 16)], "step"]
-    assert f"from {100 * (1 - steady.min()):.0f} % faster to {100 * (steady.max() - 1):.0f} % slower" in README.replace(
-        "\n  ", " "
-    )
+
+    both, every = ("stage", "cow"), (1, 4, 16, 64)
+    assert f"| {said(1, 'auto', both, every, 'gpu')} |" in line("GPU time of all kernels")
+    assert f"| {said(1, 'auto', both, every)} |" in line("A whole engine step")
+    assert f"| {said(1, 'fp8', ('stage',), every)} |" in line("The same with an fp8 cache")
+    assert f"| {said(2, 'auto', both, (1, 4, 16))} |" in line("The same over two ranks")
+    stage, cow = (table[table.steady & (table["mode"] == mode)].step for mode in ("stage", "cow"))
+    flat = README.replace("\n  ", " ")
+    assert f"Of {len(stage)} settings measured whole" in flat
+    assert f"in {(stage < 1).sum()}, from {stage.min():.3f} to {stage.max():.3f} times vanilla's" in flat
+    assert min(round(100 * (cow.min() - 1), 1), 0) == 0
+    assert f"costs 0 to {100 * (cow.max() - 1):.1f} % of a step, at the median {100 * (cow.median() - 1):.1f} %" in flat
+    unsteady = table[~table.steady]
+    assert set(zip(unsteady.tp, unsteady.batch, strict=True)) == {(2, 64)}
+
+
+def test_write_share() -> None:
+    share = results.read_table("kv_write_share", paths.RECORDED)
+    share = share[share.kv_heads == 32].set_index(["kv_cache_dtype", "batch"]).value
+    said = [" / ".join(f"{100 * share[dtype, n]:.1f}%" for n in (1, 4, 16, 64)) for dtype in ("auto", "fp8")]
+    assert f"| {said[0]}; fp8 {said[1]} |" in line("Share of the paged KV write")
 
 
 def test_verify_attention() -> None:
@@ -151,9 +179,10 @@ def test_verify_attention() -> None:
     table = attention_figures.frame(times, 4.29)
     short = table[(table.context == 512) & (table.cache == "bf16")].ratio.max()
     assert f"| {short:.2f} |" in line("Attention and write of one layer")
-    grouped = table[table.kv_heads == 8]
-    worst = grouped[(grouped.cache == "bf16")].ratio.max(), grouped[grouped.cache == "fp8"].ratio.max()
-    assert f"({worst[0]:.2f} times)" in README and f"(up to {worst[1]:.2f})" in README
+    grouped = table[(table.kv_heads <= 8) & (table.batch == 16) & (table.context == 8192)]
+    worst = [grouped[grouped.cache == cache].ratio.max() for cache in ("bf16", "fp8")]
+    assert worst == [table[table.cache == cache].ratio.max() for cache in ("bf16", "fp8")]
+    assert f"up to {worst[0]:.2f} times in bf16, up to {worst[1]:.2f} with an fp8 cache" in README
 
 
 def test_where_modes_pay() -> None:
