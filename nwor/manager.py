@@ -161,6 +161,7 @@ class DraftCommitManager:
             and the slot vLLM's writer is to take, -1 for held rows.
         aside: batches, in requests as padded for a graph, that vLLM's own write and attention serve because they are
             the faster; counted as fallbacks.
+        rehearsing: the next forward is a dummy run or a capture, which has to launch all that a replay may need.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class DraftCommitManager:
         self.aside: frozenset[int] = frozenset()
         self.tally = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=device)
         self.counts, self.kept = self.split(self.tally)
+        self.rehearsing = True
         self.num_requests: int | None = None
         self._slot_mapping: Tensor | None = None
         self._staged = layout.num_layers * [False]
@@ -228,6 +230,7 @@ class DraftCommitManager:
         """
         if self.is_open:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
+        self.rehearsing = False
         num_requests = cu_num_logits.numel() - 1
         fits = num_requests <= len(self.slots)
         if not fits and not self._warned:
@@ -260,6 +263,7 @@ class DraftCommitManager:
 
     def clear(self, slot_mapping: Tensor | None = None) -> None:
         """Hold nothing in the next forward: a dummy run, or with `slot_mapping` a step without drafts."""
+        self.rehearsing = slot_mapping is None
         if self.staging_rows is None or self.page_slots is None:
             return
         self.staging_rows.fill_(-1)

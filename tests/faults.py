@@ -22,8 +22,8 @@ def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
     """Held rows masked in vLLM's own slots, and not unmasked: what a window in place would be without its end."""
     begin = DraftCommitManager.begin
 
-    def mask(self, query_start_loc, cu_num_logits, slot_mapping):  # type: ignore[no-untyped-def]
-        opened = begin(self, query_start_loc, cu_num_logits, slot_mapping)
+    def mask(self, query_start_loc, cu_num_logits, slot_mapping, *rest):  # type: ignore[no-untyped-def]
+        opened = begin(self, query_start_loc, cu_num_logits, slot_mapping, *rest)
         slot_mapping.copy_(self.page_slots[: slot_mapping.numel()])
         return opened
 
@@ -47,6 +47,13 @@ def blind_attention(patch: pytest.MonkeyPatch) -> None:
         attend(query, kv_cache, staging.new_zeros(staging.shape), *rest, **named)
 
     patch.setattr(ops, "verify_attention", blind)
+
+
+def small_batches_aside(patch: pytest.MonkeyPatch) -> None:
+    """No fault: as if the tuning said that vLLM serves the smaller half of all batches faster."""
+    from nwor.vllm import gpu
+
+    patch.setattr(gpu, "slower_batches", lambda most, *rest: frozenset(range(1, most // 2 + 1)))
 
 
 def small_capacity(patch: pytest.MonkeyPatch) -> None:

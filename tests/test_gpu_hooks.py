@@ -17,14 +17,13 @@ class Layer:
 
     layer_name = "layers.0"
 
-    def __init__(self, monkeypatch, is_open: bool, aside: frozenset[int], capturing: bool) -> None:
+    def __init__(self, monkeypatch, is_open: bool, aside: frozenset[int], rehearsing: bool) -> None:
         self.calls: list[str] = []
         ours = ModuleType("nwor.gpu_attention")
         ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
         monkeypatch.setitem(sys.modules, "nwor.gpu_attention", ours)
-        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
         manager = SimpleNamespace(
-            width=WIDTH, is_open=is_open, aside=aside, page_slots=torch.full((64,), 7), staging_rows=None,
+            width=WIDTH, is_open=is_open, aside=aside, rehearsing=rehearsing, page_slots=torch.full((64,), 7), staging_rows=None,
             staged=lambda index: None, mark_staged=lambda index: None, attention=None,
         )  # fmt: skip
         self.nwor = SimpleNamespace(manager=manager, index=0)
@@ -43,7 +42,7 @@ class Layer:
         return self.calls
 
 
-# A real step or a capture, a window open or not, its longest query, its requests (9 stand aside), and what is called.
+# A capture or a real step, a window open or not, its longest query, its requests (9 stand aside), and what is called.
 CASES = {
     "windows": (False, True, 4, 8, ["ours"]),
     "no drafts": (False, False, 1, 8, ["ours"]),
@@ -62,6 +61,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_serves_a_batch(case, monkeypatch):
     """R23, N1, #4: every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
-    capturing, is_open, max_query_len, requests, called = CASES[case]
-    layer = Layer(monkeypatch, is_open, frozenset({9}), capturing)
+    rehearsing, is_open, max_query_len, requests, called = CASES[case]
+    layer = Layer(monkeypatch, is_open, frozenset({9}), rehearsing)
     assert layer.run(monkeypatch, max_query_len, requests) == called

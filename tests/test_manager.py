@@ -301,6 +301,19 @@ def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
 
 
 @modes
+def test_dummy_runs_rehearse_and_real_steps_do_not(mode, device):
+    """#5: a capture has to launch what a replay may need, and a step that holds nothing need not."""
+    step = Step("HND", mode, device)
+    assert step.manager.rehearsing
+    step.manager.clear(step.batch.slot_mapping)
+    assert not step.manager.rehearsing
+    step.manager.clear()
+    assert step.manager.rehearsing
+    step.begin()
+    assert not step.manager.rehearsing
+
+
+@modes
 def test_a_batch_that_stands_aside_is_vllms_own(mode, device):
     """N1: where our attention is the slower one, by the number of requests of the graph; counted, and not for others."""
     step = Step("HND", mode, device)

@@ -157,8 +157,9 @@ MATRIX = {
         (ON_A_GPU, {"scale_of": 8}),
     ],
 }
-# Seen in a step or while a manager is built: tests/test_manager.py and tests/test_vllm_modes.py hold these.
+# Seen in a step or while a manager is built: tests/test_manager.py, test_vllm_modes.py and test_gpu_hooks.py hold these.
 ELSEWHERE = {
+    "batches that the tuning says vLLM attends to faster (GPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
     "a CPU packing that is no permutation",

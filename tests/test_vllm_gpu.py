@@ -31,6 +31,8 @@ STACKS = {
     "v2 FA graphs fp8": {"enforce_eager": False, "kv_cache_dtype": "fp8"},
     "v2 Triton graphs": {"enforce_eager": False, "attention_backend": "TRITON_ATTN"},
     "v2 Triton graphs fp8": {"enforce_eager": False, "attention_backend": "TRITON_ATTN", "kv_cache_dtype": "fp8"},
+    "v2 FA one graph": {"enforce_eager": False, "cudagraph_mode": "FULL"},
+    "v2 FA piecewise": {"enforce_eager": False, "cudagraph_mode": "PIECEWISE"},
     "v2 FA eager": {},
     "v1 FA graphs": {"enforce_eager": False, "runner": "v1"},
     "v1 Triton eager": {"runner": "v1", "attention_backend": "TRITON_ATTN"},
@@ -240,6 +242,19 @@ def assert_parity(vanilla: Outcome, outcome: Outcome, mode: str) -> None:
         assert parity.explained(GAPS["auto"]), parity
         if mode == "cow":
             assert parity.equal == parity.requests
+
+
+@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 FA one graph", "v2 FA eager", "v1 FA graphs"])
+def test_batches_that_stand_aside(engines, model, vanilla, stack):
+    """N1: batches of 1 to 4 are vLLM's own, by the graph's number of requests; those of 5 to 8 hold their rows."""
+    settings = Settings(mode="stage", audit=True, debug_sync=True)
+    outcome = engines.run(spec_of(model, stack), settings, faults.small_batches_aside, logprobs=5)
+    assert not outcome.error, outcome.error
+    counters, theirs = outcome.ranks[0]["counters"], vanilla(stack).audit
+    assert min(counters["fallbacks"], counters["windows"]) > 20
+    assert 0 < outcome.audit["dirty_layer_steps"] < theirs["dirty_layer_steps"]
+    assert outcome.audit["unwritten_rows"] == 0
+    assert compare(vanilla(stack).generation, outcome.generation).explained(GAPS["auto"])
 
 
 @both

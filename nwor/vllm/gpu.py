@@ -5,7 +5,8 @@ Why: vLLM attends over pages alone, and writes them in a launch of its own befor
 How: where no query is longer than a window, `nwor.gpu_attention.verify_attention` takes the place of writer and
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
 that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), vLLM's writer and
-attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows.
+attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Batches for which
+the recorded tuning says that vLLM is the faster are left to it, the same ones when a graph is captured and replayed.
 FlashAttention and Triton attention share one signature; so do FlashInfer and ROCm AITER, whose metadata differ.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
@@ -13,7 +14,6 @@ When it can go: when vLLM's attention takes keys and values beside the cache.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from nwor.attention_configs import HEAD_SIZES, slower_batches
@@ -133,7 +133,7 @@ def _make_forward(original: Callable) -> Callable:
             return original(*vanilla)
         if attn_metadata.max_query_len > manager.width:
             original(*vanilla)
-            if not (manager.is_open or torch.cuda.is_current_stream_capturing()):
+            if not (manager.is_open or manager.rehearsing):
                 return output
         verify_attention(
             query,
