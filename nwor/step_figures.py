@@ -33,10 +33,9 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     lines = -(-len(panels) // columns)
     size = (plot.TWO_COLUMNS if columns > 1 else plot.COLUMN, 0.7 + 1.5 * lines)
     fig, axes = plot.figure(*size, nrows=lines, ncols=columns, sharex=True, sharey=True, squeeze=False)
-    for ax, ((cache, k), panel) in itertools.zip_longest(axes.flat, panels, fillvalue=((None, None), None)):
-        if panel is None:
-            ax.set_visible(False)
-            continue
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for ax, ((cache, k), panel) in zip(axes.flat, panels, strict=False):
         ax.axhline(1, color="black", linewidth=0.8)
         for mode, (n, prompt) in itertools.product(plot.ordered(panel["mode"].unique()), enumerate(prompts)):
             here = panel[(panel["mode"] == mode) & (panel["prompt"] == prompt)].sort_values("batch")
