@@ -5,8 +5,8 @@
     python -m nwor.attention_bench --sweep data/attention/h200.json
 
 Each sample is one replay of a CUDA graph with a cold L2 cache, as in `nwor.kernel_bench`; what is compared is sampled in
-turns. Every request has 9 rows (a token and 8 drafts) behind `context` positions in pages of 16 slots, at random
-places of the cache. What a sample has to do is the same for all: read the prefix, attend, and leave the 9 rows stored.
+turns. Every request has k + 1 rows (a token and k drafts) behind `context` positions in pages of 16 slots, at random
+places of the cache. What a sample has to do is the same for all: read the prefix, attend, and leave the rows stored.
 
     nwor             `nwor.gpu_attention`, rows to staging, the tuned configuration; one launch
     flash            `reshape_and_cache_flash`, then FlashAttention 3 as vLLM calls it in a full graph: a schedule made
@@ -39,7 +39,7 @@ from nwor import paths, results
 from nwor.attention_configs import Config, division, packed_rows
 from nwor.kernel_bench import Call, Timer, compact, empty, measures
 
-QUERY, HEAD_SIZE, BLOCK_SIZE = 9, 128, 16
+HEAD_SIZE, BLOCK_SIZE = 128, 16
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 BATCHES, CONTEXTS, CACHES = (1, 4, 16, 64), (512, 2048, 8192), ("bf16", "fp8")
 FLASH_SPLITS = (1, 2, 4, 8, 16)
@@ -48,13 +48,27 @@ NOISE = 1.02  # two medians of a sweep that are no further apart are called equa
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's attention of `batch` windows; cache: bf16 or fp8 (e4m3, with the query in fp8 as vLLM has it)."""
+    """One layer's attention of `batch` windows of a token and k drafts.
+
+    cache: bf16 or fp8 (e4m3, with the query in fp8 as vLLM has it).
+    """
 
     heads: int
     kv_heads: int
     batch: int
     context: int
     cache: str = "bf16"
+    k: int = 8
+
+    @property
+    def query(self) -> int:
+        """Rows of a window."""
+        return self.k + 1
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
 
     @property
     def element(self) -> int:
@@ -64,8 +78,8 @@ class Shape:
     def bytes(self) -> int:
         """What has to move: prefix and query read, new rows read and stored, output written."""
         row = self.kv_heads * 2 * HEAD_SIZE
-        query = QUERY * self.heads * HEAD_SIZE * (self.element + 2)
-        return self.batch * (self.context * row * self.element + QUERY * row * (2 + self.element) + query)
+        query = self.query * self.heads * HEAD_SIZE * (self.element + 2)
+        return self.batch * (self.context * row * self.element + self.query * row * (2 + self.element) + query)
 
 
 class Windows:
@@ -77,7 +91,7 @@ class Windows:
         generator = torch.Generator(device="cuda").manual_seed(seed)
         random = functools.partial(torch.randn, device="cuda", generator=generator)
         self.shape, self.fp8 = shape, shape.cache == "fp8"
-        batch, length, tokens = shape.batch, shape.context + QUERY, shape.batch * QUERY
+        batch, length, tokens = shape.batch, shape.context + shape.query, shape.batch * shape.query
         pages = -(-length // BLOCK_SIZE)
         self.kv_cache = self.cache(batch * pages, generator)
         self.staging = self.cache(-(-tokens // BLOCK_SIZE), generator)
@@ -88,7 +102,7 @@ class Windows:
         query, self.key, self.value = self.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
         self.query = query.to(torch.float8_e4m3fn) if self.fp8 else query
         self.output = torch.empty(tokens, shape.heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
-        self.query_start_loc = torch.arange(0, tokens + 1, QUERY, dtype=torch.int32, device="cuda")
+        self.query_start_loc = torch.arange(0, tokens + 1, shape.query, dtype=torch.int32, device="cuda")
         self.seq_lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
         positions = torch.arange(shape.context, length, device="cuda")
         self.slots = (table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
@@ -96,7 +110,7 @@ class Windows:
         self.rows = torch.arange(tokens, device="cuda")
         self.one = torch.ones(1, device="cuda")
         self.scale = HEAD_SIZE**-0.5
-        self.workspace = Workspace(max(BATCHES), QUERY, shape.heads, HEAD_SIZE, "cuda")
+        self.workspace = Workspace(max(BATCHES), shape.query, shape.heads, HEAD_SIZE, "cuda")
 
     def cache(self, blocks: int, generator: torch.Generator) -> Tensor:
         """[blocks, H, N, 2 * D] of random numbers around 1."""
@@ -120,7 +134,7 @@ class Windows:
         return functools.partial(
             verify_attention, self.query, self.key, self.value, self.kv_cache, self.output,
             query_start_loc=self.query_start_loc, seq_lens=self.seq_lens, block_table=self.block_table,
-            page_slots=self.nowhere, staging=self.staging, staging_rows=self.rows, max_query_len=QUERY,
+            page_slots=self.nowhere, staging=self.staging, staging_rows=self.rows, max_query_len=self.shape.query,
             scale=self.scale, kv_cache_dtype="fp8" if self.fp8 else "auto", workspace=self.workspace, config=config,
             **dict.fromkeys(("q_scale", "k_scale", "v_scale"), self.one if self.fp8 else None),
         )  # fmt: skip
@@ -141,7 +155,7 @@ class Windows:
         schedule = None
         if splits == 32:
             schedule = get_scheduler_metadata(
-                batch_size=shape.batch, max_seqlen_q=QUERY, max_seqlen_k=longest, num_heads_q=shape.heads,
+                batch_size=shape.batch, max_seqlen_q=self.shape.query, max_seqlen_k=longest, num_heads_q=shape.heads,
                 num_heads_kv=shape.kv_heads, headdim=HEAD_SIZE, cache_seqlens=self.seq_lens,
                 qkv_dtype=self.query.dtype, cu_seqlens_q=self.query_start_loc, page_size=BLOCK_SIZE, causal=True,
                 window_size=(-1, -1), num_splits=splits,
@@ -152,7 +166,7 @@ class Windows:
             self.write()
             flash_attn_varlen_func(
                 q=self.query, k=keys, v=values, out=self.output, cu_seqlens_q=self.query_start_loc,
-                max_seqlen_q=QUERY, seqused_k=self.seq_lens, max_seqlen_k=longest, softmax_scale=self.scale,
+                max_seqlen_q=self.shape.query, seqused_k=self.seq_lens, max_seqlen_k=longest, softmax_scale=self.scale,
                 causal=True, block_table=self.block_table, scheduler_metadata=schedule, num_splits=splits,
                 fa_version=3, q_descale=descale, k_descale=descale, v_descale=descale,
             )  # fmt: skip
@@ -172,7 +186,7 @@ class Windows:
             write(self.key, self.value, keys, values, self.slots, "fp8" if self.fp8 else "auto", self.one, self.one)
             unified_attention(
                 q=self.query, k=keys, v=values, out=self.output, cu_seqlens_q=self.query_start_loc,
-                max_seqlen_q=QUERY, seqused_k=self.seq_lens, max_seqlen_k=self.block_table.shape[1] * BLOCK_SIZE,
+                max_seqlen_q=self.shape.query, seqused_k=self.seq_lens, max_seqlen_k=self.block_table.shape[1] * BLOCK_SIZE,
                 softmax_scale=self.scale, causal=True, window_size=(-1, -1), block_table=self.block_table, softcap=0,
                 q_descale=self.one if self.fp8 else None, k_descale=descale, v_descale=descale, kv_quant_mode=mode,
             )  # fmt: skip
@@ -197,12 +211,12 @@ class Windows:
         call()
         keys, values = self.split_cache()
         found, wanted = [], []
-        group = self.shape.heads // self.shape.kv_heads
-        seen = torch.arange(self.shape.context + QUERY, device="cuda")
-        seen = seen <= self.shape.context + torch.arange(QUERY, device="cuda")[:, None]
+        group = self.shape.group
+        seen = torch.arange(self.shape.context + self.shape.query, device="cuda")
+        seen = seen <= self.shape.context + torch.arange(self.shape.query, device="cuda")[:, None]
         for request in range(min(requests, self.shape.batch)):
             pages = self.block_table[request, : -(-len(seen[0]) // BLOCK_SIZE)].long()
-            rows = slice(request * QUERY, (request + 1) * QUERY)
+            rows = slice(request * self.shape.query, (request + 1) * self.shape.query)
             key, value = (
                 half[pages].float().flatten(0, 1)[: seen.shape[1]].repeat_interleave(group, dim=1)
                 for half in (keys, values)
@@ -220,12 +234,12 @@ class Windows:
 
 def shapes(
     heads: Iterable[tuple[int, int]] = HEADS, batches: Iterable[int] = BATCHES, contexts: Iterable[int] = CONTEXTS,
-    caches: Iterable[str] = CACHES,
+    caches: Iterable[str] = CACHES, ks: Iterable[int] = (8,),
 ) -> list[Shape]:  # fmt: skip
     """Every shape of the grid."""
     return [
-        Shape(*pair, batch, context, cache)
-        for cache, pair, batch, context in itertools.product(caches, heads, batches, contexts)
+        Shape(*pair, batch, context, cache, k)
+        for k, cache, pair, batch, context in itertools.product(ks, caches, heads, batches, contexts)
     ]
 
 
@@ -330,14 +344,20 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
     `vanilla` is, in the same turns, the time of vLLM's faster backend with its write, as vLLM calls them.
     First every kernel, whole and in some splits; then the fastest few of each kind with every division of the prefix.
     """
-    kinds = {(s.heads, s.kv_heads, s.cache): kernels(s) for s in chosen}
+    kinds = {(s.heads, s.kv_heads, s.cache, s.k): kernels(s) for s in chosen}
     jobs, known = {replace(shape, context=0): list[Config]() for shape in chosen}, set()
     for shape, configs in jobs.items():
-        for kernel in kinds[shape.heads, shape.kv_heads, shape.cache]:
+        for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, (512,)):
-                group = shape.heads // shape.kv_heads
-                combined = division(config.splits, shape.batch * shape.kv_heads, QUERY * group, HEAD_SIZE, 132)[1:]
-                binary = (group, shape.cache, replace(config, splits=config.splits > 1, least=0), combined)
+                rows = shape.query * shape.group
+                combined = division(config.splits, shape.batch * shape.kv_heads, rows, HEAD_SIZE, 132)[1:]
+                binary = (
+                    shape.group,
+                    shape.query,
+                    shape.cache,
+                    replace(config, splits=config.splits > 1, least=0),
+                    combined,
+                )
                 if binary not in known:
                     known.add(binary)
                     configs.append(config)
@@ -354,7 +374,7 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
         for n, config in enumerate(configs):
             found.append(asdict(shape) | asdict(config) | {"value": medians[str(n)], "vanilla": vanilla})
 
-    for key, same in itertools.groupby(chosen, key=lambda s: (s.heads, s.kv_heads, s.cache)):
+    for key, same in itertools.groupby(chosen, key=lambda s: (s.heads, s.kv_heads, s.cache, s.k)):
         for batch, contexts in itertools.groupby(same, key=lambda s: s.batch):
             everywhere = list(contexts)
             fill = min(64, max(2, 132 // (batch * key[1])))
@@ -374,22 +394,22 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
 
 
 def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
-    """Of each (heads, batch, cache) the configuration that loses least where it loses most.
+    """Of each (heads, batch, cache, k) the configuration that loses least where it loses most.
 
     What it loses at a context is its time over that of the fastest there: one configuration serves all contexts, since
     a captured graph does not know them. Those that nowhere take `NOISE` times vLLM's time come first. `slower_from` is
     the least context at which the chosen one does, 0 for none.
     """
     knobs, found = list(Config.__dataclass_fields__), []
-    for (heads, kv_heads, batch, cache), group in swept.groupby(["heads", "kv_heads", "batch", "cache"]):
+    for (heads, kv_heads, batch, cache, k), group in swept.groupby(["heads", "kv_heads", "batch", "cache", "k"]):
         table = group.pivot_table(index=knobs, columns="context", values=["value", "vanilla"], aggfunc="min").dropna()
         times, lost = table["value"], (table["value"] / table["value"].min()).max(axis=1)
         slower = times > NOISE * table["vanilla"].min()
         chosen = lost[~slower.any(axis=1)].idxmin() if not slower.any(axis=1).all() else lost.idxmin()
         contexts = times.columns[slower.loc[chosen]]
-        shape = Shape(heads, kv_heads, batch, 0, cache)
-        entry = {"cache_bytes": shape.element, "rows": packed_rows(QUERY, heads // kv_heads), "head_size": HEAD_SIZE}
-        entry |= {"programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
+        shape = Shape(heads, kv_heads, batch, 0, cache, k)
+        entry = {"cache_bytes": shape.element, "rows": packed_rows(shape.query, shape.group), "group": shape.group}
+        entry |= {"head_size": HEAD_SIZE, "programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
         found.append(entry | {name: int(value) for name, value in zip(knobs, chosen, strict=True)})
     return found
 
@@ -416,6 +436,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--caches", default=",".join(CACHES))
     parser.add_argument("--heads", default=",".join(f"{q}x{kv}" for q, kv in HEADS), help="query heads x KV heads")
+    parser.add_argument("--ks", default="8", help="drafts of a window")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -423,7 +444,8 @@ def main(argv: list[str] | None = None) -> int:
     if not (options.out or options.sweep):
         parser.error("--out says where the results go")
     pairs = [(int(q), int(kv)) for q, kv in (pair.split("x") for pair in options.heads.split(","))]
-    chosen = shapes(pairs, map(int, options.batches.split(",")), CONTEXTS, options.caches.split(","))
+    batches, ks = ([int(number) for number in text.split(",")] for text in (options.batches, options.ks))
+    chosen = shapes(pairs, batches, CONTEXTS, options.caches.split(","), ks)
     if options.sweep:
         swept = sweep(chosen, min(options.repeats, 5))
         text = {"gpu": torch.cuda.get_device_name(), "configurations": best(swept)}

@@ -12,9 +12,9 @@ from pathlib import Path
 import pandas as pd
 
 from nwor import plot, results
-from nwor.attention_bench import net
+from nwor.attention_bench import Shape, net
 
-# At most so much of the time of vLLM's faster backend, by KV heads (before TP) and context, for batches 1, 16 and 64.
+# At most so much of the time of vLLM's faster backend with k=8, by KV heads (before TP) and context, for `BATCHES`.
 GOALS = {
     (32, 512): (0.60, 0.78, 0.82),
     (32, 2048): (0.68, 0.93, 0.95),
@@ -24,6 +24,7 @@ GOALS = {
     (8, 8192): (1.00, 1.00, 1.00),
 }
 BATCHES = (1, 16, 64)
+SHAPE = list(Shape.__dataclass_fields__)
 LOOKS = {
     "nwor": ("#0072B2", "^", "-"),
     "flash": ("#555555", "o", "--"),
@@ -43,46 +44,51 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
     flash = [name for name in table if str(name).startswith("flash")]
     table["flash"] = table[flash].min(axis=1)
     table = table.drop(columns=[name for name in flash if name != "flash"]).reset_index()
-    moved = times.groupby(["heads", "kv_heads", "batch", "context", "cache"], observed=True)["bytes"].first()
+    moved = times.groupby(SHAPE, observed=True)["bytes"].first()
     table = table.merge(moved.reset_index())
     table["floor"] = table["bytes"] / bandwidth / 1e6
     table["tp"] = 32 // table["heads"]
-    keys = zip(table["kv_heads"] * table["tp"], table["context"], table["batch"], strict=True)
-    table["wanted"] = [GOALS[kv, context][BATCHES.index(b)] if b in BATCHES else 1.0 for kv, context, b in keys]
+    keys = zip(table["kv_heads"] * table["tp"], table["context"], table["batch"], table["k"], strict=True)
+    table["wanted"] = [
+        GOALS[kv, context][BATCHES.index(batch)] if batch in BATCHES and k == 8 else 1.0
+        for kv, context, batch, k in keys
+    ]
     table["met"] = table["ratio"] <= table["wanted"]
     return table
 
 
 def errors(times: pd.DataFrame) -> pd.DataFrame:
     """The relative error of nwor, of vLLM's two backends against fp32, and nwor's over FlashAttention's: a row a shape."""
-    keys = ["heads", "kv_heads", "batch", "context", "cache"]
-    table = times[times["metric"] == "error"].pivot_table(index=keys, columns="op", values="value", observed=True)
+    table = times[times["metric"] == "error"].pivot_table(index=SHAPE, columns="op", values="value", observed=True)
     table = table[["nwor", "flash", "triton"]]
     return table.assign(over_flash=table["nwor"] / table["flash"]).reset_index()
 
 
 def goal_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Ratios reached beside those wanted: rows are KV heads, TP, cache and context; columns the batches."""
+    """Ratios reached beside those wanted: rows are cache, k, TP, KV heads and context; columns the batches."""
     shown = table.assign(
         cell=[
             f"{line.ratio:.2f}{'' if line.met else '!'} ({line.wanted:.2f})"
             for line in table.itertuples()
         ]
     )  # fmt: skip
-    index = ["cache", "tp", "kv_heads", "context"]
+    index = ["cache", "k", "tp", "kv_heads", "context"]
     wide = shown.pivot_table(index=index, columns="batch", values="cell", aggfunc="first", observed=True)
     return wide.rename_axis(columns="batch: ratio (wanted), ! missed")
 
 
 def ratios(run: results.Run | Path, table: pd.DataFrame) -> Path:
     """Draw nwor's time over that of vLLM's faster backend, by context and batch; a bar marks what was wanted."""
-    panels = [(tp, kv, cache) for cache in ("bf16", "fp8") for tp in (1, 2) for kv in (32 // tp, 8 // tp)]
+    ks = sorted(table["k"].unique(), reverse=True)
+    panels = [
+        (tp, kv, cache, k) for k in ks for cache in ("bf16", "fp8") for tp in (1, 2) for kv in (32 // tp, 8 // tp)
+    ]
     panels = [panel for panel in panels if len(_panel(table, *panel))]
     columns = min(4, len(panels))
     fig, axes = plot.figure(plot.TWO_COLUMNS, 1.9 * -(-len(panels) // columns), ncols=columns,
                             nrows=-(-len(panels) // columns), sharey=True, sharex=True, squeeze=False)  # fmt: skip
-    for ax, (tp, kv, cache) in zip(axes.flat, panels, strict=False):
-        here = _panel(table, tp, kv, cache)
+    for ax, (tp, kv, cache, k) in zip(axes.flat, panels, strict=False):
+        here = _panel(table, tp, kv, cache, k)
         for n, (batch, rows) in enumerate(here.groupby("batch", observed=True)):
             color, marker = ("#000000", "#0072B2", "#009E73", "#D55E00")[n % 4], "o^sD"[n % 4]
             rows = rows.sort_values("context")
@@ -95,7 +101,7 @@ def ratios(run: results.Run | Path, table: pd.DataFrame) -> Path:
         ax.axhline(1, color="black", linewidth=0.6)
         ax.set(
             xscale="log",
-            title=f"{kv} KV heads, {cache}" + (f", TP={tp}" if tp > 1 else ""),
+            title=f"{kv} KV heads, {cache}" + (f", TP={tp}" if tp > 1 else "") + (f", k={k}" if len(ks) > 1 else ""),
             ylim=(0.4, table["ratio"].max() + 0.1),
         )
         ax.set_xticks([512, 2048, 8192], ["512", "2k", "8k"])
@@ -107,8 +113,8 @@ def ratios(run: results.Run | Path, table: pd.DataFrame) -> Path:
     plot.legend(axes[0, 0], ncols=4)
     caption = (
         "Verify attention and write of one layer: time of this kit's one launch over that of the faster of vLLM's "
-        "FlashAttention 3 (best split) and Triton backends with their writes. 9 rows a request, 32 query heads of 128, "
-        "divided by TP. Short bars: what was wanted. Medians, empty kernel taken off, cold L2 cache."
+        "FlashAttention 3 (best split) and Triton backends with their writes. A token and k=8 drafts a request where "
+        "nothing else is said, 32 query heads of 128, divided by TP. Short bars: what was wanted. Medians, empty kernel taken off, cold L2 cache."
     )
     return plot.save(fig, run, "attention_ratios", table, caption)
 
@@ -116,7 +122,7 @@ def ratios(run: results.Run | Path, table: pd.DataFrame) -> Path:
 def over_floor(run: results.Run | Path, table: pd.DataFrame) -> Path:
     """Draw the time of each backend above the floor of bytes, bf16, TP=1."""
     fig, axes = plot.figure(plot.TWO_COLUMNS, 3.4, ncols=3, nrows=2, sharex=True)
-    drawn = table[(table["tp"] == 1) & (table["cache"] == "bf16") & table["batch"].isin(BATCHES)]
+    drawn = table[(table["tp"] == 1) & (table["cache"] == "bf16") & table["batch"].isin(BATCHES) & (table["k"] == 8)]
     for line, kv in zip(axes, (32, 8), strict=True):
         for ax, batch in zip(line, BATCHES, strict=True):
             rows = drawn[(drawn["kv_heads"] == kv) & (drawn["batch"] == batch)].sort_values("context")
@@ -140,5 +146,6 @@ def over_floor(run: results.Run | Path, table: pd.DataFrame) -> Path:
     return plot.save(fig, run, "attention_over_floor", drawn, caption)
 
 
-def _panel(table: pd.DataFrame, tp: int, kv_heads: int, cache: str) -> pd.DataFrame:
-    return table[(table["tp"] == tp) & (table["kv_heads"] == kv_heads) & (table["cache"] == cache)]
+def _panel(table: pd.DataFrame, tp: int, kv_heads: int, cache: str, k: int) -> pd.DataFrame:
+    rows = table[(table["tp"] == tp) & (table["kv_heads"] == kv_heads) & (table["cache"] == cache)]
+    return rows[rows["k"] == k]

@@ -18,9 +18,6 @@ NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "
 UNSTEADY = 0.1
 """Range of a step's ratio over repeats from which on its median says nothing."""
 
-ATTENTION_DRAFTS = 8
-"""Drafts of a window in `nwor.attention_bench`: 9 rows."""
-
 
 def against_measured(
     bench: pd.DataFrame,
@@ -98,8 +95,8 @@ def _with_attention(
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
     prompt = float(where.get("prompt", math.nan))
     rows = attention[(attention["metric"] == "time") & (attention["kv_heads"] == shape.heads)]
-    rows = rows[(rows["batch"] == where["batch"]) & (rows["cache"] == cache)]
-    if rows.empty or where["k"] != ATTENTION_DRAFTS or math.isnan(prompt):
+    rows = rows[(rows["batch"] == where["batch"]) & (rows["cache"] == cache) & (rows["k"] == where["k"])]
+    if rows.empty or math.isnan(prompt):
         return math.nan
     contexts = rows["context"].unique()
     nearest = min(contexts, key=lambda context: abs(math.log(context / max(1.0, prompt))))

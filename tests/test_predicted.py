@@ -52,7 +52,7 @@ def test_stage_is_predicted_with_the_attention_measured_alone():
         for (heads, batch, context), factor in shapes.items()
         for op, us in times.items()
     ]
-    attention = pd.DataFrame(rows).assign(metric="time")
+    attention = pd.DataFrame(rows).assign(metric="time", k=8)
     staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8)
     (point,) = predicted.against_measured(staged, attention=attention).to_dict("records")
     commit = 2 * 32 * 16384 * (4 + 8) / 4.24e6
