@@ -229,6 +229,15 @@ def test_a_batch_that_stands_aside_is_told_by_its_graph(aside, monkeypatch):
         assert made.nwor.read_counters().fallbacks == (windows if aside == 4 else 0)
 
 
+def test_the_v1_runner_asks_the_target_layers_metadata(monkeypatch):
+    """What the attention hook of a captured graph sees: a drafter's layer has metadata of its own, or none."""
+    context = SimpleNamespace(attn_metadata={"draft": None, "a": SimpleNamespace(seq_lens=torch.zeros(8))})
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    assert runner_v1.padded_requests(SimpleNamespace(nwor_layer="a")) == 8
+    context.attn_metadata = None
+    assert runner_v1.padded_requests(SimpleNamespace(nwor_layer="a")) == 0
+
+
 def test_dummy_runs_of_the_v1_runner_hold_nothing():
     """#5, #22: before the caches are there, and after a step."""
     calls = []

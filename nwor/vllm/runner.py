@@ -21,7 +21,7 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
                 layer.nwor = None
             original(self, *args, **kwargs)
             layers = target_layers(self)
-            self.nwor_group = target_group(self, layers)
+            self.nwor_group, self.nwor_layer = target_group(self, layers), next(iter(layers), "")
             if settings.mode == "off":
                 return
             self.nwor_receipts = settings.emit_metrics or settings.debug_sync

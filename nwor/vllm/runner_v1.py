@@ -109,8 +109,7 @@ def padded_requests(runner: Any) -> int:
     from vllm.forward_context import get_forward_context
 
     metadata = get_forward_context().attn_metadata
-    layers = runner.kv_cache_config.kv_cache_groups[runner.nwor_group].layer_names
-    return metadata[layers[0]].seq_lens.shape[0] if isinstance(metadata, dict) else 0
+    return metadata[runner.nwor_layer].seq_lens.shape[0] if isinstance(metadata, dict) else 0
 
 
 def _make_sample(original: Callable) -> Callable:
