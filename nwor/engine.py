@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -98,6 +99,7 @@ class EngineSpec:
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "seed": self.seed,
             "disable_log_stats": False,
+            "use_tqdm_on_load": False,
         }
         if self.num_blocks:
             arguments["num_gpu_blocks_override"] = self.num_blocks
@@ -120,6 +122,7 @@ class EngineSpec:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's own, of torch's names, from every process
         }
         if self.runner:
             env["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
@@ -271,6 +274,7 @@ class Engine:
 
 def _serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection) -> None:
     os.environ.update(environ)
+    warnings.simplefilter("ignore", FutureWarning)  # as PYTHONWARNINGS does in processes that start from here
     served = None
     try:
         served = _Served(spec)
