@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the end-to-end runs must show, judged from a bench run's table and report."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from nwor.acceptance import same_share
 from nwor.bench import Parity, summary
 from nwor.predicted import UNSTEADY
-from nwor.results import Run
+from nwor.results import Run, tidy
 from nwor.traffic import Shape
 
 
@@ -143,6 +143,22 @@ def examples(report: Mapping[str, Any], mode: str = "off") -> pd.DataFrame:
 
 SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that tell one measured setting of whole steps on a GPU from another."""
+
+
+def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Tables `gpu_steps`, `gpu_kernels` and `kv_write_share` from bench tables of whole steps on a GPU.
+
+    The share is that of the paged write in all GPU time of vanilla's decode step.
+    """
+    every = pd.concat(benches, ignore_index=True)
+    profiled = every["metric"] == "kernel_us"
+    kernels = every[profiled].drop(columns=["step", "position", "rank", "temperature"], errors="ignore")
+    steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
+    keys = ["run_id", "mode", "model", "seed", *SETTING]
+    parts = kernels[kernels["mode"] == "off"].pivot_table(index=keys, columns="kind", values="value", aggfunc="sum")
+    share = (parts["KV write"] / parts.sum(axis=1)).rename("value").reset_index()
+    share = tidy(share.assign(metric="kv_write_share", unit="share"))
+    return {"gpu_steps": steps, "gpu_kernels": kernels, "kv_write_share": share}
 
 
 def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:

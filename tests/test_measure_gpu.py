@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that measure on GPUs, and what is made of their tables: all but the measuring."""
+
+import importlib.util
+
+import pandas as pd
+import pytest
+
+from nwor import acceptance, attention_bench, bench, paths, results
+
+spec = importlib.util.spec_from_file_location("measure_gpu", paths.ROOT / "tools" / "measure_gpu.py")
+assert spec and spec.loader
+measure_gpu = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(measure_gpu)
+
+
+@pytest.mark.parametrize("name", [name for name in measure_gpu.MEASUREMENTS if name not in measure_gpu.ALONE])
+def test_every_bench_is_one(name, tmp_path, monkeypatch):
+    """Options, shapes and draft lengths that the bench takes; an hour on a GPU must not end at a misspelt word."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    words = [word.format(out=tmp_path) for word in measure_gpu.MEASUREMENTS[name]]
+    assert words[:2] == ["nwor", "bench"]
+    arguments = bench.parser().parse_args(words[2:])
+    engine, plan, prompts = bench.read(arguments)
+    assert engine.llm_arguments()["speculative_config"]["num_speculative_tokens"] == engine.k
+    assert engine.acceptance_length <= engine.k + 1
+    assert len(prompts) >= 1 and plan.modes[0] == "off"
+    left = bench.Plan(**{**vars(plan), "profile": False}).loads(engine.max_model_len, 10**9)
+    assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in left if plan.random_prompts)
+
+
+@pytest.mark.parametrize(("name", "module"), [("attention", attention_bench), ("gpu_acceptance", acceptance)])
+def test_the_other_commands_are_of_their_modules(name, module):
+    words = measure_gpu.MEASUREMENTS[name]
+    assert words[0] == module.__name__ or words[:2] == ["nwor", module.__name__.removeprefix("nwor.")]
+
+
+def bench_table(mode_us: dict[str, float], kv_heads: int = 8) -> pd.DataFrame:
+    """Two modes' steps and kernels, as a bench leaves them."""
+    where = {"tp": 1, "kv_heads": kv_heads, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4}
+    rows = []
+    for mode, us in mode_us.items():
+        rows.append(where | {"mode": mode, "metric": "step_ms", "value": us / 100, "unit": "ms", "step": 0})
+        rows.append(where | {"mode": mode, "metric": "accepted_at", "value": 2, "unit": "windows", "position": 0})
+        for kind, part in (("KV write", 0.1), ("matmul", 0.9)):
+            rows.append(where | {"mode": mode, "metric": "kernel_us", "value": part * us, "unit": "us", "kind": kind})
+    return results.tidy(rows, model="llama")
+
+
+def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
+    """A missing measurement leaves its table as it was, and is named."""
+    made, recorded = tmp_path / "gpu", tmp_path / "recorded"
+    for name in [*measure_gpu.STEPS, *measure_gpu.STEPS_OF_TWO]:
+        frame = bench_table({"off": 600.0, "stage": 570.0}, kv_heads=len(name))
+        results.write_table(measure_gpu.table(made, name), frame)
+    results.write_table(measure_gpu.table(made, "audit"), bench_table({"off": 1.0}))
+    missing = measure_gpu.record(made, recorded)
+    assert missing == ["kernel_times", "attention", "gpu_acceptance", "gpu_audit"]
+    assert sorted(path.stem for path in recorded.iterdir()) == ["gpu_kernels", "gpu_steps", "kv_write_share"]
+    found = {path.stem: pd.read_parquet(path) for path in recorded.iterdir()}
+    assert set(found["gpu_steps"].metric) == {"step_ms"} and set(found["gpu_steps"].run_id) == {"gpu"}
+    assert set(found["gpu_kernels"].kind) == {"KV write", "matmul"}
+    assert found["kv_write_share"].value.tolist() == pytest.approx([0.1] * found["gpu_steps"].kv_heads.nunique())
+
+
+def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(
+        measure_gpu, "MEASUREMENTS", {"bad": ["nwor.no_such"], "two": ["nwor", "--tp", "2"], "there": ["nwor.no_such"]}
+    )
+    results.write_table(measure_gpu.table(tmp_path, "there"), bench_table({"off": 1.0}))
+    assert measure_gpu.measure(tmp_path, []) == ["bad", "two"]
+    said = capsys.readouterr().out
+    assert "bad: failed, see" in said and "two: left out, 2 NVIDIA GPUs are needed" in said and "there" not in said
+    assert "no_such" in (tmp_path / "bad" / "log.txt").read_text()

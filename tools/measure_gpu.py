@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python tools/measure_gpu.py results/gpu`: measure on GPUs all that `data/recorded/` holds of one; `--record` keeps it.
+
+Each measurement is one command with a log of its own. One whose table is there already is skipped, so that an
+interrupted run goes on; one that fails does not stop the others, and the end fails. With fewer than two GPUs what needs
+two is left out, and said. A bench of whole steps takes two to four minutes on an H200.
+
+`--record` writes no table of which a part is missing: what is recorded stays as it is.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from nwor import endtoend, paths, results
+
+GPU = ["--no-enforce-eager", "--max-num-batched-tokens", "2048", "--k", "4", "--batch", "4", "--num-blocks", "256"]
+AUDIT = ["nwor", "bench", *GPU, "--repeats", "0", "--name", "table", "--run-dir", "{out}"]
+
+
+def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
+    """The bench of whole steps; `mib` of cache for each engine, all of which are up at once on each GPU."""
+    return [
+        *("nwor", "bench", "--shape", shape, "--k", str(k), "--mode", modes, "--kv-cache-memory", str(mib)),
+        *("--acceptance-length", "1.5" if k == 1 else "3", "--batch", "64", "--batches", "1,4,16,64"),
+        *("--random-prompts", "512,2048,8192", "--num-prompts", "8", "--max-tokens", "96", "--max-model-len", "8448"),
+        *("--max-num-batched-tokens", "8192", "--prefix-caching", "--no-enforce-eager", "--no-audit", "--repeats", "5"),
+        *("--name", "table", "--run-dir", "{out}", *more),
+    ]
+
+
+SHAPES = {"32": "llama-2-7b", "8": "llama-2-7b-8kv"}
+STEPS = {
+    **{f"steps-k8-{heads}": steps(shape, 8, "off,cow,stage", 24000, "--profile") for heads, shape in SHAPES.items()},
+    **{
+        f"steps-k8-{heads}-fp8": steps(shape, 8, "off,stage", 36000, "--kv-cache-dtype", "fp8", "--profile")
+        for heads, shape in SHAPES.items()
+    },
+    **{f"steps-k{k}-{heads}": steps(shape, k, "off,stage", 36000) for k in (1, 3) for heads, shape in SHAPES.items()},
+}
+STEPS_OF_TWO = {
+    f"steps-k8-{heads}-tp2": steps(shape, 8, "off,cow,stage", 24000, "--tp", "2") for heads, shape in SHAPES.items()
+}
+AUDITS = {"audit": [*AUDIT, "--kv-cache-memory", "2048", "--num-prompts", "128", "--max-tokens", "256"]}
+AUDITS_OF_TWO = {
+    "audit-tp2": [*AUDIT, "--kv-cache-memory", "1024", "--num-prompts", "24", "--max-tokens", "128", "--tp", "2"]
+}
+ALONE = {
+    "kernel_times": ["nwor.kernel_bench", "--counters", "--out", "{out}"],
+    "attention": ["nwor.attention_bench", "--repeats", "11", "--out", "{out}"],
+    "gpu_acceptance": ["nwor", "acceptance", "--run-dir", "{out}"],
+}
+MEASUREMENTS = {**ALONE, **AUDITS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
+
+
+def table(directory: Path, name: str) -> Path:
+    """Where the measurement `name` leaves its table."""
+    return directory / name / f"{name if name in ALONE else 'table'}.parquet"
+
+
+def measure(directory: Path, only: list[str]) -> list[str]:
+    """Run what has left no table yet; returns the names of those that failed or were left out."""
+    import torch
+
+    missing = []
+    for name, words in MEASUREMENTS.items():
+        if (only and name not in only) or table(directory, name).exists():
+            continue
+        needed = 2 if "--tp" in words else 1
+        if torch.cuda.device_count() < needed:
+            print(f"{name}: left out, {needed} NVIDIA GPUs are needed", flush=True)
+            missing.append(name)
+            continue
+        out = directory / name
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out / "log.txt", "w") as log:
+            command = [sys.executable, "-m", *(word.format(out=out) for word in words)]
+            failed = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT).returncode
+        print(f"{name}: {'failed, see ' + str(out / 'log.txt') if failed else 'done'}", flush=True)
+        missing += [name] * bool(failed)
+    return missing
+
+
+def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
+    """Write the tables of `data/recorded/` that are whole; returns the names of those that are not."""
+    made = {name: [name] for name in ALONE}
+    made |= {"gpu_audit": [*AUDITS, *AUDITS_OF_TWO], "gpu_steps": [*STEPS, *STEPS_OF_TWO]}
+    kept = []
+    for name, parts in made.items():
+        if all(table(directory, part).exists() for part in parts):
+            kept.append(name)
+            read = [pd.read_parquet(table(directory, part)).assign(run_id=directory.name) for part in parts]
+            tables = endtoend.gpu_tables(read) if name == "gpu_steps" else {name: pd.concat(read, ignore_index=True)}
+            for one, frame in tables.items():
+                results.write_table(recorded / f"{one}.parquet", frame)
+    if "kernel_times" in kept:
+        counters = pd.read_parquet(directory / "kernel_times" / "kernel_counters.parquet")
+        results.write_table(recorded / "kernel_counters.parquet", counters)
+    return [name for name in made if name not in kept]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="folder for what is measured")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(MEASUREMENTS), metavar="NAME")
+    parser.add_argument(
+        "--record", action="store_true", help="keep what is whole in data/recorded, and measure nothing"
+    )
+    options = parser.parse_args(argv)
+    directory = options.directory.resolve()
+    missing = record(directory) if options.record else measure(directory, options.only)
+    print(f"{'not recorded' if options.record else 'missing'}: {', '.join(missing) or 'none'}")
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
