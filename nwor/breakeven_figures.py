@@ -10,7 +10,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 
-from nwor import breakeven, plot, results
+from nwor import breakeven, plot, predicted, results
 from nwor.breakeven import H200, MODELS, Chip
 
 MAPS = (
@@ -106,14 +106,14 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         left.plot(rows["predicted"], rows["us"], marker, color=color, markerfacecolor="none", markersize=3, label=label)
     left.set(xscale="log", yscale="log", xlabel="predicted (us)", ylabel="measured (us)", title="kernels, all layers")
     left.legend(loc="upper left", fontsize=6)
-    seen = steps[["predicted", "with_attention", "low", "high"]]
-    low, high = seen.min().min(), seen.max().max()
-    edges = np.array([low - 0.02, high + 0.02])
+    steady = steps["high"] - steps["low"] < predicted.UNSTEADY
+    seen = steps.loc[steady, ["predicted", "with_attention", "low", "high"]]
+    edges = np.array([seen.min().min() - 0.01, seen.max().max() + 0.01])
     right.plot(edges, edges, color="black", linewidth=0.8, label="equal")
     for mode in plot.ordered(steps["mode"].unique()):
-        rows, look = steps[steps["mode"] == mode], plot.LOOK[mode]
+        rows, look = steps[steady & (steps["mode"] == mode)], plot.LOOK[mode]
         spread = np.array([rows["measured"] - rows["low"], rows["high"] - rows["measured"]])
-        kind = {"color": look.color, "marker": look.marker, "label": look.label, "linestyle": "none"}
+        kind = {"color": look.color, "marker": look.marker, "label": look.label, "linestyle": "none", "markersize": 3}
         right.errorbar(rows["predicted"], rows["measured"], spread, elinewidth=0.6, capsize=1.5, **kind)
         whole = rows[rows["with_attention"].notna()]
         if len(whole):
@@ -121,15 +121,20 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
             right.plot(whole["with_attention"], whole["measured"], **kind)
     right.set(xlabel="predicted", ylabel="measured", title="time of a step over vanilla's", xlim=edges, ylim=edges)
     right.legend(loc="best", fontsize=6)
-    worst = steps["error"].abs().max()
+    worst = steps.loc[steady, "error"].abs().max()
     caption = (
         f"The model of launches and bytes against all that was measured on a GPU. Left: {len(kernels)} kernels, medians, "
         "cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at once. Right: "
-        f"{len(steps)} settings of whole steps, median over repeats of the ratio to vanilla's, whiskers from least to "
+        f"{steady.sum()} settings of whole steps, median over repeats of the ratio to vanilla's, whiskers from least to "
         f"greatest; the largest error is {worst:.3f}. The model knows the write alone: neither the host's bookkeeping nor "
         "another attention kernel."
     )
     if steps["with_attention"].notna().any():
         caption += " Open markers: with the attention kernels of both as measured alone."
+    if not steady.all():
+        caption += (
+            f" Left out, since their repeats lay more than {predicted.UNSTEADY:.0%} apart: {(~steady).sum()} settings, with "
+            f"medians of {', '.join(f'{ratio:.2f}' for ratio in steps.loc[~steady, 'measured'])}."
+        )
     data = pd.concat([kernels.assign(panel="kernels"), steps.assign(panel="steps")], ignore_index=True)
     return plot.save(fig, run, "predicted_against_measured", data, caption)
