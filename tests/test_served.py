@@ -190,6 +190,27 @@ def test_the_readme_tells_where_a_mode_serves():
                 assert (found == "") == (words == "serves"), (name, mode, found)
 
 
+def test_batches_that_stand_aside_are_told(monkeypatch):
+    """N1: by one warning and by the rank's status, which carry the notice."""
+    made = make_runner(device=torch.device("cuda"))
+    config = made.vllm_config
+    config.scheduler_config = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64)
+    config.speculative_config.num_speculative_tokens = 3
+    config.compilation_config.cudagraph_mode = None
+    config.model_config = SimpleNamespace(max_model_len=8192)
+    monkeypatch.setattr(gpu, "workspace", lambda manager, layer: None)
+    monkeypatch.setattr(gpu, "slower", lambda manager, layer, longest: frozenset({8, 9, 12} if longest == 8192 else ()))
+    layers = [SimpleNamespace(kv_cache=torch.zeros(4, 2, 16, 64))]
+    manager, notice = runner.build_manager(made, "stage", layers)
+    assert manager is not None and manager.aside == {8, 9, 12} and not manager.emulate
+    assert "3 batch sizes from 8 to 12 requests stand aside" in notice
+    config.model_config.max_model_len = 4096
+    manager, notice = runner.build_manager(made, "stage", layers)
+    assert manager is not None and (manager.aside, notice) == (frozenset(), "")
+    manager, notice = runner.build_manager(made, "cow", layers)
+    assert manager is not None and (manager.aside, notice) == (frozenset(), "")
+
+
 def test_target_layers_are_attention_and_not_the_drafters():
     """R3, R22: "staged tokens 0 < accepted 6 for layer 32" was the drafter's layer taken for a target's."""
     from vllm.model_executor.layers.attention import Attention

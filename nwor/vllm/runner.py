@@ -125,7 +125,12 @@ def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommi
             from nwor.vllm import gpu
 
             manager.attention = gpu.workspace(manager, layers[0])
-            manager.aside = gpu.slower(manager, layers[0], config.model_config.max_model_len)
+            if aside := gpu.slower(manager, layers[0], config.model_config.max_model_len):
+                manager.aside = aside
+                notice = (
+                    f"{len(aside)} batch sizes from {min(aside)} to {max(aside)} requests stand aside: by the recorded tuning "
+                    "vLLM's own attention is faster there"
+                )
     except torch.cuda.OutOfMemoryError as error:
         needed = layout.num_layers * layout.slot_bytes * max_requests * (max_drafts + int(mode == "stage"))
         raise RuntimeError(
