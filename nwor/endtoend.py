@@ -173,7 +173,9 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         step, `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*SETTING, "repeat", "mode"]).value.median().unstack("mode")
-    ratios = medians.div(medians["off"], axis=0).stack().groupby([*SETTING, "mode"]).agg(["median", "min", "max"])
+    ratios = (
+        medians.div(medians["off"], axis=0).stack().dropna().groupby([*SETTING, "mode"]).agg(["median", "min", "max"])
+    )
     ratios.columns = pd.Index(["step", "low", "high"])
     ratios["steady"] = (ratios["high"] - ratios["low"]).groupby(SETTING).transform("max") < UNSTEADY
     parts = kernels.pivot_table(index=[*SETTING, "mode"], columns="kind", values="value", aggfunc="sum")

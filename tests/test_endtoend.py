@@ -136,6 +136,13 @@ def test_steps_on_a_gpu_beside_the_kernels_they_are_made_of():
     assert table["steady"]
 
 
+def test_a_mode_that_a_setting_did_not_run_has_no_line():
+    steps, kernels = gpu_tables((9.4, 9.6))
+    other = steps[steps["mode"] == "off"].assign(batch=16)
+    table = endtoend.gpu_steps(pd.concat([steps, other]), kernels)
+    assert list(zip(table["batch"], table["mode"], strict=True)) == [(4, "off"), (4, "stage"), (16, "off")]
+
+
 @pytest.mark.parametrize(("stage", "shown"), [((9.4, 9.6), 0.95), ((9.0, 10.2), None)])
 def test_a_setting_that_did_not_run_steadily_is_not_shown(stage, shown):
     found = endtoend.step_table(endtoend.gpu_steps(*gpu_tables(stage)))
