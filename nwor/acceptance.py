@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,17 @@ def interval(accepted: int, windows: int) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
+def mean_accepted(accepted_at: Sequence[float], windows: int) -> tuple[float, float]:
+    """Mean of the drafts accepted in a window, and its standard error.
+
+    accepted_at: windows whose draft at each position was accepted. One of n accepted drafts counts at n positions, the
+        i-th of which adds 2i + 1 to n squared.
+    """
+    mean = sum(accepted_at) / windows
+    square = sum((2 * position + 1) * count for position, count in enumerate(accepted_at)) / windows
+    return mean, math.sqrt(max(0.0, square - mean**2) / windows)
+
+
 def survival(counts: pd.DataFrame) -> pd.DataFrame:
     """Tidy rows from the rows of `count` or of a bench run, by mode, k and temperature, over all repeats.
 
@@ -167,10 +178,8 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
                         }
                     )
             before = int(survived)
-        mean, written = accepted / windows, drafts + windows
-        # A window of n accepted drafts counts at n positions, the i-th of which adds 2i + 1 to n squared.
-        square = float((at * (2 * at.index + 1)).sum()) / windows
-        half = 1.96 * math.sqrt(max(0.0, square - mean**2) / windows)
+        (mean, error), written = mean_accepted(at.sort_index().tolist(), windows), drafts + windows
+        half = 1.96 * error
         for metric, unit, value, by in (
             ("acceptance_length", "tokens", 1 + mean, half),
             ("rejected_share", "share", (drafts - accepted) / written, half * windows / written),
@@ -302,21 +311,13 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_fields(parser, EngineSpec, pair_of | size, skip=("k",))
     bench.add_fields(parser, Plan, {}, skip=("temperatures",))
     given = vars(parser.parse_args(argv))
-    spec = EngineSpec(**{field.name: given[field.name] for field in fields(EngineSpec) if field.name in given})
     temperatures = tuple(float(value) for value in given["temperature"].split(","))
-    plan = Plan(
-        **{field.name: given[field.name] for field in fields(Plan) if field.name in given}, temperatures=temperatures
-    )
+    spec, plan = bench.from_options(EngineSpec, given), bench.from_options(Plan, given | {"temperatures": temperatures})
     rows, report = count(spec, plan, pair.load_prompts(given["prompts"]))
-    directory = Path(given["run_dir"]) if given["run_dir"] else paths.RESULTS / given["name"]
-    model = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
-    frame = results.tidy(rows, run_id=directory.name, model=model, tp=spec.tp, batch=spec.batch)
-    results.write_table(directory / f"{given['name']}.parquet", frame)
-    report |= {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(given)}
-    results.write_json(directory / f"{given['name']}.json", report)
+    frame, path = bench.keep(given, spec, plan, rows, report)
     print(summary(survival(frame)).to_string(float_format=lambda value: f"{value:.3f}"))
     windows, drafts = (int(frame.loc[frame.metric == metric, "value"].sum()) for metric in ("windows", "draft_tokens"))
-    print(f"{windows} windows, {drafts} drafts\nwritten: {directory / given['name']}.parquet and .json")
+    print(f"{windows} windows, {drafts} drafts\nwritten: {path} and .json")
     return 0
 
 

@@ -82,6 +82,10 @@ class Shape:
         return self.batch * (self.context * row * self.element + self.query * row * (2 + self.element) + query)
 
 
+KEYS = list(Shape.__dataclass_fields__)
+"""Columns that tell a shape in a table."""
+
+
 class Windows:
     """The tensors of one layer and step, the cache laid out as vLLM's (block, slot, head, key and value): "NHD"."""
 
@@ -211,14 +215,13 @@ class Windows:
         call()
         keys, values = self.split_cache()
         found, wanted = [], []
-        group = self.shape.group
         seen = torch.arange(self.shape.context + self.shape.query, device="cuda")
         seen = seen <= self.shape.context + torch.arange(self.shape.query, device="cuda")[:, None]
         for request in range(min(requests, self.shape.batch)):
             pages = self.block_table[request, : -(-len(seen[0]) // BLOCK_SIZE)].long()
             rows = slice(request * self.shape.query, (request + 1) * self.shape.query)
             key, value = (
-                half[pages].float().flatten(0, 1)[: seen.shape[1]].repeat_interleave(group, dim=1)
+                half[pages].float().flatten(0, 1)[: seen.shape[1]].repeat_interleave(self.shape.group, dim=1)
                 for half in (keys, values)
             )
             scores = torch.einsum("thd,phd->htp", self.query[rows].float(), key) * self.scale
@@ -274,7 +277,7 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
     `vanilla` is the faster of vLLM's two backends (any split of FlashAttention 3), `ratio` is nwor's time over it.
     """
     times = frame[frame["metric"] == "time"]
-    table = times.pivot_table(index=list(Shape.__dataclass_fields__), columns="op", values="value", aggfunc="median")
+    table = times.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median")
     table = table.sub(table["empty"], axis=0).drop(columns="empty")
     table["vanilla"] = table.drop(columns=["nwor", "write"]).min(axis=1)
     table["ratio"] = table["nwor"] / table["vanilla"]
@@ -284,9 +287,7 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
 def ratio(found: list[dict[str, Any]]) -> str:
     """The last shape's figures, to look at while it runs."""
     frame = pd.DataFrame(found)
-    last = frame[
-        (frame[list(Shape.__dataclass_fields__)] == frame.iloc[-1][list(Shape.__dataclass_fields__)]).all(axis=1)
-    ]
+    last = frame[(frame[KEYS] == frame.iloc[-1][KEYS]).all(axis=1)]
     table = net(last).iloc[0]
     errors = last[last["metric"] == "error"].set_index("op")["value"]
     shown = ", ".join(f"{op} {value:.1f}" for op, value in table.items() if op != "ratio")

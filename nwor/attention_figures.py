@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from nwor import plot, results
-from nwor.attention_bench import Shape, net
+from nwor.attention_bench import KEYS, net
 
 # At most so much of the time of vLLM's faster backend with k=8, by KV heads (before TP) and context, for `BATCHES`.
 GOALS = {
@@ -24,7 +24,6 @@ GOALS = {
     (8, 8192): (1.00, 1.00, 1.00),
 }
 BATCHES = (1, 16, 64)
-SHAPE = list(Shape.__dataclass_fields__)
 LOOKS = {
     "nwor": ("#0072B2", "^", "-"),
     "flash": ("#555555", "o", "--"),
@@ -44,7 +43,7 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
     flash = [name for name in table if str(name).startswith("flash")]
     table["flash"] = table[flash].min(axis=1)
     table = table.drop(columns=[name for name in flash if name != "flash"]).reset_index()
-    moved = times.groupby(SHAPE, observed=True)["bytes"].first()
+    moved = times.groupby(KEYS, observed=True)["bytes"].first()
     table = table.merge(moved.reset_index())
     table["floor"] = table["bytes"] / bandwidth / 1e6
     table["tp"] = 32 // table["heads"]
@@ -59,7 +58,7 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
 
 def errors(times: pd.DataFrame) -> pd.DataFrame:
     """The relative error of nwor, of vLLM's two backends against fp32, and nwor's over FlashAttention's: a row a shape."""
-    table = times[times["metric"] == "error"].pivot_table(index=SHAPE, columns="op", values="value", observed=True)
+    table = times[times["metric"] == "error"].pivot_table(index=KEYS, columns="op", values="value", observed=True)
     table = table[["nwor", "flash", "triton"]]
     return table.assign(over_flash=table["nwor"] / table["flash"]).reset_index()
 

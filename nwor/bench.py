@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
 from nwor import pair, paths, results, shapes
 from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.settings import MODES, Settings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -336,6 +338,11 @@ def add_fields(made: argparse.ArgumentParser, kind: type, defaults: dict[str, An
             made.add_argument(name, type=type(default), default=default, help="default: %(default)s")
 
 
+def from_options(kind: type[T], given: Mapping[str, Any]) -> T:
+    """A dataclass of options as `add_fields` made them; fields that are not among them keep their defaults."""
+    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})  # type: ignore[arg-type]
+
+
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(value) for value in text.split(",") if value)
 
@@ -346,12 +353,11 @@ def read(arguments: argparse.Namespace, **fixed: Any) -> tuple[EngineSpec, Plan,
     if arguments.shape:
         target, head = shapes.write_shape(arguments.shape, paths.RESULTS / "shapes", arguments.max_model_len)
         given = given | {"model": str(target), "draft": str(head), "load_format": "dummy"}
-    spec = EngineSpec(**{field.name: given[field.name] for field in fields(EngineSpec)})
     chosen = {
         "modes": tuple(arguments.mode.split(",")),
         "temperatures": tuple(float(value) for value in arguments.temperature.split(",")),
     }
-    plan = Plan(**{field.name: given[field.name] for field in fields(Plan) if field.name in given} | chosen | fixed)
+    spec, plan = from_options(EngineSpec, given), from_options(Plan, given | chosen | fixed)
     return spec, plan, random_prompts(plan) if plan.random_prompts else pair.load_prompts(arguments.prompts)
 
 
@@ -359,27 +365,36 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     spec, plan, prompts = read(arguments)
     rows, report = run(spec, plan, prompts)
-    directory = Path(arguments.run_dir) if arguments.run_dir else paths.RESULTS / arguments.name
-    model = arguments.shape or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
-    common: dict[str, Any] = {"kv_cache_dtype": spec.kv_cache_dtype}
+    common = {"k": spec.k, "seed": spec.seed, "kv_cache_dtype": spec.kv_cache_dtype}
     if arguments.shape:
-        common["kv_heads"] = shapes.SHAPES[arguments.shape]["num_key_value_heads"]
-    frame = results.tidy(
-        [common | row for row in rows],
-        run_id=directory.name,
-        model=model,
-        tp=spec.tp,
-        k=spec.k,
-        batch=spec.batch,
-        seed=spec.seed,
-    )
-    results.write_table(directory / f"{arguments.name}.parquet", frame)
-    report |= {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(vars(arguments))}
-    results.write_json(directory / f"{arguments.name}.json", report)
+        common |= {"model": arguments.shape, "kv_heads": shapes.SHAPES[arguments.shape]["num_key_value_heads"]}
+    frame, path = keep(vars(arguments), spec, plan, rows, report, **common)
     table = summary(frame, plan.modes, plan.logit_gap)
     print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
-    print(f"written: {directory / arguments.name}.parquet and .json")
+    print(f"written: {path} and .json")
     return 0
+
+
+def keep(
+    given: Mapping[str, Any],
+    spec: EngineSpec,
+    plan: Any,
+    rows: Sequence[dict[str, Any]],
+    report: Mapping[str, Any],
+    **common: Any,
+) -> tuple[pd.DataFrame, Path]:
+    """Write a run's table and report where the options `run_dir` and `name` say; returns the table and its path.
+
+    common: columns of all rows, beside the run's folder, model, ranks and batch.
+    """
+    directory = Path(given["run_dir"]) if given["run_dir"] else paths.RESULTS / given["name"]
+    model = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
+    common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch} | common
+    frame = results.tidy(rows, **common)
+    path = results.write_table(directory / f"{given['name']}.parquet", frame)
+    made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(dict(given))}
+    results.write_json(path.with_suffix(".json"), {**report, **made_by})
+    return frame, path
 
 
 def random_prompts(plan: Plan) -> list[list[int]]:

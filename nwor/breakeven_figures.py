@@ -106,7 +106,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         left.plot(rows["predicted"], rows["us"], marker, color=color, markerfacecolor="none", markersize=3, label=label)
     left.set(xscale="log", yscale="log", xlabel="predicted (us)", ylabel="measured (us)", title="kernels, all layers")
     left.legend(loc="upper left", fontsize=6)
-    steady = steps["high"] - steps["low"] < predicted.UNSTEADY
+    steady = predicted.steady(steps)
     seen = steps.loc[steady, ["predicted", "with_attention", "low", "high"]]
     edges = np.array([seen.min().min() - 0.01, seen.max().max() + 0.01])
     right.plot(edges, edges, color="black", linewidth=0.8, label="equal")

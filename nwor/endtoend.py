@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from nwor.acceptance import same_share
 from nwor.bench import Parity, summary
-from nwor.predicted import UNSTEADY
+from nwor.predicted import steady
 from nwor.results import Run, tidy
 from nwor.traffic import Shape
 
@@ -169,15 +169,15 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         `step` is the median over repeats of the ratio of median steps, `low` and `high` their range; `steady` says
-        whether that range is less than `predicted.UNSTEADY` in every mode of the setting; `gpu_ms` is the sum of all kernels of a decode
-        step, `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
+        whether every mode of the setting is, by `predicted.steady`; `gpu_ms` is the sum of all kernels of a decode step,
+        `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*SETTING, "repeat", "mode"]).value.median().unstack("mode")
     ratios = (
         medians.div(medians["off"], axis=0).stack().dropna().groupby([*SETTING, "mode"]).agg(["median", "min", "max"])
     )
     ratios.columns = pd.Index(["step", "low", "high"])
-    ratios["steady"] = (ratios["high"] - ratios["low"]).groupby(SETTING).transform("max") < UNSTEADY
+    ratios["steady"] = steady(ratios).groupby(SETTING).transform("all")
     parts = kernels.pivot_table(index=[*SETTING, "mode"], columns="kind", values="value", aggfunc="sum")
     total = parts.sum(axis=1).unstack("mode")
     found = pd.DataFrame(

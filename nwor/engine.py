@@ -305,17 +305,9 @@ class _Served:
         tokenizer = self.llm.get_tokenizer()
         return [list(tokenizer.encode(text)) for text in texts]
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        logprobs: int,
-        sampling: Sequence[dict[str, Any]] = (),
-    ) -> Generation:
+    def generate(self, prompts: list[list[int]], max_tokens: int, *how: Any) -> Generation:
         before, before_at = self._spec_counters()
-        self._add(prompts, max_tokens, temperature, seed, logprobs, sampling)
+        self._add(prompts, max_tokens, *how)
         finished: dict[int, Any] = {}
         step_seconds: list[float] = []
         while self.engine.has_unfinished_requests():
@@ -343,9 +335,9 @@ class _Served:
         self,
         prompts: list[list[int]],
         max_tokens: int,
-        temperature: float,
-        seed: int,
-        logprobs: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        logprobs: int = 0,
         sampling: Sequence[dict[str, Any]] = (),
     ) -> list[str]:
         """Queue the requests and return their names."""
@@ -373,7 +365,7 @@ class _Served:
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        self._add(prompts, max_tokens, 0.0, 0, 0)
+        self._add(prompts, max_tokens)
         chunks = sum(map(len, prompts)) // self.spec.max_num_batched_tokens
         for _ in range(chunks + 4):  # every request is decoding from then on
             self.engine.step()

@@ -19,6 +19,11 @@ UNSTEADY = 0.1
 """Range of a step's ratio over repeats from which on its median says nothing."""
 
 
+def steady(points: pd.DataFrame) -> pd.Series:
+    """Whether each point's median says something: its range over repeats, `low` to `high`, is less than `UNSTEADY`."""
+    return points["high"] - points["low"] < UNSTEADY
+
+
 def against_measured(
     bench: pd.DataFrame,
     chip: Chip = H200,

@@ -23,8 +23,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
         steps: rows of table `gpu_steps`.
     """
     every = predicted.against_measured(steps)
-    restless = every[every["high"] - every["low"] >= predicted.UNSTEADY]
-    points = every.drop(restless.index)
+    points = every[predicted.steady(every)].copy()
     points["cache"] = _caches(points, ", ")
     points["prompt"] = points.get("prompt", 0)
     panels = list(points.groupby(["cache", "k"], sort=False))
@@ -54,7 +53,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     caption = (
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over repeats, "
         f"whiskers from least to greatest. Below one the mode is faster. Left out, since their repeats lay more than "
-        f"{predicted.UNSTEADY:.0%} apart: {len(restless)} of {len(every)}. Run {plot.runs_of(steps)}."
+        f"{predicted.UNSTEADY:.0%} apart: {len(every) - len(points)} of {len(every)}. Run {plot.runs_of(steps)}."
     )
     return plot.save(fig, run, "step_ratio", points, caption)
 

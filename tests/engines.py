@@ -136,7 +136,7 @@ def _compile_grammars_at_once(patch: Any) -> None:
 
 def _abandon(served: _Served, prompts: list[list[int]], steps: int) -> None:
     """Run requests for the prompts in reverse, abort every other one mid-run, and all of them some steps later."""
-    names = served._add(prompts[::-1], 200, 0.0, 0, 0)
+    names = served._add(prompts[::-1], 200)
     for gone in (names[::2], names[1::2]):
         for _ in range(steps):
             served.engine.step()

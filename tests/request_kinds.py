@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from nwor.acceptance import mean_accepted
 from nwor.bench import compare
-from nwor.engine import Generation
 from tests.engines import Outcome
 
 SCHEMA = {
@@ -68,14 +68,6 @@ def assert_like(vanilla: Outcome, outcome: Outcome, mode: str, gap: float) -> No
         elif kind != "sampled":
             parity = compare(theirs, ours)
             assert parity.explained(gap), (kind, parity)
-    (was, error), (now, other_error) = (acceptance(outcome.generations[-1]) for outcome in (vanilla, outcome))
+    sampled = (made.generations[-1] for made in (vanilla, outcome))
+    (was, error), (now, other_error) = (mean_accepted(made.accepted_at, made.counters["drafts"]) for made in sampled)
     assert abs(now - was) <= 4 * math.hypot(error, other_error), (was, now, error, other_error)
-
-
-def acceptance(generation: Generation) -> tuple[float, float]:
-    """Mean of the drafts accepted in a window, and its standard error."""
-    windows = generation.counters["drafts"]
-    reached = [count / windows for count in generation.accepted_at]
-    mean = sum(reached)
-    square = sum((2 * place + 1) * share for place, share in enumerate(reached))
-    return mean, math.sqrt((square - mean**2) / windows)

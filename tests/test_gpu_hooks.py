@@ -34,7 +34,7 @@ class Layer:
         metadata = SimpleNamespace(
             max_query_len=max_query_len, seq_lens=torch.zeros(requests), query_start_loc=None, block_table=None
         )
-        monkeypatch.setattr(gpu, "_metadata", lambda layer: metadata)
+        monkeypatch.setattr(gpu, "attention_metadata", lambda layer_name: metadata)
         update = gpu._make_update(lambda impl, layer, key, value, cache, slots: self.calls.append(f"write {slots[0]}"))
         forward = gpu._make_forward(lambda *arguments: self.calls.append("vLLM"))
         update(self.impl, self, None, None, None, torch.zeros(8))

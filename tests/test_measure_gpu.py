@@ -18,7 +18,7 @@ spec.loader.exec_module(measure_gpu)
 def test_every_bench_is_one(name, tmp_path, monkeypatch):
     """Options, shapes and draft lengths that the bench takes; an hour on a GPU must not end at a misspelt word."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
-    words = [word.format(out=tmp_path) for word in measure_gpu.MEASUREMENTS[name]]
+    words = [word.format(out=tmp_path, name=name) for word in measure_gpu.MEASUREMENTS[name]]
     assert words[:2] == ["nwor", "bench"]
     arguments = bench.parser().parse_args(words[2:])
     engine, plan, prompts = bench.read(arguments)

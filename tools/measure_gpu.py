@@ -18,7 +18,7 @@ import pandas as pd
 from nwor import endtoend, paths, results
 
 GPU = ["--no-enforce-eager", "--max-num-batched-tokens", "2048", "--k", "4", "--batch", "4", "--num-blocks", "256"]
-AUDIT = ["nwor", "bench", *GPU, "--repeats", "0", "--name", "table", "--run-dir", "{out}"]
+AUDIT = ["nwor", "bench", *GPU, "--repeats", "0", "--name", "{name}", "--run-dir", "{out}"]
 
 
 def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
@@ -28,7 +28,7 @@ def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
         *("--acceptance-length", "1.5" if k == 1 else "3", "--batch", "64", "--batches", "1,4,16,64"),
         *("--random-prompts", "512,2048,8192", "--num-prompts", "8", "--max-tokens", "96", "--max-model-len", "8448"),
         *("--max-num-batched-tokens", "8192", "--prefix-caching", "--no-enforce-eager", "--no-audit", "--repeats", "5"),
-        *("--name", "table", "--run-dir", "{out}", *more),
+        *("--name", "{name}", "--run-dir", "{out}", *more),
     ]
 
 
@@ -58,7 +58,7 @@ MEASUREMENTS = {**ALONE, **AUDITS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
 
 def table(directory: Path, name: str) -> Path:
     """Where the measurement `name` leaves its table."""
-    return directory / name / f"{name if name in ALONE else 'table'}.parquet"
+    return directory / name / f"{name}.parquet"
 
 
 def measure(directory: Path, only: list[str]) -> list[str]:
@@ -77,7 +77,7 @@ def measure(directory: Path, only: list[str]) -> list[str]:
         out = directory / name
         out.mkdir(parents=True, exist_ok=True)
         with open(out / "log.txt", "w") as log:
-            command = [sys.executable, "-m", *(word.format(out=out) for word in words)]
+            command = [sys.executable, "-m", *(word.format(out=out, name=name) for word in words)]
             failed = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT).returncode
         print(f"{name}: {'failed, see ' + str(out / 'log.txt') if failed else 'done'}", flush=True)
         missing += [name] * bool(failed)
@@ -92,12 +92,12 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
     for name, parts in made.items():
         if all(table(directory, part).exists() for part in parts):
             kept.append(name)
-            read = [pd.read_parquet(table(directory, part)).assign(run_id=directory.name) for part in parts]
+            read = [results.read_table(part, directory / part).assign(run_id=directory.name) for part in parts]
             tables = endtoend.gpu_tables(read) if name == "gpu_steps" else {name: pd.concat(read, ignore_index=True)}
             for one, frame in tables.items():
                 results.write_table(recorded / f"{one}.parquet", frame)
     if "kernel_times" in kept:
-        counters = pd.read_parquet(directory / "kernel_times" / "kernel_counters.parquet")
+        counters = results.read_table("kernel_counters", directory / "kernel_times")
         results.write_table(recorded / "kernel_counters.parquet", counters)
     return [name for name in made if name not in kept]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nwor.attention_configs import HEAD_SIZES, slower_batches
 from nwor.vllm.patch import wrap_attention
+from nwor.vllm.runner import attention_metadata
 
 if TYPE_CHECKING:
     from nwor.gpu_attention import Workspace
@@ -87,7 +88,7 @@ def _make_update(original: Callable) -> Callable:
         self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         context = getattr(layer, "nwor", None)
-        if context is not None and (metadata := _metadata(layer)) is not None:
+        if context is not None and (metadata := attention_metadata(layer.layer_name)) is not None:
             manager = context.manager
             if metadata.max_query_len <= manager.width and _served(manager, metadata):
                 return  # the attention kernel stores these rows
@@ -100,13 +101,6 @@ def _make_update(original: Callable) -> Callable:
 def _served(manager: "DraftCommitManager", metadata: Any) -> bool:
     """Whether our kernel serves this batch; where it is the slower one, no window opens for as many requests."""
     return manager.is_open or metadata.seq_lens.shape[0] not in manager.aside
-
-
-def _metadata(layer: Any) -> Any:
-    from vllm.forward_context import get_forward_context
-
-    metadata = get_forward_context().attn_metadata
-    return metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
 
 
 def _make_forward(original: Callable) -> Callable:

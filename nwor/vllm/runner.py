@@ -65,6 +65,14 @@ def target_group(runner: Any, layers: dict[str, Any]) -> int | None:
     return next((index for index, spec in enumerate(groups) if layers.keys() & set(spec.layer_names)), None)
 
 
+def attention_metadata(layer_name: str) -> Any:
+    """What vLLM's attention of a layer is given in this forward; None in a dummy run without attention."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    return metadata.get(layer_name) if isinstance(metadata, dict) else None
+
+
 def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     """Why the mode cannot serve this configuration, or an empty string."""
     config = runner.vllm_config

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor.settings import Settings
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import attach, make_initialize
+from nwor.vllm.runner import attach, attention_metadata, make_initialize
 
 
 def install(settings: Settings) -> None:
@@ -106,10 +106,8 @@ def target_slot_mapping(runner: Any) -> Tensor:
 
 def padded_requests(runner: Any) -> int:
     """Requests that the target layers' attention is called with in this step, padding included."""
-    from vllm.forward_context import get_forward_context
-
-    metadata = get_forward_context().attn_metadata
-    return metadata[runner.nwor_layer].seq_lens.shape[0] if isinstance(metadata, dict) else 0
+    metadata = attention_metadata(runner.nwor_layer)
+    return 0 if metadata is None else metadata.seq_lens.shape[0]
 
 
 def _make_sample(original: Callable) -> Callable:
