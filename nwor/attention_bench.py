@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from nwor import paths, results
-from nwor.attention_configs import Config, division, packed_rows
+from nwor.attention_configs import Config, division
 from nwor.kernel_bench import Call, Timer, compact, empty, measures
 
 HEAD_SIZE, BLOCK_SIZE = 128, 16
@@ -409,8 +409,8 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
         chosen = lost[~slower.any(axis=1)].idxmin() if not slower.any(axis=1).all() else lost.idxmin()
         contexts = times.columns[slower.loc[chosen]]
         shape = Shape(heads, kv_heads, batch, 0, cache, k)
-        entry = {"cache_bytes": shape.element, "rows": packed_rows(shape.query, shape.group), "group": shape.group}
-        entry |= {"head_size": HEAD_SIZE, "programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
+        entry = {"cache_bytes": shape.element, "query": shape.query, "group": shape.group, "head_size": HEAD_SIZE}
+        entry |= {"programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
         found.append(entry | {name: int(value) for name, value in zip(knobs, chosen, strict=True)})
     return found
 

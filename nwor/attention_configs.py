@@ -53,14 +53,14 @@ def nearest(
 ) -> dict[str, Any] | None:
     """The entry of the nearest tuned shape, None where nothing is tuned.
 
-    Nearest by factors between shapes: of bytes of an element, rows in a tile, query heads of a KV head, head size, and
-    programs without splits.
+    Nearest by factors between shapes: of bytes of an element, rows of a window, query heads of a KV head, head size,
+    and programs without splits.
     """
-    rows, programs = packed_rows(max_query_len, group), requests * kv_heads
     shape = {
-        "cache_bytes": cache_bytes, "rows": rows, "group": group, "head_size": head_size, "programs": programs,
+        "cache_bytes": cache_bytes, "query": max_query_len, "group": group, "head_size": head_size,
+        "programs": requests * kv_heads,
     }  # fmt: skip
-    weights = {"cache_bytes": 8, "rows": 4, "group": 1, "head_size": 4, "programs": 1}
+    weights = {"cache_bytes": 8, "query": 4, "group": 4, "head_size": 4, "programs": 1}
 
     def distance(entry: dict[str, Any]) -> float:
         return sum(weight * abs(math.log2(shape[name] / entry[name])) for name, weight in weights.items())

@@ -23,6 +23,7 @@ from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.settings import MODES, Settings
 
 T = TypeVar("T")
+AGAIN = "again"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Plan:
     batches: prompts of each timed generation, one after the other; the engine's `batch` is the most that run at once.
     random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold; none for
         the prompts given.
-    profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (TP=1, on a GPU).
+    profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (on a GPU).
+    control: run a second engine of the baseline beside the others, named ``again``: what its ratio is off 1 by, engines
+        of one mode differ by.
     audit: hold the first pass, which is not timed, to the whole-cache audit.
     logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
     """
@@ -50,7 +53,13 @@ class Plan:
     logit_gap: float = 0.25
     seed: int = 0
     profile: bool = False
+    control: bool = False
     audit: bool = True
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """The mode of each engine, by the name under which its rows go."""
+        return {mode: mode for mode in self.modes} | ({AGAIN: self.modes[0]} if self.control else {})
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -128,13 +137,15 @@ def run(
     Raises:
         RuntimeError: an engine failed, or a rank does not serve the mode that was asked for.
     """
-    if plan.profile and (spec.tp > 1 or on_cpu()):
-        raise ValueError("--profile sees the kernels of one process on a GPU: leave it out, or take --tp 1 there")
+    if plan.profile and on_cpu():
+        raise ValueError("--profile sees the kernels of a GPU: leave it out here")
     with ExitStack() as stack:
-        engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
-        for mode, engine in engines.items():
+        engines = {
+            name: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for name, mode in plan.engines.items()
+        }
+        for name, engine in engines.items():
             engine.wait()
-            require_served(mode, engine.report())
+            require_served(plan.engines[name], engine.report())
         first = engines[plan.modes[0]]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
@@ -173,7 +184,7 @@ def run(
                 rows += [row | ({"prompt": shortest} if plan.random_prompts else {}) for row in profiled_rows]
             except RuntimeError as error:  # a probe that fails must not cost the run its times
                 profiled = str(error)
-    for mode in plan.modes:
+    for mode in engines:
         rows += [{"mode": mode, "batch": spec.batch, **row} for row in judged(parity[mode], reports[mode])]
     report = {
         "ranks": reports,
@@ -235,16 +246,17 @@ KINDS = {
     "KV write": r"reshape_and_cache",
     "attention": r"flash|unified_attention|verify_windows|fmha|FlashAttn",
     "NWOR": r"nwor::",
+    "communication": r"nccl|(?i:all_?reduce)|cross_device_reduce|multimem",
     "matmul": r"gemm|nvjet|cutlass|cublas|splitK",
 }
 
 
-def kernel_rows(times: dict[str, float], steps: int) -> list[dict[str, Any]]:
-    """GPU microseconds a step by kind of kernel, whatever a name does not tell being ``other``."""
+def kernel_rows(ranks: Sequence[dict[str, float]], steps: int) -> list[dict[str, Any]]:
+    """GPU microseconds of a step by kind of kernel, mean of the ranks; what a name does not tell is ``other``."""
     sums = dict.fromkeys([*KINDS, "other"], 0.0)
-    for name, microseconds in times.items():
+    for name, microseconds in itertools.chain.from_iterable(times.items() for times in ranks):
         kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
-        sums[kind] += microseconds / steps
+        sums[kind] += microseconds / steps / len(ranks)
     return [{"metric": "kernel_us", "value": value, "kind": kind} for kind, value in sums.items()]
 
 
@@ -266,7 +278,7 @@ def judged(parity: Parity, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(frame: pd.DataFrame, modes: Sequence[str], logit_gap: float) -> pd.DataFrame:
-    """One line a mode, batch and length of prompts: parity, acceptance, step time and its ratio to the first mode's.
+    """One line an engine, batch and length of prompts: parity, acceptance, step time and its ratio to the first's.
 
     A step's time is the median over steps; repeats give its spread. Without parity the speed columns stay empty.
     """
@@ -369,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.shape:
         common |= {"model": arguments.shape, "kv_heads": shapes.SHAPES[arguments.shape]["num_key_value_heads"]}
     frame, path = keep(vars(arguments), spec, plan, rows, report, **common)
-    table = summary(frame, plan.modes, plan.logit_gap)
+    table = summary(frame, list(plan.engines), plan.logit_gap)
     print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
     print(f"written: {path} and .json")
     return 0

@@ -229,10 +229,10 @@ class Engine:
         """Every rank's status (`nwor.vllm.worker.Status`) as a dict."""
         return self._call("report")
 
-    def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[dict[str, float], int]:
-        """GPU time in microseconds by kernel name over a few decode steps, and how many steps those were.
+    def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
+        """Microseconds by kernel name on each rank over a few decode steps, and how many steps those were.
 
-        From torch's profiler, which sees the kernels of this process: TP=1 on a GPU. Greedy; prefill is left out.
+        From torch's profiler. Greedy; prefill is left out.
         """
         return self._call("kernel_times", list(prompts), max_tokens)
 
@@ -360,25 +360,21 @@ class _Served:
             self.engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**fields))
         return names
 
-    def kernel_times(self, prompts: list[list[int]], max_tokens: int) -> tuple[dict[str, float], int]:
-        import torch
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
+    def kernel_times(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
+        from nwor.vllm.worker import start_profiler, stop_profiler
 
         self._add(prompts, max_tokens)
         chunks = sum(map(len, prompts)) // self.spec.max_num_batched_tokens
         for _ in range(chunks + 4):  # every request is decoding from then on
             self.engine.step()
         steps = 8
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(steps):
-                self.engine.step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+        self.llm.collective_rpc(start_profiler)
+        for _ in range(steps):
+            self.engine.step()
+        times = self.llm.collective_rpc(stop_profiler)
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
-        return {event.key: float(event.self_device_time_total) for event in kernels}, steps
+        return times, steps
 
     def capacity(self) -> int:
         cache = self.engine.vllm_config.cache_config

@@ -43,10 +43,14 @@ class Engines:
     """A child process that builds one engine per call; importing vLLM is paid for once."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_loop, args=(theirs,))
         self._process.start()
+        theirs.close()
 
     def run(
         self,
@@ -63,7 +67,13 @@ class Engines:
         """
         each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
         self._pipe.send((spec, settings, fault, each))
-        return self._pipe.recv()
+        try:
+            return self._pipe.recv()
+        except EOFError:  # a device-side assertion, say: the next engine gets a process of its own
+            self._process.join()
+            died = Outcome(error=f"the engine's process died with exit code {self._process.exitcode}")
+            self._start()
+            return died
 
     def close(self) -> None:
         self._pipe.send(None)

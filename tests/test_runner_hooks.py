@@ -261,6 +261,18 @@ def test_v2_steps_without_drafts_and_dummy_runs_hold_nothing():
     assert made.nwor.page_slots.eq(-1).all()
 
 
+def test_v2_captures_launch_all_that_a_replay_may_need():
+    """#5: though vLLM warms up with real steps before, the last of them without drafts."""
+    made = SteppingV2()
+    runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(0))
+    capture = runner_v2._make_capture(lambda self, *, profile_only: (self.nwor.rehearsing, profile_only))
+    assert capture(made, profile_only=True) == (True, True)
+    assert made.nwor.page_slots.eq(-1).all()
+    made.nwor = None
+    capture = runner_v2._make_capture(lambda self: "captured")
+    assert capture(made) == "captured"
+
+
 # -- every rank serves the mode ----------------------------------------------------------------------------------------
 
 

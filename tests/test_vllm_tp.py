@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nwor import audit, bench, pair, paths
-from nwor.engine import EngineSpec
+from nwor.engine import Engine, EngineSpec
 from nwor.settings import Settings
 from tests.engines import PROMPTS
 
@@ -53,6 +53,28 @@ def test_bench_over_two_ranks(small, tmp_path):
     table = pd.read_parquet(tmp_path / "tp2.parquet")
     assert {"step_ms", "accepted_at", "equal_requests", "counters.staged_tokens"} <= set(table.metric)
     assert set(table["tp"]) == {2}
+
+
+def test_a_second_engine_of_the_baseline(small, tmp_path):
+    """What engines of one mode differ by is measured like a mode, under a name of its own."""
+    assert bench.main([*small, "--mode", "off", "--control", "--run-dir", str(tmp_path), "--name", "control"]) == 0
+    report = json.loads((tmp_path / "control.json").read_text())
+    assert {name: ranks[0]["serving"] for name, ranks in report["ranks"].items()} == {"off": "off", "again": "off"}
+    assert report["parity"]["again"]["equal"] == report["parity"]["again"]["requests"] == 6
+    table = pd.read_parquet(tmp_path / "control.parquet")
+    steps = table[table.metric == "step_ms"].groupby("mode").size()
+    assert steps["off"] == steps["again"] > 0
+
+
+def test_kernel_times_are_those_of_every_rank(model):
+    """N5, R22: on a CPU torch's operators are what is seen, of each rank its own."""
+    spec = EngineSpec(str(model / "target"), str(model / "eagle"), tp=2, dtype="float32", num_blocks=64)
+    with Engine(spec, Settings()) as engine:
+        ranks, steps = engine.kernel_times(PROMPTS[:2], 60)
+    assert (len(ranks), steps) == (2, 8)
+    for times in ranks:
+        assert all(time >= 0 for time in times.values())
+        assert any("reshape_and_cache" in name for name in times), sorted(times)
 
 
 def test_a_misspelt_mode_stops_before_anything_is_written(small, tmp_path):

@@ -42,18 +42,21 @@ STEPS = {
     **{f"steps-k{k}-{heads}": steps(shape, k, "off,stage", 36000) for k in (1, 3) for heads, shape in SHAPES.items()},
 }
 STEPS_OF_TWO = {
-    f"steps-k8-{heads}-tp2": steps(shape, 8, "off,cow,stage", 24000, "--tp", "2") for heads, shape in SHAPES.items()
+    f"steps-k8-{heads}-tp2": steps(shape, 8, "off,cow,stage", 24000, "--tp", "2", "--profile")
+    for heads, shape in SHAPES.items()
 }
+CONTROL = ["--control", "--random-prompts", "512", "--max-tokens", "192", "--repeats", "15", "--profile"]
+CONTROLS = {"gpu_control": steps(SHAPES["32"], 8, "off,cow", 24000, *CONTROL)}
 AUDITS = {"audit": [*AUDIT, "--kv-cache-memory", "2048", "--num-prompts", "128", "--max-tokens", "256"]}
 AUDITS_OF_TWO = {
     "audit-tp2": [*AUDIT, "--kv-cache-memory", "1024", "--num-prompts", "24", "--max-tokens", "128", "--tp", "2"]
 }
 ALONE = {
     "kernel_times": ["nwor.kernel_bench", "--counters", "--out", "{out}"],
-    "attention": ["nwor.attention_bench", "--repeats", "11", "--out", "{out}"],
+    "attention": ["nwor.attention_bench", "--repeats", "11", "--ks", "1,3,8", "--out", "{out}"],
     "gpu_acceptance": ["nwor", "acceptance", "--run-dir", "{out}"],
 }
-MEASUREMENTS = {**ALONE, **AUDITS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
+MEASUREMENTS = {**ALONE, **CONTROLS, **AUDITS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
 
 
 def table(directory: Path, name: str) -> Path:
@@ -86,7 +89,7 @@ def measure(directory: Path, only: list[str]) -> list[str]:
 
 def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
     """Write the tables of `data/recorded/` that are whole; returns the names of those that are not."""
-    made = {name: [name] for name in ALONE}
+    made = {name: [name] for name in ALONE | CONTROLS}
     made |= {"gpu_audit": [*AUDITS, *AUDITS_OF_TWO], "gpu_steps": [*STEPS, *STEPS_OF_TWO]}
     kept = []
     for name, parts in made.items():
