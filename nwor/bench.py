@@ -141,7 +141,8 @@ def run(
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
     with ExitStack() as stack:
         engines = {
-            name: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for name, mode in plan.engines.items()
+            name: stack.enter_context(Engine(spec, settings_of(mode, plan.audit)))
+            for name, mode in plan.engines.items()
         }
         for name, engine in engines.items():
             engine.wait()

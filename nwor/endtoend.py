@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from nwor.acceptance import same_share
 from nwor.bench import Parity, summary
-from nwor.predicted import steady
+from nwor.predicted import UNSTEADY, steady
 from nwor.results import Run, tidy
 from nwor.traffic import Shape
 
@@ -148,15 +148,18 @@ SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """Tables `gpu_steps`, `gpu_kernels` and `kv_write_share` from bench tables of whole steps on a GPU.
 
-    The share is that of the paged write in all GPU time of vanilla's decode step.
+    The share is that of the paged write's GPU time in the median step of vanilla, of the same run and setting, and
+    there is none where vanilla's repeats lie `UNSTEADY` apart.
     """
     every = pd.concat(benches, ignore_index=True)
     profiled = every["metric"] == "kernel_us"
     kernels = every[profiled].drop(columns=["step", "position", "rank", "temperature"], errors="ignore")
     steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
     keys = ["run_id", "mode", "model", "seed", *SETTING]
-    parts = kernels[kernels["mode"] == "off"].pivot_table(index=keys, columns="kind", values="value", aggfunc="sum")
-    share = (parts["KV write"] / parts.sum(axis=1)).rename("value").reset_index()
+    writes = kernels[(kernels["mode"] == "off") & (kernels["kind"] == "KV write")].groupby(keys)["value"].sum()
+    whole = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
+    told = whole.max() - whole.min() < UNSTEADY * whole.median()
+    share = (writes / (1e3 * whole.median())[told]).dropna().rename("value").reset_index()
     share = tidy(share.assign(metric="kv_write_share", unit="share"))
     return {"gpu_steps": steps, "gpu_kernels": kernels, "kv_write_share": share}
 

@@ -16,7 +16,7 @@ Tables (see `nwor.results`) and the columns beyond the tidy ones:
                 what `nwor.acceptance` leaves: counts, of which `acceptance` is made
     gpu_steps   as `nwor.bench` leaves it, of several settings; `kv_heads`, `prompt`, `kv_cache_dtype` where they vary
     kv_write_share
-                metric `kv_write_share`: the paged write's share of all GPU time of a step, by `batch`, `tp`, `kv_heads`
+                metric `kv_write_share`: the paged write's share of a step, by `batch`, `tp`, `kv_heads`
 
     attention   what `nwor.attention_bench` leaves; with it the steps of `stage` are predicted whole
 

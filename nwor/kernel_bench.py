@@ -94,6 +94,7 @@ class Timer:
         """Yield (name, repeat, microseconds): all calls once a turn, two turns of warm-up, then `repeats` turns."""
         graphs = {name: self.capture(call) for name, call in calls.items()}
         for repeat in range(-2, repeats):
+            torch.cuda._sleep(2_000_000)  # a millisecond in which the turn is queued: no sample waits for the host
             turn = [(name, self._one(graph)) for name, graph in graphs.items()]
             torch.cuda.synchronize()
             if repeat >= 0:

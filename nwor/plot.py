@@ -41,10 +41,10 @@ LOOK = {
     "cow": Look("copy-on-write", "#D55E00", "s", "--", "//"),
     "stage": Look("stage", "#0072B2", "^", "-.", ".."),
 }
-OTHER = ("#009E73", "#CC79A7", "#56B4E9", "#000000")
+OTHER = ("#009E73", "#CC79A7", "#56B4E9", "#000000", "#F0E442", "#999999")
 """Colours for series that are no mode, such as published figures."""
 
-HATCHES = ("", "//", "..", "xx")
+HATCHES = ("", "//", "..", "xx", "\\\\", "")
 """Hatches of bars that are no mode."""
 
 STYLE: Any = {

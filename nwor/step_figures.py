@@ -25,7 +25,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     every = predicted.against_measured(steps)
     points = every[predicted.steady(every)].copy()
     points["cache"] = _caches(points, ", ")
-    points["prompt"] = points.get("prompt", 0)
+    points["prompt"] = points["prompt"].astype(int) if "prompt" in points else 0
     panels = list(points.groupby(["cache", "k"], sort=False))
     prompts, batches = sorted(points["prompt"].unique()), sorted(points["batch"].unique())
     columns = min(2, len(panels))
@@ -90,16 +90,16 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
 
 
 def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:
-    """Draw the share of a step's GPU time that the paged write takes, by batch, KV heads and TP."""
+    """Draw the share of a step that the paged write takes, by batch, KV heads and TP."""
     rows = frame[frame["metric"] == "kv_write_share"].copy()
     rows["cache"] = _caches(rows, ", ")
     rows["percent"] = 100 * rows["value"]
     fig, ax = plot.figure()
     plot.bars(ax, rows, x="batch", y="percent", by="cache")
-    ax.set(xlabel="batch", ylabel="% of a step's GPU time", ylim=(0, None))
+    ax.set(xlabel="batch", ylabel="% of a step", ylim=(0, None))
     plot.legend(ax)
     caption = (
-        "Share of all GPU time of a speculative step in vanilla vLLM that its paged write of keys and values takes: the "
+        "Share of a speculative step in vanilla vLLM that its paged write of keys and values takes on the GPU: the "
         f"most that any mode could save by not writing. Run {plot.runs_of(rows)}."
     )
     return plot.save(fig, run, "kv_write_share", rows, caption)

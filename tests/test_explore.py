@@ -45,6 +45,7 @@ def test_measured_points_are_those_recorded(measured: pd.DataFrame) -> None:
 
 
 def test_a_slider_moves_the_picture_and_the_words(measured: pd.DataFrame) -> None:
+    plot.close()
     shown = explore.explorer(measured)
     _, said, picture = shown.children
     before, words = bytes(picture.value), said.value

@@ -50,8 +50,8 @@ def bench_table(mode_us: dict[str, float], kv_heads: int = 8) -> pd.DataFrame:
 def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     """A missing measurement leaves its table as it was, and is named."""
     made, recorded = tmp_path / "gpu", tmp_path / "recorded"
-    for name in [*measure_gpu.STEPS, *measure_gpu.STEPS_OF_TWO]:
-        frame = bench_table({"off": 600.0, "stage": 570.0}, kv_heads=len(name))
+    for kv_heads, name in enumerate([*measure_gpu.STEPS, *measure_gpu.STEPS_OF_TWO]):
+        frame = bench_table({"off": 600.0, "stage": 570.0}, kv_heads)
         results.write_table(measure_gpu.table(made, name), frame)
     results.write_table(measure_gpu.table(made, "audit"), bench_table({"off": 1.0}))
     missing = measure_gpu.record(made, recorded)
@@ -60,7 +60,7 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     found = {path.stem: pd.read_parquet(path) for path in recorded.iterdir()}
     assert set(found["gpu_steps"].metric) == {"step_ms"} and set(found["gpu_steps"].run_id) == {"gpu"}
     assert set(found["gpu_kernels"].kind) == {"KV write", "matmul"}
-    assert found["kv_write_share"].value.tolist() == pytest.approx([0.1] * found["gpu_steps"].kv_heads.nunique())
+    assert found["kv_write_share"].value.tolist() == pytest.approx([0.01] * found["gpu_steps"].kv_heads.nunique())
 
 
 def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_path, monkeypatch, capsys):
