@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nwor import ops, paths, plot, results
-from nwor.ops_reference import (
+from nwor.ops_inputs import (
     ACCEPTANCE,
     LAYOUTS,
     Pool,
@@ -30,9 +30,9 @@ from nwor.ops_reference import (
     make_targets,
     make_vectors,
     make_window,
-    quantise,
-    run_both,
 )
+from nwor.ops_reference import quantise
+from nwor.ops_twins import run_both
 
 ORDERS = ("LBNH", "LBHN", "BLHN")
 CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")

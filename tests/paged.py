@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nwor.ops_reference import poison
+from nwor.ops_inputs import poison
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, WIDTH = 6, 4, 2, 8

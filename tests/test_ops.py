@@ -11,12 +11,10 @@ from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nwor.ops_reference import (
+from nwor.ops_inputs import (
     ACCEPTANCE,
     LAYOUTS,
-    Twins,
     cache_dtype_of,
-    check,
     make_cache,
     make_mask,
     make_scale,
@@ -25,6 +23,7 @@ from nwor.ops_reference import (
     make_vectors,
     poison,
 )
+from nwor.ops_twins import Twins, check
 
 pytestmark = each_device
 

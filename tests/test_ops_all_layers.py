@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nwor import ops
-from nwor.ops_reference import Pool, Twins, check, make_window, poison
+from nwor.ops_inputs import Pool, make_window, poison
+from nwor.ops_twins import Twins, check
 
 pytestmark = each_device
 

@@ -9,15 +9,8 @@ import torch
 from devices import each_device, needs_gpu
 
 from nwor import ops
-from nwor.ops_reference import (
-    Pool,
-    check_refused,
-    make_batch,
-    make_cache,
-    make_staging,
-    make_targets,
-    make_vectors,
-)
+from nwor.ops_inputs import Pool, make_batch, make_cache, make_staging, make_targets, make_vectors
+from nwor.ops_twins import check_refused
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], None]

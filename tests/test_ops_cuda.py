@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from nwor import ops, ops_reference
-from nwor.ops_reference import (
+from nwor.ops_inputs import (
     Pool,
-    Twins,
-    check,
     make_batch,
     make_cache,
     make_mask,
@@ -22,6 +20,7 @@ from nwor.ops_reference import (
     make_window,
     poison,
 )
+from nwor.ops_twins import Twins, check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -9,7 +9,7 @@ import torch
 from devices import each_device, needs_gpu
 
 from nwor import ops
-from nwor.ops_reference import (
+from nwor.ops_inputs import (
     LAYOUTS,
     Pool,
     make_batch,

@@ -10,7 +10,8 @@ from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nwor.ops_reference import check, make_batch, make_targets
+from nwor.ops_inputs import make_batch, make_targets
+from nwor.ops_twins import check
 
 pytestmark = each_device
 
