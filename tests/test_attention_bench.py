@@ -125,6 +125,16 @@ def test_batches_stand_aside_where_they_may_reach_a_context_that_loses(monkeypat
     assert attention_configs.slower_batches(32, 8191, **shape) == frozenset()
 
 
+def test_windows_of_each_length_have_a_configuration_of_their_own(monkeypatch):
+    """Two and nine rows of one query head fill the same tile, and are not the same work."""
+    frames = [swept({512: 60}).assign(k=k, heads=8, tile=tile) for k, tile in ((1, 128), (8, 32))]
+    monkeypatch.setattr(attention_configs, "tuned", lambda: attention_bench.best(pd.concat(frames)))
+    assert attention_configs.packed_rows(2, 1) == attention_configs.packed_rows(9, 1)
+    for query, tile in ((2, 128), (3, 128), (7, 32), (9, 32)):
+        found = attention_configs.nearest(16, 8, 1, 128, 2, query)
+        assert found is not None and found["tile"] == tile, query
+
+
 def test_a_source_without_a_gpu_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match="no NVIDIA GPU"):
