@@ -103,7 +103,7 @@ def ratios(run: results.Run | Path, table: pd.DataFrame, k: int = 8) -> Path:
         ax.set_xticks([512, 2048, 8192], ["512", "2k", "8k"])
         ax.minorticks_off()
     for ax in axes[-1]:
-        ax.set_xlabel("context")
+        ax.set_xlabel(f"context, k={k}")
     for ax in axes[:, 0]:
         ax.set_ylabel("time / vLLM's faster")
     plot.legend(axes[0, 0], ncols=4)

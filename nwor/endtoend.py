@@ -192,7 +192,7 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
             "nwor_us": parts["NWOR"],
         }
     )
-    return ratios.join(found).reset_index()
+    return ratios.join(found).reset_index().astype({"prompt": int})  # beside rows without one it is read as a float
 
 
 def step_table(table: pd.DataFrame) -> pd.DataFrame:
