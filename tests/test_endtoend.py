@@ -156,7 +156,11 @@ def test_kernels_of_a_step_are_the_mean_of_the_ranks():
     """N5, R22: a kind is told by the kernel's name, and a rank that waits for another does so in communication."""
     ranks = [
         {"reshape_and_cache_flash_kernel": 80.0, "ncclDevKernel_AllReduce": 8.0, "nvjet_tst_64x8": 160.0, "rms": 16.0},
-        {"reshape_and_cache_flash_kernel": 88.0, "void vllm::cross_device_reduce_1stage": 40.0, "nvjet_tst_64x8": 176.0},
+        {
+            "reshape_and_cache_flash_kernel": 88.0,
+            "void vllm::cross_device_reduce_1stage": 40.0,
+            "nvjet_tst_64x8": 176.0,
+        },
     ]
     found = {row["kind"]: row["value"] for row in bench.kernel_rows(ranks, steps=8)}
     told = {"KV write": 10.5, "communication": 3.0, "matmul": 21.0, "other": 1.0, "attention": 0.0, "NWOR": 0.0}
