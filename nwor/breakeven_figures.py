@@ -114,16 +114,16 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     for mode in plot.ordered(steps["mode"].unique()):
         rows, look = steps[steady & (steps["mode"] == mode)], plot.LOOK[mode]
         whole = rows["with_attention"].notna()
-        for some, column, label, fill in (
-            (rows[~whole], "predicted", look.label, look.color),
-            (rows[whole], "with_attention", f"{look.label}, attention measured", "white"),
+        for some, label, fill in (
+            (rows[~whole], look.label, look.color),
+            (rows[whole], f"{look.label}, attention measured", "white"),
         ):
+            if some.empty:
+                continue
             spread = np.array([some["measured"] - some["low"], some["high"] - some["measured"]])
             kind = {"color": look.color, "marker": look.marker, "markerfacecolor": fill, "markersize": 3}
-            if len(some):
-                right.errorbar(
-                    some[column], some["measured"], spread, elinewidth=0.5, linestyle="none", label=label, **kind
-                )
+            x = drawn[some.index]
+            right.errorbar(x, some["measured"], spread, elinewidth=0.5, linestyle="none", label=label, **kind)
     right.set(xlabel="predicted", ylabel="measured", title="time of a step over vanilla's", xlim=edges, ylim=edges)
     right.legend(loc="best", fontsize=6)
     worst = steps.loc[steady, "error"].abs().max()
@@ -137,7 +137,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     if steps["with_attention"].notna().any():
         caption += (
             " Open markers: with the attention kernels of both as measured alone, even where batches stand aside; there the "
-            f"largest error is {(drawn - steps['measured'])[steady & steps['with_attention'].notna()].abs().max():.3f}."
+            f"largest error is {(steps['with_attention'] - steps['measured'])[steady].abs().max():.3f}."
         )
     if not steady.all():
         caption += (

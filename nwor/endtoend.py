@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from nwor.acceptance import same_share
 from nwor.bench import Parity, summary
-from nwor.predicted import UNSTEADY, steady
+from nwor.predicted import steady
 from nwor.results import Run, tidy
 from nwor.traffic import Shape
 
@@ -149,7 +149,7 @@ def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """Tables `gpu_steps`, `gpu_kernels` and `kv_write_share` from bench tables of whole steps on a GPU.
 
     The share is that of the paged write's GPU time in the median step of vanilla, of the same run and setting, and
-    there is none where vanilla's repeats lie `UNSTEADY` apart.
+    there is none where vanilla's repeats are not `steady`.
     """
     every = pd.concat(benches, ignore_index=True)
     profiled = every["metric"] == "kernel_us"
@@ -157,9 +157,10 @@ def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
     steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
     keys = ["run_id", "mode", "model", "seed", *SETTING]
     writes = kernels[(kernels["mode"] == "off") & (kernels["kind"] == "KV write")].groupby(keys)["value"].sum()
-    whole = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
-    told = whole.max() - whole.min() < UNSTEADY * whole.median()
-    share = (writes / (1e3 * whole.median())[told]).dropna().rename("value").reset_index()
+    runs = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
+    whole = runs.median()
+    told = steady(pd.DataFrame({"low": runs.min() / whole, "high": runs.max() / whole}))
+    share = (writes / (1e3 * whole[told])).dropna().rename("value").reset_index()
     share = tidy(share.assign(metric="kv_write_share", unit="share"))
     return {"gpu_steps": steps, "gpu_kernels": kernels, "kv_write_share": share}
 

@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from nwor import attention_figures, endtoend, kernel_figures, paths, results
+from nwor import attention_figures, endtoend, kernel_figures, paths, predicted, results
 from nwor.acceptance import survival
 
 README = (paths.ROOT / "README.md").read_text()
@@ -165,6 +165,10 @@ def test_steps_on_a_gpu() -> None:
     assert f"in {(stage < 1).sum()}, from {stage.min():.3f} to {stage.max():.3f} times vanilla's" in flat
     low, high, median = (100 * (ratio - 1) for ratio in (cow.min(), cow.max(), cow.median()))
     assert f"costs {low:.1f} to {high:.1f} % of a step, at the median {median:.1f} %" in flat
+    points = predicted.against_measured(results.read_table("gpu_steps", paths.RECORDED))
+    here = (points["mode"] == "cow") & (points.kv_heads == 32) & (points.tp == 1)
+    (share,) = points[here & (points.batch == 16) & (points.prompt == 512)].predicted
+    assert f"its bytes and launches alone are predicted to take {100 * (share - 1):.1f} %" in flat
     unsteady = table[~table.steady & (table["mode"] == "stage")]
     assert set(unsteady.batch) == {64}
     assert f"{len(unsteady)} more, all of batch 64, repeated too far apart" in flat
@@ -207,6 +211,8 @@ def test_verify_attention() -> None:
     assert worst == [table[table.cache == cache].ratio.max() for cache in ("bf16", "fp8")]
     flat = README.replace("\n  ", " ")
     assert f"up to {worst[0]:.2f} times in bf16, up to {worst[1]:.2f} with an fp8 cache" in flat
+    others = table.drop(grouped.index).ratio.max()
+    assert f"elsewhere it takes {others:.2f} times as long at most" in flat
     lone = table[(table.k == 1) & (table.heads == 32) & (table.kv_heads == 8) & (table.batch == 16)]
     (ratio,) = lone[(lone.context == 2048) & (lone.cache == "bf16")].ratio
     assert f"alone, that layer's attention and write take {ratio:.2f} times vLLM's" in flat

@@ -4,8 +4,8 @@
 Why: only the runner knows which rows of a batch are drafts and how many of them were rejected, and it knows both on
 the device alone: the scheduler is a step ahead, and a step whose forward is one CUDA graph runs no Python.
 How: `prepare_attn` (real steps) has every tensor the window needs, `prepare_dummy_attn` (dummy runs) and
-`capture_model` hold nothing, `postprocess_sampled` has `num_rejected` before the drafter. Everything runs on vLLM's main stream: a
-commit on another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an H200.
+`capture_model` hold nothing, `postprocess_sampled` has `num_rejected` before the drafter. Everything runs on vLLM's main
+stream: a commit on another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an H200.
 When it can go: when vLLM offers hooks around the forward.
 """
 
