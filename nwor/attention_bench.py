@@ -4,8 +4,8 @@
     python -m nwor.attention_bench --out results/attention
     python -m nwor.attention_bench --sweep data/attention/h200.json
 
-Each sample is one replay of a CUDA graph with a cold L2 cache, as in `nwor.kernel_bench`; what is compared is sampled in
-turns. Every request has k + 1 rows (a token and k drafts) behind `context` positions in pages of 16 slots, at random
+Each sample is one replay of a CUDA graph after a read of 256 MiB, as a layer's weights are read before its attention; what
+is compared is sampled in turns. Every request has k + 1 rows (a token and k drafts) behind `context` positions in pages of 16 slots, at random
 places of the cache. What a sample has to do is the same for all: read the prefix, attend, and leave the rows stored.
 
     nwor             `nwor.gpu_attention`, rows to staging, the tuned configuration; one launch
@@ -36,12 +36,13 @@ import torch
 from torch import Tensor
 
 from nwor import paths, results
-from nwor.attention_configs import Config, division
+from nwor.attention_configs import LARGEST_APART, Config, division, packed_rows
 from nwor.kernel_bench import Call, Timer, compact, empty, measures
 
 HEAD_SIZE, BLOCK_SIZE = 128, 16
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 BATCHES, CONTEXTS, CACHES = (1, 4, 16, 64), (512, 2048, 8192), ("bf16", "fp8")
+SWEPT = (560, 2096, 8240)  # no multiples of a tile, as most are not
 FLASH_SPLITS = (1, 2, 4, 8, 16)
 NOISE = 1.02  # two medians of a sweep that are no further apart are called equal
 
@@ -252,7 +253,7 @@ def measure(chosen: Sequence[Shape] | None = None, repeats: int = 30, seed: int 
     Metric `error` is the relative error of each call's output against fp32.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
-    timer, found = Timer(), []
+    timer, found = Timer(clean=True), []
     for shape in chosen or shapes():
         windows = Windows(shape, seed)
         calls = windows.calls()
@@ -298,16 +299,16 @@ def ratio(found: list[dict[str, Any]]) -> str:
 
 
 def kernels(shape: Shape) -> list[Config]:
-    """What is compiled apart and fits: tiles, warps, stages, bounds of registers; whole and split."""
-    stages = {32: (3, 4), 64: (3, 4), 128: (2, 3) if shape.element == 1 else (2,)}
-    return [
-        Config(tile, warps, stage, registers, splits)
-        for tile, warps, splits in itertools.product(stages, (4, 8), (1, 2))
-        for stage in stages[tile]
-        for registers in (0, 128)
-        if warps == 4 or tile > 32
-        if registers == 0 or (tile, warps, shape.heads) == (32, 4, shape.kv_heads)
-    ]
+    """What is compiled apart and fits: tiles, warps, stages, bounds of registers, warps apart; whole and split."""
+    last = (2, 3) if shape.element == 1 else (2,)
+    kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): last, (128, 8): last}
+    found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
+    if shape.heads == shape.kv_heads:
+        found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
+    if packed_rows(shape.query, shape.group) * HEAD_SIZE <= LARGEST_APART:
+        few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
+        found += [Config(tile, warps, stage, apart=True) for tile, warps, stage in few]
+    return [replace(kernel, splits=splits) for splits in (1, 2) for kernel in found]
 
 
 def divisions(shape: Shape, kernel: Config, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)) -> list[Config]:
@@ -363,7 +364,7 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
                     known.add(binary)
                     configs.append(config)
     compile_all(list(jobs.items()), workers)
-    timer, found = Timer(), []
+    timer, found = Timer(clean=True), []
 
     def time(shape: Shape, windows: Windows, configs: list[Config]) -> None:
         calls = {"empty": empty, "flash": windows.flash(32), "triton": windows.triton()}
@@ -402,9 +403,11 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
     a captured graph does not know them. Those that nowhere take `NOISE` times vLLM's time come first. `slower_from` is
     the least context at which the chosen one does, 0 for none.
     """
-    knobs, found = list(Config.__dataclass_fields__), []
+    knobs, found = {name: type(value) for name, value in asdict(Config()).items()}, []
     for (heads, kv_heads, batch, cache, k), group in swept.groupby(["heads", "kv_heads", "batch", "cache", "k"]):
-        table = group.pivot_table(index=knobs, columns="context", values=["value", "vanilla"], aggfunc="min").dropna()
+        table = group.pivot_table(
+            index=list(knobs), columns="context", values=["value", "vanilla"], aggfunc="min"
+        ).dropna()
         times, lost = table["value"], (table["value"] / table["value"].min()).max(axis=1)
         slower = times > NOISE * table["vanilla"].min()
         chosen = lost[~slower.any(axis=1)].idxmin() if not slower.any(axis=1).all() else lost.idxmin()
@@ -412,7 +415,7 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
         shape = Shape(heads, kv_heads, batch, 0, cache, k)
         entry = {"cache_bytes": shape.element, "query": shape.query, "group": shape.group, "head_size": HEAD_SIZE}
         entry |= {"programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
-        found.append(entry | {name: int(value) for name, value in zip(knobs, chosen, strict=True)})
+        found.append(entry | {name: kind(value) for (name, kind), value in zip(knobs.items(), chosen, strict=True)})
     return found
 
 
@@ -447,9 +450,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--out says where the results go")
     pairs = [(int(q), int(kv)) for q, kv in (pair.split("x") for pair in options.heads.split(","))]
     batches, ks = ([int(number) for number in text.split(",")] for text in (options.batches, options.ks))
-    chosen = shapes(pairs, batches, CONTEXTS, options.caches.split(","), ks)
+    chosen = shapes(pairs, batches, SWEPT if options.sweep else CONTEXTS, options.caches.split(","), ks)
     if options.sweep:
-        swept = sweep(chosen, min(options.repeats, 5))
+        swept = sweep(chosen, min(options.repeats, 7))
         text = {"gpu": torch.cuda.get_device_name(), "configurations": best(swept)}
         results.write_json(options.sweep, text)
         results.write_table(options.sweep.with_name(f"{options.sweep.stem}_sweep.parquet"), swept)

@@ -13,6 +13,7 @@ from nwor import paths
 
 HEAD_SIZES = (64, 96, 128, 256)
 LARGEST_TILE = 128  # rows of query heads and window in one tile; more make more tiles, each of which reads the pages
+LARGEST_APART = 1 << 11  # sums that each warp keeps of its own keys: of more, the registers would spill
 COMBINED = 1 << 11  # partial sums that are added at a time: more take more instructions, all of them read from memory
 
 
@@ -26,6 +27,7 @@ class Config:
 
     tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
     splits: programs of a window and KV head, at most. least: tiles for which one more split is worth its sums.
+    apart: each warp attends to keys of its own, for windows of few rows.
     """
 
     tile: int = 64
@@ -34,6 +36,7 @@ class Config:
     registers: int = 0
     splits: int = 1
     least: int = 1
+    apart: bool = False
 
 
 def packed_rows(max_query_len: int, group: int) -> int:
@@ -104,7 +107,8 @@ def _fitting(config: Config, rows: int, width: int, cache_bytes: int, limit: int
     registers = config.registers if width <= 128 else 0
     while stages * tile * 2 * width * cache_bytes + rows * width * 2 > limit and (stages > 2 or tile > 32):
         stages, tile = (stages - 1, tile) if stages > 2 else (stages, tile // 2)
-    return replace(config, tile=tile, stages=stages, warps=warps, registers=registers)
+    apart = config.apart and rows * width <= LARGEST_APART and tile >= 16 * warps
+    return replace(config, tile=tile, stages=stages, warps=warps, registers=registers, apart=apart)
 
 
 def division(splits: int, windows: int, rows: int, head_size: int, processors: int) -> tuple[int, bool, int, int]:

@@ -179,6 +179,7 @@ def verify_attention(
         FP8=fp8,
         QUERY_FP8=query.dtype == torch.float8_e4m3fn,
         STAGES=config.stages,
+        PARTS=config.warps if config.apart else 1,
         MEET=meet,
         MOST=most,
         CHUNK=chunk,

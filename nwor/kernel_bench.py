@@ -72,10 +72,14 @@ def bytes_moved(op: str, shape: Shape, rows: int, kept: int) -> int:
 
 
 class Timer:
-    """Graph replay with a cold L2 cache, sampled in turns."""
+    """Graph replay with a cold L2 cache, sampled in turns.
 
-    def __init__(self) -> None:
-        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    clean: the cache is filled by reading, so that no line of it is written back in a sample's time; else by writing.
+    """
+
+    def __init__(self, clean: bool = False) -> None:
+        self.clean = clean
+        self.flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
 
     def capture(self, call: Call) -> torch.cuda.CUDAGraph:
         """`call` as a graph; it runs twice before, so that nothing is compiled or loaded in the capture."""
@@ -102,7 +106,7 @@ class Timer:
 
     def _one(self, graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush.zero_()
+        self.flush.sum() if self.clean else self.flush.zero_()
         begin.record()
         graph.replay()
         end.record()

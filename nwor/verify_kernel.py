@@ -2,7 +2,8 @@
 """The Triton kernel of `nwor.gpu_attention`: attention of verify windows, one launch a layer.
 
 It packs all query heads of a KV head and all rows of the window into one tile, so that a page is read once, and cuts
-the prefix into splits where requests and heads alone do not fill the GPU. The softmax over splits is that of
+the prefix into splits where requests and heads alone do not fill the GPU. Where these rows are few, each warp attends to
+keys of its own (PARTS), and needs to wait for no other between two tiles. The softmax over splits is that of
 Flash-Decoding (Dao et al., 2023): each split leaves its sum of values, its sum of weights and its largest score. When
 all have arrived they are added up: by all of them, each some rows, where there is a multiprocessor for each program
 (a cooperative launch), else by the last.
@@ -42,13 +43,34 @@ def _read(elements, dtype: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
+def _halved(parts, PARTS: tl.constexpr):
+    """The sum over the last dimension; Triton's own, over warps, goes through shared memory element by element."""
+    if PARTS == 1:
+        return tl.reshape(parts, (parts.shape[0], parts.shape[1]))
+    else:
+        a, b = tl.split(tl.reshape(parts, (parts.shape[0], parts.shape[1], PARTS // 2, 2)))
+        return _halved(a + b, PARTS // 2)
+
+
+@triton.jit
+def _turned(keys):
+    if len(keys.shape) == 3:
+        return tl.permute(keys, (0, 2, 1))
+    else:
+        return tl.trans(keys)
+
+
+@triton.jit
 def _scores(query, keys, position, row, slopes, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Scores in units of log 2. position: of each key, counted from the end of the prefix, as the rows are."""
-    scores = tl.dot(query, tl.trans(keys)) * scale
+    """Scores in units of log 2, of each part where there are some.
+
+    position: of each key, counted from the end of the prefix, as the rows are.
+    """
+    scores = tl.dot(query, _turned(keys)) * scale
     if SOFTCAP:
         scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / softcap)) + 1))
     if ALIBI:
-        scores += slopes[:, None] * position[None, :]
+        scores += slopes[:, None] * tl.expand_dims(position, -2)
     if SOFTCAP or ALIBI:
         scores *= 1.4426950408889634
     return scores
@@ -57,12 +79,13 @@ def _scores(query, keys, position, row, slopes, scale, softcap, SOFTCAP: tl.cons
 @triton.jit
 def _add(scores, values, largest, total, summed):
     """One step of the running softmax; a row that has seen no key yet has -inf as its largest score."""
-    new = tl.maximum(largest, tl.max(scores, 1))
+    KEYS: tl.constexpr = len(scores.shape) - 1
+    new = tl.maximum(largest, tl.max(scores, KEYS))
     base = tl.where(new == float("-inf"), 0.0, new)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores - tl.expand_dims(base, -1))
     fade = tl.exp2(largest - base)
-    summed = tl.dot(weights.to(values.dtype), values, summed * fade[:, None])
-    return new, total * fade + tl.sum(weights, 1), summed
+    summed = tl.dot(weights.to(values.dtype), values, summed * tl.expand_dims(fade, -1))
+    return new, total * fade + tl.sum(weights, KEYS), summed
 
 
 @triton.jit
@@ -166,6 +189,7 @@ def verify_windows(
     FP8: tl.constexpr,
     QUERY_FP8: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     MEET: tl.constexpr,
     MOST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -179,23 +203,24 @@ def verify_windows(
     if (query_len <= 0) | (query_len > MAX_QUERY) | (prefix < 0):
         return
 
-    # The splits' shares of the prefix, in tiles; the last split that has one takes the tail too.
-    begin = 0
+    # The splits' shares of the prefix, in tiles, as even as they go; the last split has none of the odd ones, but the tail.
+    lowest = 0
     if SLIDING_WINDOW > 0:
-        begin = tl.maximum(prefix - SLIDING_WINDOW + 1, 0) // TILE
-    end = tl.cdiv(prefix, TILE)
-    share = tl.maximum(tl.cdiv(end - begin, tl.maximum(tl.minimum((end - begin) // least, splits), 1)), 1)
-    active = tl.maximum(tl.cdiv(end - begin, share), 1)
+        lowest = tl.maximum(prefix - SLIDING_WINDOW + 1, 0) // TILE
+    tiles = tl.cdiv(prefix, TILE) - lowest
+    active = tl.maximum(tl.minimum(tiles // least, splits), 1)
     if split >= active:
         return
-    begin += split * share
-    end = tl.minimum(begin + share, end)
+    begin = lowest + tl.cdiv(tiles * split, active)
+    end = lowest + tl.cdiv(tiles * (split + 1), active)
     has_tail = split == active - 1
 
     # What is waited for first is asked for first, and all of it before any is used. The table is read a tile ahead:
     # else a stage of the pipeline would be spent on it.
     table = block_table + request.to(tl.int64) * table_row
     position = begin * TILE + tl.arange(0, TILE)
+    if PARTS > 1:
+        position = tl.reshape(position, (PARTS, TILE // PARTS))
     next_block = tl.load(table + position.to(tl.uint32) // BLOCK_SIZE, mask=position < prefix, other=0)
 
     packed = row_tile * ROWS + tl.arange(0, ROWS)
@@ -236,29 +261,43 @@ def verify_windows(
     if QUERY_FP8 and not NATIVE:
         q = q.to(tl.float16)
 
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, WIDTH], tl.float32)
+    if PARTS > 1:
+        queries = tl.broadcast_to(q[None, :, :], (PARTS, ROWS, WIDTH))
+        largest = tl.full([PARTS, ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([PARTS, ROWS], tl.float32)
+        summed = tl.zeros([PARTS, ROWS, WIDTH], tl.float32)
+    else:
+        queries = q
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        summed = tl.zeros([ROWS, WIDTH], tl.float32)
     pages = kv_cache + kv_head * page_head.to(tl.int64) + dim[None, :]
     for _ in tl.range(begin, end, num_stages=STAGES):
         seen = position < prefix
         block = next_block.to(tl.int64)
         ahead = position + TILE
         next_block = tl.load(table + ahead.to(tl.uint32) // BLOCK_SIZE, mask=ahead < prefix, other=0)
-        at = pages + (block * page_block + (position.to(tl.uint32) % BLOCK_SIZE).to(tl.int32) * page_slot)[:, None]
-        there = seen[:, None]
+        inside = block * page_block + (position.to(tl.uint32) % BLOCK_SIZE).to(tl.int32) * page_slot
+        at = pages + tl.expand_dims(inside, -1)
+        there = tl.expand_dims(seen, -1)
         if WIDTH != HEAD_SIZE:
             there = there & in_head[None, :]
         keys = _read(tl.load(at, mask=there, other=0.0), q.dtype, FP8)
         values = _read(tl.load(at + HEAD_SIZE, mask=there, other=0.0), value_dtype, FP8)
-        scores = _scores(q, keys, position - prefix, row, slopes, scale, softcap, SOFTCAP, ALIBI)
+        scores = _scores(queries, keys, position - prefix, row, slopes, scale, softcap, SOFTCAP, ALIBI)
         if SLIDING_WINDOW > 0:
-            near = (prefix + row)[:, None] - position[None, :] < SLIDING_WINDOW
-            scores = tl.where(seen[None, :] & near, scores, float("-inf"))
+            near = (prefix + row)[:, None] - tl.expand_dims(position, -2) < SLIDING_WINDOW
+            scores = tl.where(tl.expand_dims(seen, -2) & near, scores, float("-inf"))
         else:
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            scores = tl.where(tl.expand_dims(seen, -2), scores, float("-inf"))
         largest, total, summed = _add(scores, values, largest, total, summed)
         position = ahead
+
+    if PARTS > 1:
+        highest = tl.max(largest, 0)
+        share = tl.exp2(largest - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
+        largest, total = highest, tl.sum(total * share, 0)
+        summed = _halved(tl.permute(summed * share[:, :, None], (1, 2, 0)), PARTS)
 
     if has_tail:
         # Rows outside are 0 already; without this Triton would move the tail to shared memory before the loop.

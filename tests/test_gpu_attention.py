@@ -230,9 +230,11 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 SPLIT = Config(tile=32, splits=3, least=1)
+APART = Config(tile=64, splits=3, least=1, apart=True)
+CONFIGS = pytest.mark.parametrize("config", [Config(tile=32), SPLIT, APART], ids=["whole", "split", "apart"])
 
 
-@pytest.mark.parametrize("config", [Config(tile=32), SPLIT], ids=["whole", "split"])
+@CONFIGS
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
 def test_against_float64(kv_cache_dtype, layout, config):
@@ -258,7 +260,7 @@ def test_block_sizes_and_dtypes(block_size, dtype, kv_cache_dtype):
         Windows(requests, dtype, kv_cache_dtype, num_heads=16, num_kv_heads=16, config=SPLIT).check()
 
 
-@pytest.mark.parametrize("config", [Config(tile=32), SPLIT], ids=["whole", "split"])
+@CONFIGS
 @pytest.mark.parametrize(("heads", "kv_cache_dtype"), [(4, "fp8"), (16, "fp8"), (16, "fp8_e5m2")])
 def test_query_in_fp8(heads, kv_cache_dtype, config):
     """With 8 query heads a KV head the tensor cores multiply e4m3 as it is."""
@@ -271,7 +273,7 @@ def test_softcap_and_sliding_window(softcap, sliding_window):
     Windows(softcap=softcap, sliding_window=sliding_window, config=SPLIT).check()
 
 
-@pytest.mark.parametrize("config", [Config(tile=32), SPLIT], ids=["whole", "split"])
+@CONFIGS
 @pytest.mark.parametrize(("alibi", "sinks"), [(True, False), (False, True), (True, True)])
 def test_alibi_and_sinks(alibi, sinks, config):
     Windows(alibi=alibi, sinks=sinks, config=config).check()

@@ -137,9 +137,10 @@ def test_the_recorded_comparison_is_of_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_the_timer_takes_what_it_is_given() -> None:
+@pytest.mark.parametrize("clean", [False, True])
+def test_the_timer_takes_what_it_is_given(clean: bool) -> None:
     """One sample a turn and call, times in the right order, and a cold cache: no faster than memory allows."""
-    timer = kernel_bench.Timer()
+    timer = kernel_bench.Timer(clean)
     small, large = (torch.zeros(n << 20, dtype=torch.int32, device="cuda") for n in (2, 64))
     calls = {"empty": kernel_bench.empty, "small": small.bitwise_not_, "large": large.bitwise_not_}
     samples = pd.DataFrame(timer.sample(calls, 30), columns=["op", "repeat", "us"])
