@@ -298,9 +298,23 @@ inline int64_t* check_counts(const Tensor& counts, const Tensor& like, const cha
   return data;
 }
 
+inline int64_t* check_logged(const Tensor& logged, const Tensor& slots, const Tensor& rows) {
+  check_dim(logged, "logged", 2, "[requests, entries]");
+  check_dtype(logged, "logged", ScalarType::Long);
+  check_same_device(logged, "logged", rows, "rows");
+  STD_TORCH_CHECK(logged.is_contiguous(), "logged must be contiguous");
+  const int64_t requests = logged.size(0), entries = logged.size(1);
+  STD_TORCH_CHECK(requests >= slots.size(0), "logged has ", requests, " requests but slots has ", slots.size(0));
+  STD_TORCH_CHECK(entries >= slots.size(1) && (entries & (entries - 1)) == 0 && rows.size(3) % entries == 0,
+                  "logged must have a power of two of columns, at least those of slots (", slots.size(1),
+                  "), that divides the block size (", rows.size(3), "), got ", entries);
+  return static_cast<int64_t*>(logged.data_ptr());
+}
+
 inline AllLayersArgs check_all_layers(const Tensor& pool, const Tensor& layer_offsets,
                                       const std::vector<int64_t>& cache_strides, const Tensor& slots,
-                                      const OptionalTensor& packing, const Tensor& rows, bool logging) {
+                                      const OptionalTensor& packing, const Tensor& rows, const OptionalTensor& logged,
+                                      bool logging) {
   AllLayersArgs a{};
   a.pool.data = check_vector<char>(pool, "pool", ScalarType::Byte, rows, "rows");
   a.pool.size = pool.size(0);
@@ -330,8 +344,14 @@ inline AllLayersArgs check_all_layers(const Tensor& pool, const Tensor& layer_of
   a.window.num_requests = static_cast<int>(slots.size(0));
   a.window.width = static_cast<int>(slots.size(1));
   a.window.num_rows = slots.numel();
-  STD_TORCH_CHECK(a.window.num_rows <= rows.size(1) * rows.size(3), "rows holds ", rows.size(1) * rows.size(3),
-                  " slots a layer but slots lists ", a.window.num_rows, "; make rows larger");
+  int64_t needed = a.window.num_rows;
+  if (logged) {
+    a.window.logged = check_logged(*logged, slots, rows);
+    a.window.entries = static_cast<int>(logged->size(1));
+    needed = slots.size(0) * logged->size(1);
+  }
+  STD_TORCH_CHECK(needed <= rows.size(1) * rows.size(3), "rows holds ", rows.size(1) * rows.size(3),
+                  " slots a layer but ", logged ? "logged" : "slots", " lists ", needed, "; make rows larger");
   STD_TORCH_CHECK(rows.is_cpu() || a.pool.size / a.pool.block_stride < (int64_t{1} << 31) / a.pool.block_size - 1,
                   "pool must hold fewer than 2^31 slots a layer on CUDA, got ", a.pool.size, " bytes in blocks of ",
                   a.pool.block_size, " slots every ", a.pool.block_stride, " bytes");

@@ -86,14 +86,19 @@ struct Packing {
 enum class Fate : int { kSkipped, kKept, kRejected };
 
 // The rows of a step that are held, each request's to the right: column c has width - 1 - c rows of its query behind
-// it, and is row request * width + c of the mini-cache.
+// it, and is row request * width + c of the mini-cache; or, where this is a log that outlives the step, row
+// request * entries + slot % entries.
 struct Window {
   const int64_t* slots;         // [num_requests, width], negative: no row
   const int32_t* num_rejected;  // [num_requests]
   int32_t* kept;                // [num_requests]
   int64_t* counts;              // [0] kept and [1] rejected rows
+  int64_t* logged;              // [num_requests, entries], the slot whose bytes a row holds as the pages do, or null
   int64_t num_rows;
-  int num_requests, width;
+  int num_requests, width, entries;  // entries: a power of two
+  NWOR_HD int64_t row_of(int64_t row, int request, int64_t slot) const {
+    return logged ? int64_t{request} * entries + (slot & (entries - 1)) : row;
+  }
   NWOR_HD bool rejects(int column, int32_t rejected) const { return width - 1 - column < rejected; }
   NWOR_HD Fate of(int64_t slot, int column, int32_t rejected) const {
     if (slot < 0) return Fate::kSkipped;

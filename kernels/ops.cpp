@@ -46,15 +46,17 @@ void restore_rejected_drafts(const Tensor& log_key, const Tensor& log_value, con
 }
 
 void log_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
-                    const Tensor& slots, const OptionalTensor& packing, const Tensor& rows) {
-  const AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, true);
+                    const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
+                    const OptionalTensor& logged) {
+  const AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, logged, true);
   NWOR_RUN(log_all_layers, args, pool);
 }
 
 void restore_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
                         const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
-                        const Tensor& num_rejected, const Tensor& kept, const Tensor& counts) {
-  AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, false);
+                        const Tensor& num_rejected, const Tensor& kept, const Tensor& counts,
+                        const OptionalTensor& logged) {
+  AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, logged, false);
   check_verdict(args, rows, num_rejected, kept, counts);
   NWOR_RUN(restore_all_layers, args, pool);
 }
@@ -62,7 +64,7 @@ void restore_all_layers(const Tensor& pool, const Tensor& layer_offsets, const s
 void commit_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
                        const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
                        const Tensor& num_rejected, const Tensor& kept, const Tensor& counts) {
-  AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, false);
+  AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, std::nullopt, false);
   check_verdict(args, rows, num_rejected, kept, counts);
   NWOR_RUN(commit_all_layers, args, pool);
 }
@@ -96,9 +98,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
   m.def("open_window(Tensor query_start_loc, Tensor cu_num_logits, Tensor slot_mapping, Tensor(a!) slots, "
         "Tensor(b!)? staging_rows, Tensor(c!)? page_slots, Tensor(d!) counts) -> ()");
   m.def("log_all_layers(Tensor pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, Tensor? packing, "
-        "Tensor(a!) rows) -> ()");
+        "Tensor(a!) rows, Tensor? logged=None) -> ()");
   m.def("restore_all_layers(Tensor(a!) pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, "
-        "Tensor? packing, Tensor rows, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts) -> ()");
+        "Tensor? packing, Tensor rows, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts, "
+        "Tensor(d!)? logged=None) -> ()");
   m.def("commit_all_layers(Tensor(a!) pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, "
         "Tensor? packing, Tensor rows, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts) -> ()");
 }

@@ -5,7 +5,8 @@ A window opens once before the forward (`begin`), every target layer stages into
 after rejection sampling (`commit`), or not at all (`cancel`). Of a request's query the rows
 ``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself advances ``num_computed_tokens``.
 
-Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always; mode ``stage`` holds the window's
+Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always, and logs a slot's bytes once, however
+many windows reach it before one of its drafts is accepted; mode ``stage`` holds the window's
 new bytes in `rows` while the pages stay as they were. Which rows are held is worked out on the device, into tensors
 that live as long as the manager: a CUDA graph captured once reads them in every replay, and no step waits for the
 device. vLLM's own buffers are never changed.
@@ -98,6 +99,18 @@ class CacheLayout:
         return rows.transpose(2, 3) if heads_inside else rows
 
 
+def rows_held(mode: str, max_drafts: int, block_size: int) -> int:
+    """Rows that a manager has room for, of each request and layer.
+
+    A log that outlives its step has a power of two that divides the block size: consecutive positions then have rows of
+    their own, found by the slot alone.
+    """
+    if mode == "stage":
+        return max_drafts + 1
+    ring = 1 << (max_drafts - 1).bit_length()
+    return ring if block_size % ring == 0 else max_drafts
+
+
 @dataclass
 class Counters:
     """What one rank has done since start-up, in tokens, rows or bytes; drafts only, where it says tokens.
@@ -157,6 +170,8 @@ class DraftCommitManager:
         slots: int64 [max_requests, W], the page slots of the held rows. Right-aligned: behind the row of column w lie
             W - 1 - w rows of its query; -1: no row. Row (r, w) lies in `rows` as row ``r * W + w``.
         rows: uint8 [L, B', H, N, C], old bytes (``cow``) or new ones (``stage``), as in `ops.log_all_layers`.
+        logged: int64 [max_requests, P], ``cow`` only, as in `ops.log_all_layers`: what `rows` still holds of the window
+            before. None where blocks are shorter than windows: then each window is logged whole.
         staging_rows, page_slots: int64 [max_tokens], ``stage`` only: for each row of the batch its row in `rows`, or -1;
             and the slot vLLM's writer is to take, -1 for held rows.
         aside: batches, in requests as padded for a graph, that vLLM's own write and attention serve because they are
@@ -179,7 +194,11 @@ class DraftCommitManager:
         device = layout.pool.device
         self.layout, self.mode, self.emulate, self.replayed = layout, mode, emulate, replayed
         self.width = max_drafts + int(mode == "stage")
-        self.rows = layout.new_rows(max_requests * self.width)
+        held = rows_held(mode, max_drafts, layout.block_size)
+        self.rows = layout.new_rows(max_requests * held)
+        self.logged: Tensor | None = None
+        if mode == "cow" and held.bit_count() == 1 and layout.block_size % held == 0:
+            self.logged = torch.full((max_requests, held), -1, dtype=torch.int64, device=device)
         self.old_rows = layout.new_rows(max_requests * self.width) if emulate else None
         self.slots = torch.full((max_requests, self.width), -1, dtype=torch.int64, device=device)
         self.staging_rows: Tensor | None = None
@@ -194,6 +213,7 @@ class DraftCommitManager:
         self.rehearsing = True
         self.num_requests: int | None = None
         self._slot_mapping: Tensor | None = None
+        self._before: Sequence[str] = ()
         self._staged = layout.num_layers * [False]
         self._warned, self._cancelled = False, 0
 
@@ -207,7 +227,12 @@ class DraftCommitManager:
         return self.is_open and self.mode == "stage"
 
     def begin(
-        self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor, padded_requests: int = 0
+        self,
+        query_start_loc: Tensor,
+        cu_num_logits: Tensor,
+        slot_mapping: Tensor,
+        padded_requests: int = 0,
+        requests: Sequence[str] = (),
     ) -> bool:
         """Open a window, before the forward.
 
@@ -221,6 +246,9 @@ class DraftCommitManager:
             cu_num_logits: int32 [num_reqs + 1], where each request's logits start.
             slot_mapping: int64 [num_tokens] or longer, the slots of the target layers' cache group.
             padded_requests: requests of the graph that is replayed, 0 for as many as there are.
+            requests: the ids of the batch's requests where all of its rows but one a request are drafts, else none.
+                Where they are those of the step before, nothing has written between its restore and now to any slot
+                that is logged, but to those that no window will reach again.
 
         Returns:
             False where the batch does not fit or stands aside: vLLM's own write serves this step.
@@ -241,6 +269,8 @@ class DraftCommitManager:
                 len(self.slots),
             )
         served = fits and (padded_requests or num_requests) not in self.aside
+        goes_on = len(requests) > 0 and requests == self._before
+        self._before = list(requests) if served else ()
         ops.open_window(
             query_start_loc,
             cu_num_logits,
@@ -254,7 +284,9 @@ class DraftCommitManager:
             return False
         self.num_requests, self._slot_mapping = num_requests, slot_mapping
         if self.mode == "cow":
-            ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.rows)
+            if self.logged is not None and not goes_on:
+                self.logged.fill_(-1)
+            ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.rows, self.logged)
         elif self.old_rows is not None:
             ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.old_rows)
         if not self.replayed:
@@ -263,7 +295,7 @@ class DraftCommitManager:
 
     def clear(self, slot_mapping: Tensor | None = None) -> None:
         """Hold nothing in the next forward: a dummy run, or with `slot_mapping` a step without drafts."""
-        self.rehearsing = slot_mapping is None
+        self.rehearsing, self._before = slot_mapping is None, ()
         if self.staging_rows is None or self.page_slots is None:
             return
         self.staging_rows.fill_(-1)
@@ -327,9 +359,12 @@ class DraftCommitManager:
             raise RuntimeError(
                 f"target layers {missing} staged nothing: their attention does not go through NWOR's hook"
             )
-        move = ops.restore_all_layers if self.mode == "cow" else ops.commit_all_layers
         kept = self.kept[: self.num_requests]
-        move(*self._cache(), self._held(), self.layout.packing, self.rows, num_rejected, kept, self.counts)
+        arguments = *self._cache(), self._held(), self.layout.packing, self.rows, num_rejected, kept, self.counts
+        if self.mode == "cow":
+            ops.restore_all_layers(*arguments, self.logged)
+        else:
+            ops.commit_all_layers(*arguments)
         self.num_requests = self._slot_mapping = None
 
     def cancel(self) -> None:
@@ -337,7 +372,7 @@ class DraftCommitManager:
         if not self.is_open:
             return
         if self.mode == "cow":
-            self._restore_everything(*self._cache(), self.rows)
+            self._restore_everything(*self._cache(), self.rows, self.logged)
         elif self.old_rows is not None:
             self._restore_everything(*self._cache(), self.old_rows)
         held = (self._held() >= 0).sum(dim=1)
@@ -345,6 +380,7 @@ class DraftCommitManager:
         self.counts[2] -= windows
         self.counts[3] -= held.sum() - (windows if self.mode == "stage" else 0)
         self._cancelled += 1
+        self._before = ()
         self.num_requests = self._slot_mapping = None
 
     def receipt(self) -> Receipt:
@@ -401,11 +437,13 @@ class DraftCommitManager:
         offsets = self.layout.layer_offsets
         return self.layout.pool, offsets if layer is None else offsets[layer : layer + 1], self.layout.strides
 
-    def _restore_everything(self, pool: Tensor, offsets: Tensor, strides: tuple[int, int, int], rows: Tensor) -> None:
+    def _restore_everything(
+        self, pool: Tensor, offsets: Tensor, strides: tuple[int, int, int], rows: Tensor, logged: Tensor | None = None
+    ) -> None:
         held = self._held()
         everything = torch.full((len(held),), self.width, dtype=torch.int32, device=pool.device)
         nowhere = torch.empty_like(everything), torch.zeros_like(self.counts)
-        ops.restore_all_layers(pool, offsets, strides, held, self.layout.packing, rows, everything, *nowhere)
+        ops.restore_all_layers(pool, offsets, strides, held, self.layout.packing, rows, everything, *nowhere, logged)
 
 
 @dataclass

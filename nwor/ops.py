@@ -248,6 +248,7 @@ def log_all_layers(
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
+    logged: Tensor | None = None,
 ) -> None:
     """Copy the raw bytes of the slots of all layers to a mini-cache, in one launch.
 
@@ -262,9 +263,13 @@ def log_all_layers(
             in `pool` and in `rows` alike. Elements have C / E bytes. CPU only.
         rows: uint8 [L, B, H, N, C], C the bytes of one slot and head (keys, then values); row ``m = r * W + w`` lies
             in block ``m // N`` at offset ``m % N``, so that vLLM's own writer can fill it with m for a slot.
+        logged: None, or for a log that outlives the step int64 [R', P], R' >= R, P a power of two, at least W, that
+            divides N: of each row of the log the slot whose bytes it holds as the pages do, -1: none. Slot s of request r
+            is then row ``r * P + s % P``, and is not copied where it is there already. The slots of a request must
+            be of consecutive positions, so that no two of them share a row.
     """
     load()
-    torch.ops._C_cache_ops.log_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows)
+    torch.ops._C_cache_ops.log_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, logged)
 
 
 def restore_all_layers(
@@ -277,6 +282,7 @@ def restore_all_layers(
     num_rejected: Tensor,
     kept: Tensor,
     counts: Tensor,
+    logged: Tensor | None = None,
 ) -> None:
     """Copy the *rejected* rows from the mini-cache to their slots in all layers, in one launch.
 
@@ -289,10 +295,11 @@ def restore_all_layers(
         kept: int32 [R], set to each request's kept rows, of those that are there.
         counts: int64 [5], of which [0] is raised by the kept and [1] by the rejected rows: one count a row, whatever
             L, H or the launch. See `open_window` for the others.
+        logged: as in `log_all_layers`; set to the slot of each rejected row, and to -1 for each kept one.
     """
     load()
     torch.ops._C_cache_ops.restore_all_layers(
-        pool, layer_offsets, cache_strides, slots, packing, rows, num_rejected, kept, counts
+        pool, layer_offsets, cache_strides, slots, packing, rows, num_rejected, kept, counts, logged
     )
 
 
@@ -309,7 +316,7 @@ def commit_all_layers(
 ) -> None:
     """Copy the *kept* rows from the mini-cache to their slots in all layers, in one launch.
 
-    The arguments are those of `restore_all_layers`, and so is the rule; this is its other half.
+    The arguments are those of `restore_all_layers` without `logged`, and so is the rule; this is its other half.
     """
     load()
     torch.ops._C_cache_ops.commit_all_layers(

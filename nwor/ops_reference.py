@@ -214,15 +214,20 @@ def move_rows(
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
+    logged: Tensor | None,
     chosen: Sequence[int],
     into_pool: bool,
 ) -> None:
     """Copy the chosen rows of all layers and heads between the pool and the mini-cache."""
     for layer, layer_offset in enumerate(layer_offsets.tolist()):
         for row in chosen:
+            slot = int(slots.view(-1)[row])
+            place = row
+            if logged is not None:
+                place = row // slots.shape[1] * logged.shape[1] + slot % logged.shape[1]
             for head in range(rows.shape[2]):
-                in_pool = slot_in_pool(layer_offset, cache_strides, int(slots.view(-1)[row]), head, rows, packing)
-                chunk, in_chunk = row_in_chunk(rows, layer, row, head, packing)
+                in_pool = slot_in_pool(layer_offset, cache_strides, slot, head, rows, packing)
+                chunk, in_chunk = row_in_chunk(rows, layer, place, head, packing)
                 if into_pool:
                     pool[in_pool] = chunk[in_chunk]
                 else:
@@ -270,10 +275,14 @@ def log_all_layers(
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
+    logged: Tensor | None = None,
+    *,
     device: str,
 ) -> None:
-    chosen = [row for row, slot in enumerate(slots.flatten().tolist()) if slot >= 0]
-    move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, chosen, into_pool=False)
+    there = set() if logged is None else {(r, s) for r, entries in enumerate(logged.tolist()) for s in entries}
+    held = enumerate(slots.flatten().tolist())
+    chosen = [row for row, slot in held if slot >= 0 and (row // slots.shape[1], slot) not in there]
+    move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, logged, chosen, into_pool=False)
 
 
 def split_rows(slots: Tensor, num_rejected: Tensor) -> list[tuple[list[int], list[int]]]:
@@ -298,10 +307,15 @@ def write_back(
     num_rejected: Tensor,
     kept: Tensor,
     counts: Tensor,
+    logged: Tensor | None = None,
 ) -> None:
     """Move the kept rows (`wanted` 0) or the rejected ones (1) into the pool, and count both."""
     for request, split in enumerate(split_rows(slots, num_rejected)):
-        move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, split[wanted], into_pool=True)
+        move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, logged, split[wanted], into_pool=True)
+        for fate, held in enumerate(split):
+            for slot in slots.flatten()[held].tolist():
+                if logged is not None:
+                    logged[request, slot % logged.shape[1]] = slot if fate else -1
         kept[request] = len(split[0])
         counts[:2] += torch.tensor([len(split[0]), len(split[1])])
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from nwor.breakeven import H200, MODELS, Chip, known_shape, pays_published, step_difference_us
 from nwor.results import Run
-from nwor.traffic import Shape, Window, served_traffic
+from nwor.traffic import Shape, Window, served_traffic, step_traffic
 
 NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not tell one setting from another."""
@@ -131,7 +131,7 @@ def counters_against_model(counters: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         counters: table `kernel_counters`: Llama-2-7B's layers and heads of 128, windows of 9 rows of which `kept` are
-            kept. The log was given all nine, so it is that of nine drafts.
+            kept. The log was given all nine and held none of them yet, so it is that of nine drafts.
 
     Returns:
         `op`, `kv_heads`, `cache`, `rows`, `kept`, `read` and `written` as counted, `model` (the formula reads as much as
@@ -149,7 +149,7 @@ def _kernel_bytes(op: str, kv_heads: int, cache: str, rows: int, kept: int) -> f
     shape = Shape(32, kv_heads, 128, {"bf16": 2, "fp8": 1}[cache], 2)
     requests = rows // 9
     if op == "log":
-        return served_traffic("cow", shape, Window(requests, rows, 0, 2 * rows))[op].written
+        return step_traffic("cow", shape, Window(requests, rows, 0, 2 * rows))[op].written
     window = Window(requests, rows - requests, requests * (9 - kept), rows)
     return served_traffic("stage" if op == "commit" else "cow", shape, window)[op].written
 

@@ -224,9 +224,13 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
     To `step_traffic` come, in the letters used there:
 
         mode   open    log               put_back                   commit
-        cow    0, 1
+        cow    0, 1    L K (r -> r), 1
         stage  0, 1
         move   0, 1    L W (r -> r), 1   2 L W (r -> r), 2 L        L K (r -> r), 1
+
+    The log of `cow` keeps a slot's bytes until one of its drafts is accepted. Of a request that keeps K of its rows, K - 1
+    of them drafts, the next window begins K slots on, and so many of its slots are logged for the first time; all D where
+    less than one draft is rejected. That is a batch whose requests stay the same; after another step all D are logged.
 
     `move` is write-then-move, the emulation of `stage` for attention that cannot read staged rows
     (`nwor.manager.DraftCommitManager`): the old rows are logged, vLLM writes and attends, each layer's new rows are
@@ -250,6 +254,9 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
     if mode == "off" or not window.requests:
         return traffic
     traffic.count("open", launches=1)
+    if mode == "cow":
+        moved = shape.num_layers * min(window.kept_rows, window.draft_rows) * shape.row
+        traffic["log"] = Moved(moved, moved, 1)
     if mode == "move":
         L, held, kept = shape.num_layers, window.rows * shape.row, window.kept_rows * shape.row
         traffic.count("log", read=L * held, written=L * held, launches=1)
@@ -261,10 +268,10 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
 def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
     """Device memory, in bytes, that a rank sets aside for windows of `requests` requests with at most `k` drafts.
 
-    `cow` holds the drafts' old rows: L k r a request. `stage` holds every row: L (1 + k) r; `move` that twice, new and
+    `cow` holds the drafts' old rows: L k r a request, k rounded up to a power of two. `stage` holds every row: L (1 + k) r; `move` that twice, new and
     old. The manager's buffers are this, rounded up to whole blocks.
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
-    rows = {"off": 0, "cow": k, "stage": 1 + k, "move": 2 * (1 + k)}[mode]
+    rows = {"off": 0, "cow": 1 << (k - 1).bit_length(), "stage": 1 + k, "move": 2 * (1 + k)}[mode]
     return shape.num_layers * requests * rows * shape.row

@@ -77,7 +77,7 @@ class Paged:
 
 @dataclass
 class Batch:
-    """One step's batch: rows per query, drafts among them, and a slot for each row in blocks of its own.
+    """One step's batch: rows per query, drafts among them, and a slot for each row, a query's at consecutive offsets.
 
     slot_mapping is a buffer longer than the batch, -1 behind it, as vLLM's is.
     """
@@ -91,7 +91,9 @@ class Batch:
     def __post_init__(self) -> None:
         self.query_start_loc = [sum(self.queries[:request]) for request in range(len(self.queries) + 1)]
         self.num_tokens = self.query_start_loc[-1]
-        slots = torch.randperm(self.num_slots, generator=torch.Generator().manual_seed(self.seed))[: self.num_tokens]
+        generator, blocks = torch.Generator().manual_seed(self.seed), self.num_slots // BLOCK_SIZE
+        order = torch.stack([torch.randperm(blocks, generator=generator) for _ in range(BLOCK_SIZE)], dim=1)
+        slots = (order * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[: self.num_tokens]
         self.slots: list[int] = slots.tolist()
         self.slot_mapping = torch.full((self.num_tokens + 3,), -1, dtype=torch.int64, device=self.device)
         self.slot_mapping[: self.num_tokens] = slots.to(self.device)

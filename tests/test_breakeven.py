@@ -38,7 +38,7 @@ def test_a_step_by_hand():
     got = step_difference_us("stage", LLAMA_7B, window, Chip("x", 3.0, 4.25e12))
     assert got == pytest.approx(-30 * 3.0 - 32 * 3 * 16384 / 4.25e6)
     cow = step_difference("cow", LLAMA_7B, window)
-    assert (cow.launches, cow.read + cow.written) == (3, 2 * 32 * (8 + 6) * 16384)
+    assert (cow.launches, cow.read + cow.written) == (3, 2 * 32 * (3 + 6) * 16384)
     fused = step_difference("stage", LLAMA_7B, window, fused=True)
     assert (fused.launches, fused.read + fused.written) == (2, 32 * (2 * 3 - 4.5) * 16384)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from paged import Batch, Paged, write_rows
@@ -73,6 +74,7 @@ class Stepping:
             cu_num_sampled_tokens=(drafts + 1).cumsum(0, dtype=torch.int32),
             cu_num_draft_tokens=drafts.cumsum(0, dtype=torch.int32),
         )
+        self.nwor_requests = ()
         self.nwor_receipts, self.nwor_receipt = True, None
         self.layers = [SimpleNamespace(nwor=LayerContext(self.nwor, index)) for index in range(3)]
         monkeypatch.setattr(runner_v1, "target_slot_mapping", lambda runner: runner.batch.slot_mapping)
@@ -192,8 +194,9 @@ class SteppingV2:
         starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
         logits = torch.tensor([0, 1, 5, 8] if num_draft_tokens else [0, 1, 2, 3], dtype=torch.int32)
         return SimpleNamespace(
-            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits, num_reqs_after_padding=4
-        )
+            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits, num_reqs_after_padding=4,
+            req_ids=["p", "q", "r"], num_scheduled_tokens=np.array(QUERIES),
+        )  # fmt: skip
 
     def prepare_attn(self, input_batch):
         return ("tables",), self.batch.slot_mapping[None]

@@ -83,7 +83,10 @@ def test_a_served_step_by_hand():
     assert off == step_traffic("off", LLAMA_7B, window)
     row, layers = 16384, 32
     cow, stage, move = (served_traffic(mode, LLAMA_7B, window) for mode in ("cow", "stage", "move"))
-    assert cow == step_traffic("cow", LLAMA_7B, window) + Traffic(open=Moved(0, 0, 1))
+    logged_before = step_traffic("cow", LLAMA_7B, window) | {"log": Moved(layers * 3 * row, layers * 3 * row, 1)}
+    assert cow == Traffic(logged_before) + Traffic(open=Moved(0, 0, 1))
+    every = served_traffic("cow", LLAMA_7B, Window.of(8, [8], [512]))
+    assert every["log"] == Moved(layers * 8 * row, layers * 8 * row, 1)
     assert stage == step_traffic("stage", LLAMA_7B, window) + Traffic(open=Moved(0, 0, 1))
     launches = {"off": 64, "cow": 67, "stage": 34, "move": 64 + 1 + 1 + 64 + 1}
     assert {mode: served_traffic(mode, LLAMA_7B, window).total().launches for mode in SERVED} == launches

@@ -47,6 +47,12 @@ STEPS_OF_TWO = {
 }
 CONTROL = ["--control", "--random-prompts", "512", "--max-tokens", "192", "--repeats", "15", "--profile"]
 CONTROLS = {"gpu_control": steps(SHAPES["32"], 8, "off,cow", 24000, *CONTROL)}
+# What is timed, audited: parity and every byte of the cache in a first pass, times of the same engines after it.
+UNDER_AUDIT = ["--audit", "--random-prompts", "512", "--batches", "1,4,16", "--num-prompts", "16", "--repeats", "3"]
+AUDITED_STEPS = {
+    "audited-32": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *UNDER_AUDIT),
+    "audited-8-fp8": steps(SHAPES["8"], 8, "off,cow,stage", 4000, "--kv-cache-dtype", "fp8", *UNDER_AUDIT),
+}
 AUDITS = {"audit": [*AUDIT, "--kv-cache-memory", "2048", "--num-prompts", "128", "--max-tokens", "256"]}
 AUDITS_OF_TWO = {
     "audit-tp2": [*AUDIT, "--kv-cache-memory", "1024", "--num-prompts", "24", "--max-tokens", "128", "--tp", "2"]
@@ -56,7 +62,7 @@ ALONE = {
     "attention": ["nwor.attention_bench", "--repeats", "11", "--ks", "1,3,8", "--out", "{out}"],
     "gpu_acceptance": ["nwor", "acceptance", "--run-dir", "{out}"],
 }
-MEASUREMENTS = {**ALONE, **CONTROLS, **AUDITS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
+MEASUREMENTS = {**ALONE, **CONTROLS, **AUDITS, **AUDITED_STEPS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
 
 
 def table(directory: Path, name: str) -> Path:
@@ -91,6 +97,7 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
     """Write the tables of `data/recorded/` that are whole; returns the names of those that are not."""
     made = {name: [name] for name in ALONE | CONTROLS}
     made |= {"gpu_audit": [*AUDITS, *AUDITS_OF_TWO], "gpu_steps": [*STEPS, *STEPS_OF_TWO]}
+    made["gpu_audited_steps"] = list(AUDITED_STEPS)
     kept = []
     for name, parts in made.items():
         if all(table(directory, part).exists() for part in parts):

@@ -30,11 +30,20 @@ int64_t count_blocks(const Pool& p, bool packed) {
   return blocks;
 }
 
+int64_t row_in_log(const AllLayersArgs& a, int64_t m) {
+  return a.window.row_of(m, static_cast<int>(m / a.window.width), a.window.slots[m]);
+}
+
 void check_slots(const AllLayersArgs& a) {
   const int64_t num_slots = count_blocks(a.pool, a.packing.index) * a.pool.block_size;
   for (int64_t m = 0; m < a.window.num_rows; ++m)
     STD_TORCH_CHECK(a.window.slots[m] < num_slots, "slots[", m / a.window.width, ", ", m % a.window.width, "] is ",
                     a.window.slots[m], " but the layers end at slot ", num_slots - 1, "; take the slots from this cache's block table");
+  for (int64_t m = 0; a.window.logged && m < a.window.num_rows; ++m)
+    for (int64_t other = m - m % a.window.width; other < m; ++other)
+      STD_TORCH_CHECK(a.window.slots[m] < 0 || a.window.slots[other] < 0 || row_in_log(a, m) != row_in_log(a, other),
+                      "slots ", a.window.slots[other], " and ", a.window.slots[m], " of request ", m / a.window.width,
+                      " share one of ", a.window.entries, " rows of the log; the slots must be of consecutive positions");
   const int64_t chunk = int64_t{a.pool.block_size} * a.packing.num_elements;
   for (int64_t i = 0; i < chunk; ++i)
     STD_TORCH_CHECK(a.packing.index[i] >= 0 && a.packing.index[i] < chunk, "packing[", i / a.packing.num_elements, ", ",
@@ -47,9 +56,9 @@ void copy_elements(const char* source, const int32_t* from, char* destination, c
     std::memcpy(destination + to[e] * int64_t{sizeof(T)}, source + from[e] * int64_t{sizeof(T)}, sizeof(T));
 }
 
-// Row `m` of one layer and head, out of the pool or into it.
-void copy_row(const AllLayersArgs& a, int layer, int64_t m, int head, bool into_pool) {
-  const int64_t slot = a.window.slots[m];
+// A held row of one layer and head, out of the pool or into it.
+void copy_row(const AllLayersArgs& a, int layer, int64_t held, int head, bool into_pool) {
+  const int64_t slot = a.window.slots[held], m = row_in_log(a, held);
   const int block_size = a.pool.block_size;
   if (!a.packing.index) {
     char* in_pool = a.pool.data + a.pool.offset(layer, slot, head);
@@ -90,6 +99,7 @@ void write_back(const AllLayersArgs& a, Fate wanted) {
       w.counts[fate == Fate::kKept ? 0 : 1] += 1;
       w.kept[request] += fate == Fate::kKept;
       if (fate == wanted) copy_row_of_all_layers(a, m, true);
+      if (w.logged) w.logged[row_in_log(a, m)] = fate == Fate::kRejected ? w.slots[m] : -1;
     }
   }
 }
@@ -99,7 +109,8 @@ void write_back(const AllLayersArgs& a, Fate wanted) {
 void log_all_layers(const AllLayersArgs& a) {
   check_slots(a);
   for (int64_t m = 0; m < a.window.num_rows; ++m)
-    if (a.window.slots[m] >= 0) copy_row_of_all_layers(a, m, false);
+    if (a.window.slots[m] >= 0 && !(a.window.logged && a.window.logged[row_in_log(a, m)] == a.window.slots[m]))
+      copy_row_of_all_layers(a, m, false);
 }
 
 void restore_all_layers(const AllLayersArgs& a) { write_back(a, Fate::kRejected); }

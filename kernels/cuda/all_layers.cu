@@ -73,6 +73,7 @@ __device__ void count_rows(const Window& w, int warp, int warps) {
       const Fate fate = w.of(slot, column, gone);
       kept += __popc(__ballot_sync(~0u, fate == Fate::kKept));
       rejected += __popc(__ballot_sync(~0u, fate == Fate::kRejected));
+      if (w.logged && slot >= 0) w.logged[w.row_of(0, request, slot)] = fate == Fate::kRejected ? slot : -1;
     }
     if (lane == 0) w.kept[request] = kept;
     const int found = lane == 0 ? kept : rejected;
@@ -101,9 +102,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach)
   int64_t layer_offset = p.layer_offsets[layer];
   const bool stays = !kLogging && w.rejects(row - request * w.width, rejected) != (wanted == Fate::kRejected);
   if ((slot < 0) | (slot >= plan.end_slot) | (layer_offset < 0) | stays) return;
-  const int block = plan.block_size.of(slot), row_block = plan.block_size.of(row);
+  const int place = static_cast<int>(w.row_of(row, request, slot));
+  if (kLogging && w.logged && w.logged[place] == slot) return;
+  const int block = plan.block_size.of(slot), row_block = plan.block_size.of(place);
   const int64_t in_pool = block * p.block_stride + (static_cast<int>(slot) - block * p.block_size) * p.token_stride;
-  const int64_t in_rows = row_block * a.rows.block_stride + (row - row_block * p.block_size) * a.rows.token_stride;
+  const int64_t in_rows = row_block * a.rows.block_stride + (place - row_block * p.block_size) * a.rows.token_stride;
   while (true) {
     const int64_t offset = layer_offset + in_pool;
     const Row<kApart> page{p.data + offset, p.head_stride - p.bytes};

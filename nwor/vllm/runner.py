@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nwor.manager import CacheLayout, DraftCommitManager, LayerContext, Receipt
+from nwor.manager import CacheLayout, DraftCommitManager, LayerContext, Receipt, rows_held
 from nwor.settings import Settings
 
 
@@ -63,6 +63,14 @@ def target_group(runner: Any, layers: dict[str, Any]) -> int | None:
     """The first cache group that holds target layers, None where none does."""
     groups = runner.kv_cache_config.kv_cache_groups
     return next((index for index, spec in enumerate(groups) if layers.keys() & set(spec.layer_names)), None)
+
+
+def drafts_alone(num_scheduled_tokens: Any, num_drafts: int) -> bool:
+    """Whether all rows of a batch but one a request are drafts: nothing is prefilled.
+
+    num_scheduled_tokens: int32 array [num_reqs], each request's rows.
+    """
+    return int(num_scheduled_tokens.sum()) == num_drafts + len(num_scheduled_tokens)
 
 
 def attention_metadata(layer_name: str) -> Any:
@@ -140,7 +148,7 @@ def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommi
                     "vLLM's own attention is faster there"
                 )
     except torch.cuda.OutOfMemoryError as error:
-        needed = layout.num_layers * layout.slot_bytes * max_requests * (max_drafts + int(mode == "stage"))
+        needed = layout.num_layers * layout.slot_bytes * max_requests * rows_held(mode, max_drafts, layout.block_size)
         raise RuntimeError(
             f"NWOR holds {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "
             f"{max_drafts} drafts, and the GPU has no such room: lower max_num_seqs or gpu_memory_utilization"

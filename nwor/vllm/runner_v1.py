@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor.settings import Settings
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import attach, attention_metadata, make_initialize
+from nwor.vllm.runner import attach, attention_metadata, drafts_alone, make_initialize
 
 
 def install(settings: Settings) -> None:
@@ -63,7 +63,9 @@ def install(settings: Settings) -> None:
 def _make_prepare(original: Callable) -> Callable:
     def _prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = original(self, scheduler_output, num_scheduled_tokens)
-        self.nwor_metadata = result[1]
+        metadata = self.nwor_metadata = result[1]
+        drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
+        self.nwor_requests = self.input_batch.req_ids if drafts_alone(num_scheduled_tokens, drafts) else ()
         return result
 
     return _prepare_inputs
@@ -80,7 +82,8 @@ def _make_forward(original: Callable) -> Callable:
         num_reqs = self.input_batch.num_reqs
         query_start_loc = self.query_start_loc.gpu[: num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-        manager.begin(query_start_loc, cu_num_logits, target_slot_mapping(self), padded_requests(self))
+        slot_mapping, padded = target_slot_mapping(self), padded_requests(self)
+        manager.begin(query_start_loc, cu_num_logits, slot_mapping, padded, self.nwor_requests)
         try:
             return original(self, *args, **kwargs)
         except BaseException:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor.settings import Settings
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import attach, make_initialize
+from nwor.vllm.runner import attach, drafts_alone, make_initialize
 
 
 def install(settings: Settings) -> None:
@@ -61,12 +61,13 @@ def _make_prepare(original: Callable) -> Callable:
         block_tables, slot_mappings = original(self, input_batch)
         if (manager := self.nwor) is not None:
             slot_mapping = slot_mappings[self.nwor_group]
-            if input_batch.num_draft_tokens:
+            if drafts := input_batch.num_draft_tokens:
                 manager.begin(
                     input_batch.query_start_loc,
                     input_batch.cu_num_logits,
                     slot_mapping,
                     input_batch.num_reqs_after_padding,
+                    input_batch.req_ids if drafts_alone(input_batch.num_scheduled_tokens, drafts) else (),
                 )
             else:
                 manager.clear(slot_mapping)
