@@ -32,7 +32,7 @@ test: setup ## ruff, mypy and the tests that need no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 lab: setup ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks
