@@ -59,7 +59,8 @@ class Plan:
     @property
     def engines(self) -> dict[str, str]:
         """The mode of each engine, by the name under which its rows go."""
-        return {mode: mode for mode in self.modes} | ({AGAIN: self.modes[0]} if self.control else {})
+        first, *others = self.modes
+        return {first: first} | ({AGAIN: first} if self.control else {}) | {mode: mode for mode in others}
 
     @property
     def sizes(self) -> tuple[int, ...]:
