@@ -268,8 +268,8 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
 def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
     """Device memory, in bytes, that a rank sets aside for windows of `requests` requests with at most `k` drafts.
 
-    `cow` holds the drafts' old rows: L k r a request, k rounded up to a power of two. `stage` holds every row: L (1 + k) r; `move` that twice, new and
-    old. The manager's buffers are this, rounded up to whole blocks.
+    `cow` holds the drafts' old rows: L k r a request, k rounded up to a power of two. `stage` holds every row:
+    L (1 + k) r; `move` that twice, new and old. The manager's buffers are this, rounded up to whole blocks.
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")

@@ -54,6 +54,7 @@ def _halved(parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _turned(keys):
+    """Keys [..., keys, elements] as `tl.dot` takes them from the right."""
     if len(keys.shape) == 3:
         return tl.permute(keys, (0, 2, 1))
     else:

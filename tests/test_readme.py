@@ -131,6 +131,15 @@ def test_modes_on_a_gpu() -> None:
     assert f"| {slots:,.0f} of {rows:,.0f} slots there |" in line("What vanilla leaves is")
 
 
+def test_a_timed_configuration_audited() -> None:
+    audit = results.read_table("gpu_audited_steps", paths.RECORDED)
+    of = audit[audit["metric"] != "step_ms"].groupby(["mode", "metric"]).value.sum()
+    left = " / ".join(f"{of[mode, 'audit.dirty_layer_steps']:.0f}" for mode in ("off", "cow", "stage"))
+    equal = ", ".join(f"{of[mode, 'equal_requests']:.0f}/{of[mode, 'requests']:.0f}" for mode in ("cow", "stage"))
+    assert f"| {left} of {of['off', 'audit.layer_steps']:.0f}; {equal} |" in line("That very configuration")
+    assert of["cow", "audit.unwritten_rows"] == of["stage", "audit.unwritten_rows"] == 0
+
+
 def test_two_ranks_on_gpus() -> None:
     audit = results.read_table("gpu_audit", paths.RECORDED)
     of = audit[audit.tp == 2].groupby(["metric", "mode"]).value.unique()
@@ -154,32 +163,46 @@ def test_steps_on_a_gpu() -> None:
             for mode in modes
         )
 
-    both, every = ("stage", "cow"), (1, 4, 16, 64)
+    both, every = ("stage", "cow"), (1, 4, 16)
     assert f"| {said(1, 'auto', both, every, 'gpu')} |" in line("GPU time of all kernels")
     assert f"| {said(1, 'auto', both, every)} |" in line("A whole engine step")
-    assert f"| {said(1, 'fp8', ('stage',), every)} |" in line("The same with an fp8 cache")
-    assert f"| {said(2, 'auto', both, (1, 4, 16))} |" in line("The same over two ranks")
+    assert f"| {said(1, 'fp8', ('stage',), every)} |" in line("The same steps with an fp8 cache")
+    assert f"| {said(2, 'auto', both, every)} |" in line("The same over two ranks")
     stage, cow = (table[table.steady & (table["mode"] == mode)].step for mode in ("stage", "cow"))
     flat = README.replace("\n  ", " ")
     assert f"Of {len(stage)} settings measured whole" in flat
     assert f"in {(stage < 1).sum()}, from {stage.min():.3f} to {stage.max():.3f} times vanilla's" in flat
     low, high, median = (100 * (ratio - 1) for ratio in (cow.min(), cow.max(), cow.median()))
     assert f"costs {low:.1f} to {high:.1f} % of a step, at the median {median:.1f} %" in flat
-    points = predicted.against_measured(results.read_table("gpu_steps", paths.RECORDED))
-    here = (points["mode"] == "cow") & (points.kv_heads == 32) & (points.tp == 1)
-    (share,) = points[here & (points.batch == 16) & (points.prompt == 512)].predicted
-    assert f"its bytes and launches alone are predicted to take {100 * (share - 1):.1f} %" in flat
     unsteady = table[~table.steady & (table["mode"] == "stage")]
     assert set(unsteady.batch) == {64}
     assert f"{len(unsteady)} more, all of batch 64, repeated too far apart" in flat
-    worst = table.loc[stage.idxmax()]
-    assert (worst.batch, worst.prompt, worst.k, worst.kv_heads) == (16, 2048, 1, 8)
-    assert f"Why its step is {stage.max():.3f} times vanilla's at batch 16, a prompt of 2k, k=1 and 8 KV heads" in flat
+    lost = table.loc[stage.index[stage >= 1]]
+    (worst,) = lost[["kv_cache_dtype", "kv_heads", "batch", "prompt"]].itertuples(index=False)
+    assert tuple(worst) == ("fp8", 8, 4, 8192)
+    few = table[table.kv_heads == 8]
+    assert 1 not in set(few.k) and 2 not in set(few.tp), "README says that these were not measured"
+
+
+def test_whole_steps_gain_less_than_their_layers_say() -> None:
+    names = ("gpu_steps", "attention")
+    steps, attention = (results.read_table(name, paths.RECORDED) for name in names)
+    points = predicted.against_measured(steps, attention=attention)
+    less = (points["measured"] - points["with_attention"])[predicted.steady(points)].mean()
+    assert f"at the mean {100 * less:.1f} % of a step. Why is not known" in README
+
+
+def test_a_second_vanilla_engine() -> None:
     control = results.read_table("gpu_control", paths.RECORDED)
-    again = endtoend.gpu_steps(control, control[control.metric == "kernel_us"])
-    again = again[again.steady & (again["mode"] == "again")].step
-    apart = 100 * (again - 1).abs().max()
+    table = endtoend.gpu_steps(control, control[control.metric == "kernel_us"]).set_index(["mode", "batch"])
+    assert table.steady.all()
+    apart = 100 * (table.loc["again"].step - 1).abs().max()
     assert f"the medians of two vanilla engines are {apart:.1f} % apart at most" in line("A whole engine step")
+    own = table.loc["cow"].nwor_us / table.loc["off"].gpu_ms / 10
+    more = [" / ".join(f"{100 * (ratio - 1):.1f}" for ratio in table.loc[mode].step) for mode in ("again", "cow")]
+    flat = README.replace("\n  ", " ")
+    assert f"takes {more[0]} % more than the first at batch 1 / 4 / 16, it takes {more[1]} % more" in flat
+    assert f"its own kernels take {' / '.join(f'{share:.1f}' for share in own)} %" in flat
 
 
 def test_acceptance_at_scale() -> None:
@@ -194,11 +217,11 @@ def test_write_share() -> None:
     share = results.read_table("kv_write_share", paths.RECORDED)
     share = share[share.kv_heads == 32].set_index(["tp", "kv_cache_dtype", "batch"]).value
 
-    def said(tp: int, dtype: str, batches: tuple[int, ...] = (1, 4, 16, 64)) -> str:
+    def said(tp: int, dtype: str, batches: tuple[int, ...] = (1, 4, 16)) -> str:
         return " / ".join(f"{100 * share[tp, dtype, n]:.1f}%" for n in batches)
 
-    two = f"TP=2, batch 1 / 4 / 16, {said(2, 'auto', (1, 4, 16))}"
-    assert f"| {said(1, 'auto')}; fp8 {said(1, 'fp8')}; {two} |" in line("Share of the paged KV write")
+    others = f"batch 1 / 4 / 16 with fp8 {said(1, 'fp8')}, with TP=2 {said(2, 'auto')}"
+    assert f"| {said(1, 'auto', (1, 4, 16, 64))}; {others} |" in line("Share of the paged KV write")
 
 
 def test_verify_attention() -> None:
@@ -213,9 +236,6 @@ def test_verify_attention() -> None:
     assert f"up to {worst[0]:.2f} times in bf16, up to {worst[1]:.2f} with an fp8 cache" in flat
     others = table.drop(grouped.index).ratio.max()
     assert f"elsewhere it takes {others:.2f} times as long at most" in flat
-    lone = table[(table.k == 1) & (table.heads == 32) & (table.kv_heads == 8) & (table.batch == 16)]
-    (ratio,) = lone[(lone.context == 2048) & (lone.cache == "bf16")].ratio
-    assert f"alone, that layer's attention and write take {ratio:.2f} times vLLM's" in flat
 
 
 def test_where_modes_pay() -> None:
