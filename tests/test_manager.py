@@ -482,6 +482,11 @@ class Serving:
     def leave(self, name: str) -> None:
         self.free += self.running.pop(name)[0]
 
+    def preempt(self, name: str) -> None:
+        """The request starts over under its name, and no step is without it."""
+        self.free += self.running[name][0]
+        self.running[name] = [], 0
+
     def step(self) -> bool:
         """One step of all that run, prefill beside decodes; whether the pool is then as plain Python says."""
         queries, drafts, slots, rejected = [], [], [], []
@@ -539,6 +544,17 @@ def test_old_bytes_are_logged_once_and_are_right_whoever_has_the_block(seed, dev
     serving = Serving(seed, device)
     assert serving.serve(60)
     assert serving.logged > 50, "rows that were in the log already"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_that_is_preempted_alone_is_logged_anew(seed, device):
+    """R25: it comes back under the same name, alone in the batch as before, with its blocks in another order."""
+    serving = Serving(seed, device)
+    serving.join()
+    for _ in range(60):
+        serving.preempt("r0")
+        for _ in range(serving.draw.randint(2, 4)):
+            assert serving.step()
 
 
 def test_a_log_that_is_kept_too_long_is_dirty(device, monkeypatch):

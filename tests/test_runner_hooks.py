@@ -219,6 +219,24 @@ def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
     assert not made.nwor.is_open, "a step that fails leaves no window behind"
 
 
+@pytest.mark.parametrize(("rows", "named"), [((1, 4, 3), True), ((5, 4, 3), False)])
+def test_requests_are_named_where_all_other_rows_are_drafts(rows, named, monkeypatch):
+    """A step that prefills may write slots that a log still holds: its requests go unnamed, under both runners."""
+    asked = []
+    begin = DraftCommitManager.begin
+    monkeypatch.setattr(DraftCommitManager, "begin", lambda *args: (asked.append(args[5]), begin(*args))[1])
+    scheduled = np.array(rows)
+    first, second = Stepping(monkeypatch, "cow"), SteppingV2("cow")
+    metadata = first.nwor_metadata
+    metadata.num_draft_tokens = list(DRAFTS)
+    runner_v1._make_prepare(lambda *args: (None, metadata, 0))(first, None, scheduled)
+    first.run([[7, -1, -1, -1]] * 3)
+    batch = second.input_batch(sum(DRAFTS))
+    batch.num_scheduled_tokens = scheduled
+    runner_v2._make_prepare(SteppingV2.prepare_attn)(second, batch)
+    assert [list(requests) for requests in asked] == 2 * [["p", "q", "r"] if named else []]
+
+
 @pytest.mark.parametrize("aside", [3, 4])
 def test_a_batch_that_stands_aside_is_told_by_its_graph(aside, monkeypatch):
     """Three requests in a graph of four: the graph's number decides, on both runners, as it did when it was captured."""
