@@ -299,9 +299,9 @@ def ratio(found: list[dict[str, Any]]) -> str:
 
 
 def kernels(shape: Shape) -> list[Config]:
-    """What is compiled apart and fits: tiles, warps, stages, bounds of registers, warps apart; whole and split."""
-    last = (2, 3) if shape.element == 1 else (2,)
-    kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): last, (128, 8): last}
+    """The binaries that are tried: tiles, warps, stages, bounds of registers, warps apart; whole and split."""
+    most = (2, 3) if shape.element == 1 else (2,)  # what fits into shared memory
+    kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
     found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
     if shape.heads == shape.kv_heads:
         found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]

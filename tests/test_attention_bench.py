@@ -115,6 +115,22 @@ def test_a_configuration_that_never_loses_comes_first():
     assert (entry["tile"], entry["slower_from"]) == (32, 0)
 
 
+@pytest.mark.parametrize(
+    ("heads", "k", "head_size", "apart"),
+    [(32, 8, 128, True), (8, 3, 128, True), (8, 8, 128, False), (32, 8, 256, False)],
+)
+def test_warps_keep_keys_of_their_own_where_their_sums_fit(heads, k, head_size, apart, monkeypatch):
+    """Tried for windows of few rows alone, and dropped where the nearest tuned shape was smaller than the one at hand."""
+    shape = Shape(32, heads, 4, 512, k=k)
+    if head_size == 128:
+        assert any(config.apart for config in attention_bench.kernels(shape)) is apart
+    best = attention_bench.best(swept({512: 60}).assign(apart=True, tile=64))
+    monkeypatch.setattr(attention_configs, "tuned", lambda: best)
+    attention_configs.choose.cache_clear()
+    assert attention_configs.choose(4, heads, 32 // heads, head_size, 2, k + 1).apart is apart
+    attention_configs.choose.cache_clear()
+
+
 def test_batches_stand_aside_where_they_may_reach_a_context_that_loses(monkeypatch):
     """N1: the nearest tuned batch decides, and a model too short for the context is served."""
     tuned = attention_bench.best(swept({512: 60, 8192: 120}))
