@@ -99,6 +99,16 @@ def claim_clean(run: Run, where: str, ranks: Mapping[str, list[dict[str, Any]]])
     run.claim(f"{where}: vanilla leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
 
 
+def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
+    """The same of a recorded audit, and that `cow` gave vanilla's tokens. table: one row a metric, one column a mode."""
+    bad = (table.loc["audit.dirty_layer_steps"] + table.loc["audit.unwritten_rows"]).astype(int).to_dict()
+    run.claim(f"{where}: vanilla leaves dirty layer-steps behind", "> 0", bad["off"], bad["off"] > 0)
+    for mode in ("cow", "stage"):
+        run.claim(f"{where}: {mode} leaves no layer-step dirty", 0, bad[mode], bad[mode] == 0)
+    equal, requests = (int(table.loc[metric, "cow"]) for metric in ("equal_requests", "requests"))
+    run.claim(f"{where}: cow's greedy tokens are vanilla's", requests, equal, equal == requests)
+
+
 def claim_left(run: Run, where: str, report: Mapping[str, Any]) -> None:
     """Record that what vanilla leaves is the rejected rows, in every layer and on every rank, and nothing else."""
     metrics, audits = report["metrics"]["off"], [rank["audit"] for rank in report["ranks"]["off"]]

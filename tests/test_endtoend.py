@@ -175,3 +175,24 @@ def test_loads_are_those_that_the_caches_hold(capsys):
     assert "left out: 8 prompts of 100 tokens, the cache has 1023 slots" in capsys.readouterr().err
     assert plan.loads(longest=50, capacity=1024) == [(32, 1), (32, 8), (50, 1), (50, 8)]
     assert bench.Plan(batches=(1, 8)).loads(longest=200, capacity=1) == [(200, 1), (200, 8)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "value"),
+    [
+        ("audit.dirty_layer_steps", "off", 0),
+        ("audit.dirty_layer_steps", "cow", 1),
+        ("audit.unwritten_rows", "stage", 1),
+        ("equal_requests", "cow", 7),
+    ],
+)
+def test_a_recorded_audit_that_does_not_hold_is_told(metric, mode, value, tmp_path):
+    """What a recorded table says is judged like a report: each of the four claims can fail."""
+    rows = {"audit.dirty_layer_steps": (5, 0, 0), "audit.unwritten_rows": (0, 0, 0), "equal_requests": (8, 8, 6)}
+    table = pd.DataFrame.from_dict(rows | {"requests": (8, 8, 8)}, orient="index", columns=["off", "cow", "stage"])
+    run = results.Run(tmp_path, "09")
+    endtoend.claim_recorded(run, "there", table)
+    assert results.claims(run.directory).holds.tolist() == 4 * [True]
+    table.loc[metric, mode] = value
+    endtoend.claim_recorded(run, "there", table)
+    assert results.claims(run.directory).holds.tolist().count(False) == 1
