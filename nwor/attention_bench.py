@@ -5,8 +5,9 @@
     python -m nwor.attention_bench --sweep data/attention/h200.json
 
 Each sample is one replay of a CUDA graph after a read of 256 MiB, as a layer's weights are read before its attention; what
-is compared is sampled in turns. Every request has k + 1 rows (a token and k drafts) behind `context` positions in pages of 16 slots, at random
-places of the cache. What a sample has to do is the same for all: read the prefix, attend, and leave the rows stored.
+is compared is sampled in turns. Every request has k + 1 rows (a token and k drafts) behind `context` positions in pages
+of 16 slots, at random places of the cache. What a sample has to do is the same for all: read the prefix, attend, and
+leave the rows stored.
 
     nwor             `nwor.gpu_attention`, rows to staging, the tuned configuration; one launch
     flash            `reshape_and_cache_flash`, then FlashAttention 3 as vLLM calls it in a full graph: a schedule made

@@ -6,10 +6,10 @@ after rejection sampling (`commit`), or not at all (`cancel`). Of a request's qu
 ``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself advances ``num_computed_tokens``.
 
 Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always, and logs a slot's bytes once, however
-many windows reach it before one of its drafts is accepted; mode ``stage`` holds the window's
-new bytes in `rows` while the pages stay as they were. Which rows are held is worked out on the device, into tensors
-that live as long as the manager: a CUDA graph captured once reads them in every replay, and no step waits for the
-device. vLLM's own buffers are never changed.
+many windows reach it before one of its drafts is accepted; mode ``stage`` holds the window's new bytes in `rows` while
+the pages stay as they were. Which rows are held is worked out on the device, into tensors that live as long as the
+manager: a CUDA graph captured once reads them in every replay, and no step waits for the device. vLLM's own buffers are
+never changed.
 """
 
 import logging
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nwor import ops
+from nwor.attention_configs import next_power_of_2
 
 logger = logging.getLogger(__name__)
 
@@ -99,16 +100,18 @@ class CacheLayout:
         return rows.transpose(2, 3) if heads_inside else rows
 
 
-def rows_held(mode: str, max_drafts: int, block_size: int) -> int:
-    """Rows that a manager has room for, of each request and layer.
+def log_ring(max_drafts: int, block_size: int) -> int:
+    """Rows of a request in a log that outlives its step, 0 where blocks are too short for one.
 
-    A log that outlives its step has a power of two that divides the block size: consecutive positions then have rows of
-    their own, found by the slot alone.
+    A power of two that divides the block size: consecutive positions have rows of their own, found by the slot alone.
     """
-    if mode == "stage":
-        return max_drafts + 1
-    ring = 1 << (max_drafts - 1).bit_length()
-    return ring if block_size % ring == 0 else max_drafts
+    ring = next_power_of_2(max_drafts)
+    return ring if block_size % ring == 0 else 0
+
+
+def rows_held(mode: str, max_drafts: int, block_size: int) -> int:
+    """Rows that a manager has room for, of each request and layer."""
+    return max_drafts + 1 if mode == "stage" else log_ring(max_drafts, block_size) or max_drafts
 
 
 @dataclass
@@ -168,7 +171,7 @@ class DraftCommitManager:
     Attributes:
         width: W, the rows of a request that may be held: k for ``cow``, k + 1 for ``stage``.
         slots: int64 [max_requests, W], the page slots of the held rows. Right-aligned: behind the row of column w lie
-            W - 1 - w rows of its query; -1: no row. Row (r, w) lies in `rows` as row ``r * W + w``.
+            W - 1 - w rows of its query; -1: no row. Row (r, w) lies in `rows` as row ``r * W + w``, but where `logged` says.
         rows: uint8 [L, B', H, N, C], old bytes (``cow``) or new ones (``stage``), as in `ops.log_all_layers`.
         logged: int64 [max_requests, P], ``cow`` only, as in `ops.log_all_layers`: what `rows` still holds of the window
             before. None where blocks are shorter than windows: then each window is logged whole.
@@ -194,11 +197,10 @@ class DraftCommitManager:
         device = layout.pool.device
         self.layout, self.mode, self.emulate, self.replayed = layout, mode, emulate, replayed
         self.width = max_drafts + int(mode == "stage")
-        held = rows_held(mode, max_drafts, layout.block_size)
-        self.rows = layout.new_rows(max_requests * held)
+        self.rows = layout.new_rows(max_requests * rows_held(mode, max_drafts, layout.block_size))
         self.logged: Tensor | None = None
-        if mode == "cow" and held.bit_count() == 1 and layout.block_size % held == 0:
-            self.logged = torch.full((max_requests, held), -1, dtype=torch.int64, device=device)
+        if mode == "cow" and (ring := log_ring(max_drafts, layout.block_size)):
+            self.logged = torch.full((max_requests, ring), -1, dtype=torch.int64, device=device)
         self.old_rows = layout.new_rows(max_requests * self.width) if emulate else None
         self.slots = torch.full((max_requests, self.width), -1, dtype=torch.int64, device=device)
         self.staging_rows: Tensor | None = None
@@ -269,8 +271,7 @@ class DraftCommitManager:
                 len(self.slots),
             )
         served = fits and (padded_requests or num_requests) not in self.aside
-        goes_on = len(requests) > 0 and requests == self._before
-        self._before = list(requests) if served else ()
+        before, self._before = self._before, ()
         ops.open_window(
             query_start_loc,
             cu_num_logits,
@@ -284,8 +285,9 @@ class DraftCommitManager:
             return False
         self.num_requests, self._slot_mapping = num_requests, slot_mapping
         if self.mode == "cow":
-            if self.logged is not None and not goes_on:
+            if self.logged is not None and not (requests and requests == before):
                 self.logged.fill_(-1)
+            self._before = list(requests)
             ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.rows, self.logged)
         elif self.old_rows is not None:
             ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.old_rows)

@@ -312,9 +312,9 @@ def write_back(
     """Move the kept rows (`wanted` 0) or the rejected ones (1) into the pool, and count both."""
     for request, split in enumerate(split_rows(slots, num_rejected)):
         move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, logged, split[wanted], into_pool=True)
-        for fate, held in enumerate(split):
-            for slot in slots.flatten()[held].tolist():
-                if logged is not None:
+        if logged is not None:
+            for fate, held in enumerate(split):
+                for slot in slots.flatten()[held].tolist():
                     logged[request, slot % logged.shape[1]] = slot if fate else -1
         kept[request] = len(split[0])
         counts[:2] += torch.tensor([len(split[0]), len(split[1])])

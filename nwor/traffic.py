@@ -25,6 +25,8 @@ emulation of `stage` beside it. What the bytes and launches cost is the business
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from nwor.attention_configs import next_power_of_2
+
 MODES = ("off", "blind", "cow", "stage")
 SERVED = ("off", "cow", "stage", "move")
 KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore", "open", "put_back")
@@ -221,7 +223,7 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
 def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = False) -> Traffic:
     """Bytes and launches of one decode step on one rank as vLLM serves it on a GPU, all layers.
 
-    To `step_traffic` come, in the letters used there:
+    To `step_traffic` come, and of `cow` in place of its log, in the letters used there:
 
         mode   open    log               put_back                   commit
         cow    0, 1    L K (r -> r), 1
@@ -273,5 +275,5 @@ def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
-    rows = {"off": 0, "cow": 1 << (k - 1).bit_length(), "stage": 1 + k, "move": 2 * (1 + k)}[mode]
+    rows = {"off": 0, "cow": next_power_of_2(k), "stage": 1 + k, "move": 2 * (1 + k)}[mode]
     return shape.num_layers * requests * rows * shape.row

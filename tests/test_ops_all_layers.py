@@ -123,30 +123,6 @@ def test_slices_of_persistent_buffers(device):
     assert kept.tolist() == [7, 2, 2, 7]
 
 
-@pytest.mark.parametrize("element_size", [0, 2])
-@pytest.mark.parametrize("order", ["LBHN", "BLHN"])
-def test_a_log_that_outlives_its_step(order, element_size, device):
-    """Three windows of six rows that move on by one, seven and no slots over pages of 16: the overlap is not read again."""
-    skip_packing_on_cuda(element_size, device)
-    pool = Pool(order, 2, 6, 2, 16, 16, device, element_size)
-    logged = torch.full((3, 8), -1, dtype=torch.int64, device=device)
-    pages, kept = torch.tensor([[4, 1], [2, 3]]), poison((2,), torch.int32, device, 10)
-    begins = [[12, 19, 26, 26], [9, 10, 17, 17]]  # positions; the second request has five rows
-    for turn in range(4):
-        positions = torch.tensor([[begin[turn]] for begin in begins]) + torch.arange(6)
-        slots = (pages.gather(1, positions // 16) * 16 + positions % 16).to(device)
-        slots[1, 0] = -1
-        before = logged.clone()
-        check("log_all_layers", *pool.arguments(slots), logged)
-        assert torch.equal(logged, before), "what is logged counts from the restore on"
-        pool.pool.copy_(poison(pool.pool.shape, torch.uint8, device, 50 + turn))  # a row that is read again differs
-        rejected = torch.tensor([[6, 6], [0, 3], [6, 5], [2, 9]][turn], dtype=torch.int32, device=device)
-        check("restore_all_layers", *pool.arguments(slots), rejected, kept, pool.counts, logged)
-    there = [set(held.tolist()) for held in logged]
-    assert there[0] & set(slots[0].tolist()) == set(slots[0, 4:].tolist()), "the two that were rejected last"
-    assert there[1] >= set(slots[1, 1:].tolist()) and there[2] == {-1}
-
-
 def test_no_rows_is_no_work(device):
     pool = Pool("LBNH", 2, 4, 2, 8, 32, device)
     empty = torch.empty(0, 9, dtype=torch.int64, device=device)

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each wrong input is refused with an error that names it, and no byte has changed (R14, #17)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from devices import each_device, needs_gpu
+from wrong_inputs import Arguments, Change, put
 
 from nwor import ops
 from nwor.ops_inputs import Pool, make_batch, make_cache, make_staging, make_targets, make_vectors
 from nwor.ops_twins import check_refused
-
-Arguments = dict[str, Any]
-Change = Callable[[Arguments], None]
 
 
 def layerwise(device: str) -> Arguments:
@@ -51,10 +48,6 @@ PARAMETERS = {
     "log_cache_slots": (*CACHES, "slot_mapping", "log_key", "log_value"),
     "restore_rejected_drafts": ("log_key", "log_value", "slot_mapping", "accepted_mask", *CACHES),
 }
-
-
-def put(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda arguments: arguments.__setitem__(name, change(arguments[name]))
 
 
 def under_fp8(change: Change) -> Change:
@@ -289,12 +282,6 @@ def all_layers(device: str, element_size: int = 0) -> Arguments:
     return dict(zip(POOL + WINDOW, (*pool.arguments(slots), rejected, kept, pool.counts), strict=True))
 
 
-def a_log(device: str) -> Arguments:
-    """The same window, logged for the steps to come: four rows a request, one of the slots there already."""
-    arguments = all_layers(device) | {"slots": torch.tensor([[2, 3, 8], [-1, -1, 0]], device=device)}
-    return arguments | {"logged": torch.tensor([[8, -1, -1, 9], [-1, -1, -1, -1]], device=device)}
-
-
 def a_batch(device: str, element_size: int = 0) -> Arguments:
     """A verify step of 2 drafts and a prefill of 4 rows, for windows of 3 rows and 3 requests."""
     batch = make_batch([3, 4], [3, 1], 16, device)
@@ -302,16 +289,6 @@ def a_batch(device: str, element_size: int = 0) -> Arguments:
     return dict(zip(OPEN, (*batch, *targets, torch.zeros(5, dtype=torch.int64, device=device)), strict=True))
 
 
-WRONG_LOG: list[tuple[str, Change, str]] = [
-    ("logged dtype", put("logged", lambda t: t.int()), "logged must be Long"),
-    ("logged shape", put("logged", lambda t: t.flatten()), "logged must have shape [requests, entries]"),
-    ("logged cut by columns", put("logged", lambda t: t.repeat(1, 2)[:, :4]), "logged must be contiguous"),
-    ("a request too few", put("logged", lambda t: t[:1]), "logged has 1 requests but slots has 2"),
-    ("three entries", put("logged", lambda t: t[:, :3].contiguous()), "a power of two of columns"),
-    ("fewer entries than rows", put("logged", lambda t: t[:, :2].contiguous()), "at least those of slots (3)"),
-    ("more entries than a block", put("logged", lambda t: t.repeat(1, 2)), "that divides the block size (4), got 8"),
-    ("a log too small", put("rows", lambda t: t[:, :1]), "logged lists 8; make rows larger"),
-]
 EVERY = "log_all_layers restore_all_layers commit_all_layers"
 BOTH = "restore_all_layers commit_all_layers"
 WRONG_ALL: list[tuple[str, str, Change, str]] = [
@@ -448,22 +425,6 @@ def test_all_layers(operator, change, message, device):
     arguments = all_layers(device)
     change(arguments)
     check_refused(operator, [arguments[name] for name in PARAMETERS_ALL[operator]], message)
-
-
-@pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
-@pytest.mark.parametrize(("change", "message"), [pytest.param(*case, id=name) for name, *case in WRONG_LOG])
-@each_device
-def test_logs(operator, change, message, device):
-    arguments = a_log(device)
-    names = (*PARAMETERS_ALL[operator], "logged")
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in names], message)
-
-
-def test_slots_that_share_a_row_of_the_log():
-    arguments = a_log("cpu") | {"slots": torch.tensor([[2, 3, 7], [-1, -1, 0]])}
-    arguments = [arguments[name] for name in (*POOL, "logged")]
-    check_refused("log_all_layers", arguments, "slots 3 and 7 of request 0 share one of 4 rows")
 
 
 @pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_VALUES_ALL))

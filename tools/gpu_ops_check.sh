@@ -37,7 +37,7 @@ build() { python3 setup.py -q build_ext --inplace; }
 small_cases() { # sanitizer arguments...
     compute-sanitizer --error-exitcode 99 --target-processes all "$@" \
         python3 -m pytest -q -x -p no:cacheprovider -m gpu -k "$SMALL" \
-        tests/test_ops.py tests/test_ops_all_layers.py tests/test_ops_open_window.py tests/test_ops_cuda.py
+        tests/test_ops.py tests/test_ops_all_layers.py tests/test_ops_log.py tests/test_ops_open_window.py tests/test_ops_cuda.py
 }
 
 planted() { # Without its guard, a slot beyond the cache is written: memcheck has to say so.
@@ -61,7 +61,7 @@ for step in $STEPS; do
     tests)
         check tests-cuda 240 python3 -m pytest -q -p no:cacheprovider -m gpu tests/test_ops_cuda.py
         check tests-grid 400 python3 -m pytest -q -p no:cacheprovider -n 6 -m gpu \
-            tests/test_ops.py tests/test_ops_all_layers.py tests/test_ops_open_window.py tests/test_ops_checks.py \
+            tests/test_ops.py tests/test_ops_all_layers.py tests/test_ops_log.py tests/test_ops_open_window.py tests/test_ops_checks.py \
             tests/test_ops_library.py
         ;;
     sanitize)
