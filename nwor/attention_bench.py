@@ -16,6 +16,10 @@ leave the rows stored.
     triton           `triton_reshape_and_cache_flash`, then vLLM's `unified_attention`
     write            `reshape_and_cache_flash` alone
     empty            one kernel of one thread that does nothing
+
+Metric `between` is what a layer takes between its neighbours: projection, rope, this, output projection, eight layers with
+weights of their own in one graph, whose replay is divided by eight; `none` is the same without it. There the new rows
+lie in the L2 cache, and each launch waits for the kernel before.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from nwor.attention_configs import LARGEST_APART, Config, division, packed_rows
 from nwor.kernel_bench import Call, Timer, compact, empty, measures
 
 HEAD_SIZE, BLOCK_SIZE = 128, 16
+HIDDEN, LAYERS = 4096, 8  # of `between`
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 BATCHES, CONTEXTS, CACHES = (1, 4, 16, 64), (512, 2048, 8192), ("bf16", "fp8")
 SWEPT = (560, 2096, 8240)  # no multiples of a tile, as most are not
@@ -210,6 +215,29 @@ class Windows:
             "write": self.write,
         }
 
+    def between(self, layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Call]:
+        """All that `layers` (their weights) run around the attention, with ours, vLLM's two and none, by name."""
+        from vllm import _custom_ops
+
+        tokens, shape = len(self.qkv), self.shape
+        hidden = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        after, rows = torch.empty_like(hidden), self.qkv.view(tokens, -1)
+        query, key, _ = rows.split([n * HEAD_SIZE for n in (shape.heads, shape.kv_heads, shape.kv_heads)], dim=1)
+        angles = torch.rand(shape.context + shape.query, HEAD_SIZE, device="cuda").bfloat16()
+        positions = torch.arange(shape.context, len(angles), device="cuda").repeat(shape.batch)
+
+        def run(attend: Call) -> None:
+            for projection, output in layers:
+                torch.mm(hidden, projection, out=rows)
+                _custom_ops.rotary_embedding(positions, query, key, HEAD_SIZE, angles, True)
+                if self.fp8:
+                    self.query.copy_(query.view(self.query.shape))
+                attend()
+                torch.mm(self.output.view(tokens, -1), output, out=after)
+
+        attends = {"none": lambda: None, "nwor": self.nwor(), "flash": self.flash(32), "triton": self.triton()}
+        return {name: functools.partial(run, attend) for name, attend in attends.items()}
+
     def error(self, call: Call, requests: int = 2) -> float:
         """Relative error of a call's output for the first requests against fp32 softmax over what the cache reads."""
         self.write()
@@ -251,10 +279,11 @@ def shapes(
 def measure(chosen: Sequence[Shape] | None = None, repeats: int = 30, seed: int = 0) -> pd.DataFrame:
     """Time everything on every shape. One row a sample: op, the shape, bytes, and the tidy columns.
 
-    Metric `error` is the relative error of each call's output against fp32.
+    Metric `error` is the relative error of each call's output against fp32, `between` the time of a layer as a whole.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     timer, found = Timer(clean=True), []
+    layers = functools.cache(weights)
     for shape in chosen or shapes():
         windows = Windows(shape, seed)
         calls = windows.calls()
@@ -268,9 +297,20 @@ def measure(chosen: Sequence[Shape] | None = None, repeats: int = 30, seed: int 
             for op, call in calls.items()
             if op not in ("empty", "write")
         ]
+        found += [
+            common | {"op": op, "repeat": repeat, "metric": "between", "unit": "us", "value": value / LAYERS}
+            for op, repeat, value in timer.sample(windows.between(layers(shape.heads, shape.kv_heads)), repeats)
+        ]
         print(shape, ratio(found), flush=True)
         del windows, calls
     return results.tidy(found, mode="", model="", seed=seed)
+
+
+def weights(heads: int, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
+    """Weights before and after the attention, of each layer of `between`."""
+    widths = (HIDDEN, (heads + 2 * kv_heads) * HEAD_SIZE), (heads * HEAD_SIZE, HIDDEN)
+    random = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+    return [tuple(random(*width).normal_(std=0.02) for width in widths) for _ in range(LAYERS)]
 
 
 def net(frame: pd.DataFrame) -> pd.DataFrame:

@@ -10,8 +10,8 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,38 @@ from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.settings import MODES, Settings
 
 T = TypeVar("T")
-AGAIN = "again"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What takes a turn: the engine of a mode, as it is or with its mode paused, which makes it vanilla.
+
+    engine: the mode of the engine that serves. pauses: whether this engine takes turns of both kinds.
+    """
+
+    engine: str
+    pauses: bool = False
+    paused: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.engine + " paused" * self.paused
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """What its rows are told by: the mode that serves, and an engine that is to be compared with itself."""
+        return {"mode": "off" if self.paused else self.engine, "engine": self.engine if self.pauses else ""}
+
+    @contextmanager
+    def on(self, engine: Engine) -> Iterator[None]:
+        """The mode of `engine` paused, if this is such a turn."""
+        if self.paused:
+            engine.pause()
+        try:
+            yield
+        finally:
+            if self.paused:
+                engine.resume()
 
 
 @dataclass(frozen=True)
@@ -37,8 +68,8 @@ class Plan:
     random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold; none for
         the prompts given.
     profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (on a GPU).
-    control: run a second engine of the baseline beside the others, named ``again``: what its ratio is off 1 by, engines
-        of one mode differ by.
+    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, and
+        what this vanilla's step is off that of the engine of mode off by, engines differ by.
     audit: hold the first pass, which is not timed, to the whole-cache audit.
     logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
     """
@@ -53,14 +84,17 @@ class Plan:
     logit_gap: float = 0.25
     seed: int = 0
     profile: bool = False
-    control: bool = False
+    paused: bool = False
     audit: bool = True
 
     @property
-    def engines(self) -> dict[str, str]:
-        """The mode of each engine, by the name under which its rows go."""
-        first, *others = self.modes
-        return {first: first} | ({AGAIN: first} if self.control else {}) | {mode: mode for mode in others}
+    def turns(self) -> list[Turn]:
+        """Those of each repeat, in order; the first is the baseline that tokens are compared with."""
+        turns = []
+        for mode in self.modes:
+            pauses = self.paused and mode != "off"
+            turns += [Turn(mode, pauses, paused) for paused in ((True, False) if pauses else (False,))]
+        return turns
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -141,39 +175,38 @@ def run(
     if plan.profile and on_cpu():
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
     with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(Engine(spec, settings_of(mode, plan.audit)))
-            for name, mode in plan.engines.items()
-        }
-        for name, engine in engines.items():
+        engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
+        for mode, engine in engines.items():
             engine.wait()
-            require_served(plan.engines[name], engine.report())
-        first = engines[plan.modes[0]]
+            require_served(mode, engine.report())
+        baseline, turns = plan.turns[0].name, [(turn, engines[turn.engine]) for turn in plan.turns]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        tokens = given + (first.encode(texts) if texts else [])
+        tokens = given + (engines[plan.modes[0]].encode(texts) if texts else [])
         longest = spec.max_model_len - plan.max_tokens
         batch = [prompt[:longest] for prompt in (tokens * plan.most_prompts)[: plan.most_prompts]]
         loads = plan.loads(longest, min(engine.capacity() for engine in engines.values()))
         shortest = min(plan.random_prompts, default=longest)
 
         rows: list[dict[str, Any]] = []
-        parity: dict[str, Parity] = {}
-        answers: dict[str, list[str]] = {}
         # One mode alone has nothing to be compared with: a short pass warms it up.
-        alone = len(engines) == 1 and not plan.audit
+        alone = len(turns) == 1 and not plan.audit
         few = [prompt[:shortest] for prompt in batch[: 2 if alone else plan.num_prompts]]
         first_pass = (few, 8) if alone else (few, plan.max_tokens, 0.0, 0, 5)
-        warm = {mode: engine.generate(*first_pass) for mode, engine in engines.items()}
-        for mode, generation in warm.items():
-            parity[mode] = compare(warm[plan.modes[0]], generation)
-            answers[mode] = generation.text[:4]
-            engines[mode].stop_audit()
-        turns = itertools.product(plan.temperatures, loads, range(plan.repeats), engines.items())
-        for temperature, (length, size), repeat, (mode, engine) in turns:
+        warm: dict[str, Generation] = {}
+        for turn, engine in sorted(turns, key=lambda pair: pair[0].paused):  # an audit is over before its mode pauses
+            with turn.on(engine):
+                if turn.paused:
+                    require_served("off", engine.report(), turn.engine)
+                warm[turn.name] = engine.generate(*first_pass)
+            engine.stop_audit()
+        parity = {turn.name: compare(warm[baseline], warm[turn.name]) for turn, _ in turns}
+        passes = itertools.product(plan.temperatures, loads, range(plan.repeats), turns)
+        for temperature, (length, size), repeat, (turn, engine) in passes:
             cut = [prompt[:length] for prompt in batch[:size]]
-            generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
-            common = {"mode": mode, "repeat": repeat, "temperature": temperature, "batch": min(size, spec.batch)}
+            with turn.on(engine):
+                generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
+            common = {**turn.columns, "repeat": repeat, "temperature": temperature, "batch": min(size, spec.batch)}
             common |= {"prompt": length} if plan.random_prompts else {}
             rows += [{**common, **row} for row in measured(generation)]
         reports = {mode: engine.report() for mode, engine in engines.items()}
@@ -182,30 +215,32 @@ def run(
         if plan.profile:
             try:
                 cut = [prompt[:shortest] for prompt in batch]
-                profiled_rows = profile(engines, plan.sizes, cut, plan.max_tokens)
+                profiled_rows = profile(turns, plan.sizes, cut, plan.max_tokens)
                 rows += [row | ({"prompt": shortest} if plan.random_prompts else {}) for row in profiled_rows]
             except RuntimeError as error:  # a probe that fails must not cost the run its times
                 profiled = str(error)
-    for mode in engines:
-        rows += [{"mode": mode, "batch": spec.batch, **row} for row in judged(parity[mode], reports[mode])]
+    for turn, _ in turns:
+        ranks = [] if turn.paused else reports[turn.engine]
+        rows += [{**turn.columns, "batch": spec.batch, **row} for row in judged(parity[turn.name], ranks)]
     report = {
         "ranks": reports,
         "metrics": metrics,
-        "parity": {mode: asdict(found) for mode, found in parity.items()},
-        "answers": answers,
+        "parity": {name: asdict(found) for name, found in parity.items()},
+        "answers": {turn.engine: warm[turn.name].text[:4] for turn, _ in turns if not turn.paused},
         "profile_failed": profiled,
     }
     return rows, report
 
 
 def profile(
-    engines: Mapping[str, Engine], sizes: Sequence[int], prompts: Sequence[list[int]], max_tokens: int
+    turns: Sequence[tuple[Turn, Engine]], sizes: Sequence[int], prompts: Sequence[list[int]], max_tokens: int
 ) -> list[dict[str, Any]]:
-    """Rows `kernel_us` of every mode and batch: GPU microseconds of a decode step by kind of kernel."""
+    """Rows `kernel_us` of every turn and batch: GPU microseconds of a decode step by kind of kernel."""
     rows: list[dict[str, Any]] = []
-    for size, (mode, engine) in itertools.product(sizes, engines.items()):
-        found = kernel_rows(*engine.kernel_times(prompts[:size], max_tokens))
-        rows += [{"mode": mode, "batch": min(size, engine.spec.batch), "unit": "us", **row} for row in found]
+    for size, (turn, engine) in itertools.product(sizes, turns):
+        with turn.on(engine):
+            found = kernel_rows(*engine.kernel_times(prompts[:size], max_tokens))
+        rows += [{**turn.columns, "batch": min(size, engine.spec.batch), "unit": "us", **row} for row in found]
     return rows
 
 
@@ -214,9 +249,12 @@ def settings_of(mode: str, audit: bool) -> Settings:
     return Settings(mode=mode, audit=audit, debug_sync=mode != "off", eagle_bias=True, fix_cpu_sampling=on_cpu())
 
 
-def require_served(mode: str, ranks: list[dict[str, Any]]) -> None:
-    """Proof of treatment: raise `RuntimeError` unless `mode` itself is active on every rank."""
-    wrong = [rank for rank in ranks if rank["mode"] != mode or not rank["serving"].startswith(mode)]
+def require_served(mode: str, ranks: list[dict[str, Any]], asked: str = "") -> None:
+    """Proof of treatment: raise `RuntimeError` unless `mode` itself is active on every rank.
+
+    asked: the mode that the engine was asked for, if it is another.
+    """
+    wrong = [rank for rank in ranks if rank["mode"] != (asked or mode) or not rank["serving"].startswith(mode)]
     if wrong or not ranks:
         raise RuntimeError(
             f"mode {mode} is not active on every rank, so nothing may be measured under its name: {wrong}"
@@ -279,18 +317,19 @@ def judged(parity: Parity, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def summary(frame: pd.DataFrame, modes: Sequence[str], logit_gap: float) -> pd.DataFrame:
-    """One line an engine, batch and length of prompts: parity, acceptance, step time and its ratio to the first's.
+def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
+    """One line a turn, batch and length of prompts: parity, acceptance, step time and its ratio to the baseline's.
 
-    A step's time is the median over steps; repeats give its spread. Without parity the speed columns stay empty.
+    That is the first mode, and for an engine that takes turns with its mode paused, itself so. A step's time is the
+    median over steps; repeats give its spread. Without parity the speed columns stay empty.
     """
     lines: list[dict[str, Any]] = []
     timed = frame[frame.metric == "step_ms"]
     load = [name for name in ("prompt", "batch") if name in timed]
     for _, found in timed[load].drop_duplicates().iterrows() if len(timed) else [(0, pd.Series())]:
-        base = math.nan
-        for mode in modes:
-            part = frame[frame["mode"] == mode]
+        bases: dict[bool | str, float] = {}
+        for turn in plan.turns:
+            part = frame[(frame[list(turn.columns)] == pd.Series(turn.columns)).all(axis=1)]
             here = part[(part[found.index] == found).all(axis=1)]
 
             def total(metric: str, of: pd.DataFrame) -> float:
@@ -300,13 +339,12 @@ def summary(frame: pd.DataFrame, modes: Sequence[str], logit_gap: float) -> pd.D
                 int(total("equal_requests", part)), int(total("requests", part)), total("largest_gap", part)
             )
             steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
-            good = parity.explained(logit_gap)
-            if mode == modes[0]:
-                base = steps.median()
+            good = parity.explained(plan.logit_gap)
+            base = bases.setdefault(turn.pauses and turn.engine, steps.median())
             line = {name: int(value) for name, value in found.items()}
             lines.append(
                 {
-                    "mode": mode,
+                    "mode": turn.name,
                     **line,
                     "equal": f"{parity.equal}/{parity.requests}",
                     "gap_nats": parity.largest_gap,
@@ -383,7 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.shape:
         common |= {"model": arguments.shape, "kv_heads": shapes.SHAPES[arguments.shape]["num_key_value_heads"]}
     frame, path = keep(vars(arguments), spec, plan, rows, report, **common)
-    table = summary(frame, list(plan.engines), plan.logit_gap)
+    table = summary(frame, plan)
     print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
     print(f"written: {path} and .json")
     return 0

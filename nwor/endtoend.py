@@ -8,7 +8,7 @@ import pandas as pd
 from transformers import AutoConfig
 
 from nwor.acceptance import same_share
-from nwor.bench import Parity, summary
+from nwor.bench import Parity, Plan, from_options, summary
 from nwor.predicted import steady
 from nwor.results import Run, tidy
 from nwor.traffic import Shape
@@ -17,7 +17,7 @@ from nwor.traffic import Shape
 def overview(bench: pd.DataFrame, report: Mapping[str, Any]) -> pd.DataFrame:
     """One line a mode: parity, acceptance, dirty layer-steps, rejected bytes avoided and, beside parity, step time."""
     plan = report["plan"]
-    table = summary(bench, plan["modes"], plan["logit_gap"])
+    table = summary(bench, from_options(Plan, plan))
     audits = [report["ranks"][mode][0]["audit"] for mode in table["mode"]]
     counters = [report["ranks"][mode][0]["counters"] for mode in table["mode"]]
     table["layer_steps"] = [audit.get("layer_steps", 0) for audit in audits]
@@ -153,6 +153,8 @@ def examples(report: Mapping[str, Any], mode: str = "off") -> pd.DataFrame:
 
 SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that tell one measured setting of whole steps on a GPU from another."""
+BESIDE = [*SETTING, "engine"]
+"""The same, and the engine where it is compared with itself, its mode paused."""
 
 
 def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -165,7 +167,7 @@ def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
     profiled = every["metric"] == "kernel_us"
     kernels = every[profiled].drop(columns=["step", "position", "rank", "temperature"], errors="ignore")
     steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
-    keys = ["run_id", "mode", "model", "seed", *SETTING]
+    keys = ["run_id", "mode", "model", "seed", *BESIDE]
     writes = kernels[(kernels["mode"] == "off") & (kernels["kind"] == "KV write")].groupby(keys)["value"].sum()
     runs = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
     whole = runs.median()
@@ -176,7 +178,7 @@ def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
 
 
 def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
-    """One line a setting and mode: the step's time over vanilla's, and where profiled the GPU time it is made of.
+    """One line a setting, engine and mode: the step's time over vanilla's, and where profiled its GPU time.
 
     Args:
         steps, kernels: tables `gpu_steps` and `gpu_kernels`, of the same runs.
@@ -186,13 +188,13 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         whether every mode of the setting is, by `predicted.steady`; `gpu_ms` is the sum of all kernels of a decode step,
         `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
     """
-    medians = steps[steps.metric == "step_ms"].groupby([*SETTING, "repeat", "mode"]).value.median().unstack("mode")
+    medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
     ratios = (
-        medians.div(medians["off"], axis=0).stack().dropna().groupby([*SETTING, "mode"]).agg(["median", "min", "max"])
+        medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"]).agg(["median", "min", "max"])
     )
     ratios.columns = pd.Index(["step", "low", "high"])
-    ratios["steady"] = steady(ratios).groupby(SETTING).transform("all")
-    parts = kernels.pivot_table(index=[*SETTING, "mode"], columns="kind", values="value", aggfunc="sum")
+    ratios["steady"] = steady(ratios).groupby(BESIDE).transform("all")
+    parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value", aggfunc="sum")
     total = parts.sum(axis=1).unstack("mode")
     found = pd.DataFrame(
         {

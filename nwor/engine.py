@@ -240,6 +240,14 @@ class Engine:
         """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
         self._call("stop_audit")
 
+    def pause(self) -> None:
+        """Let vLLM alone serve, until `resume`; see `nwor.vllm.pause`. An audit that is not over counts on."""
+        self._call("pause")
+
+    def resume(self) -> None:
+        """Let the mode serve again."""
+        self._call("resume")
+
     def metrics(self) -> dict[str, float]:
         """The ``vllm:nwor_*`` and ``vllm:spec_decode_*`` values of ``LLM.get_metrics()``."""
         return self._call("metrics")
@@ -389,6 +397,16 @@ class _Served:
         from nwor.vllm.worker import stop_audit
 
         self.llm.collective_rpc(stop_audit)
+
+    def pause(self) -> None:
+        from nwor.vllm.pause import pause
+
+        self.llm.collective_rpc(pause)
+
+    def resume(self) -> None:
+        from nwor.vllm.pause import resume
+
+        self.llm.collective_rpc(resume)
 
     def metrics(self) -> dict[str, float]:
         wanted = ("vllm:nwor_", "vllm:spec_decode_")

@@ -385,14 +385,20 @@ class DraftCommitManager:
         self._before = ()
         self.num_requests = self._slot_mapping = None
 
-    def receipt(self) -> Receipt:
-        """What the last commit did, without waiting for it; on the stream of the commit."""
-        if self.tally.is_cpu:
-            return Receipt(self, self.tally.clone(), None)
-        tally = self.tally.to("cpu", non_blocking=True)
-        ready = torch.cuda.Event(blocking=True)
-        ready.record()
-        return Receipt(self, tally, ready)
+    def receipt(self, stream: torch.cuda.Stream | None) -> Receipt:
+        """What the last commit did, without waiting for it; to be called on the stream of the commit.
+
+        stream: copies to the host, which the drafter then does not wait for; None on a CPU.
+        """
+        tally = self.tally.clone()
+        if stream is None:
+            return Receipt(self, tally.cpu(), None)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copied, ready = tally.to("cpu", non_blocking=True), torch.cuda.Event(blocking=True)
+            tally.record_stream(stream)
+            ready.record()
+        return Receipt(self, copied, ready)
 
     def read_counters(self) -> Counters:
         """Counters up to now; waits for the device."""

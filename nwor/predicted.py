@@ -93,13 +93,14 @@ def against_measured(
 def _with_attention(
     where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
 ) -> float:
-    """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured alone, and the
-    price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there is none."""
+    """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured between its
+    neighbours, and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there
+    is none."""
     if attention is None:
         return math.nan
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
     prompt = float(where.get("prompt", math.nan))
-    rows = attention[(attention["metric"] == "time") & (attention["kv_heads"] == shape.heads)]
+    rows = attention[(attention["metric"] == "between") & (attention["kv_heads"] == shape.heads)]
     rows = rows[(rows["batch"] == where["batch"]) & (rows["cache"] == cache) & (rows["k"] == where["k"])]
     if rows.empty or math.isnan(prompt):
         return math.nan

@@ -63,7 +63,8 @@ class Engines:
         """Build an engine, generate for `PROMPTS` greedily unless `call` says otherwise, and tear it down.
 
         calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
-            ``abandon`` is how many steps other requests run for before they are aborted and these begin.
+            ``abandon`` is how many steps other requests run for before they are aborted and these begin, and ``paused``
+            says that the mode is for as long.
         """
         each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
         self._pipe.send((spec, settings, fault, each))
@@ -110,6 +111,8 @@ def _run(
             for call in calls:
                 if "abandon" in call:
                     _abandon(served, call["prompts"], call["abandon"])
+                if call.get("paused"):
+                    served.pause()
                 outcome.generations.append(
                     served.generate(
                         call["prompts"],
@@ -120,6 +123,8 @@ def _run(
                         call.get("sampling", ()),
                     )
                 )
+                if call.get("paused"):
+                    served.resume()
             outcome.ranks, outcome.metrics = served.report(), served.metrics()
         except BaseException:  # noqa: BLE001  (what tests look at)
             outcome.error = traceback.format_exc()

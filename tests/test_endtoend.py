@@ -112,7 +112,7 @@ def test_shape_of_the_shipped_pair(dtype, kv_cache_dtype, tp, row):
 
 def gpu_tables(stage: tuple[float, float]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """One setting, two repeats: vanilla takes 10 ms, `stage` as told; of the kernels vanilla's take 8 ms, stage's 7."""
-    common = {"tp": 1, "kv_heads": 8, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4}
+    common = {"tp": 1, "kv_heads": 8, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4, "engine": "stage"}
     steps = [
         common | {"mode": mode, "repeat": repeat, "metric": "step_ms", "value": value}
         for repeat in (0, 1)
@@ -141,6 +141,18 @@ def test_a_mode_that_a_setting_did_not_run_has_no_line():
     other = steps[steps["mode"] == "off"].assign(batch=16)
     table = endtoend.gpu_steps(pd.concat([steps, other]), kernels)
     assert list(zip(table["batch"], table["mode"], strict=True)) == [(4, "off"), (4, "stage"), (16, "off")]
+
+
+def test_an_engine_is_compared_with_itself():
+    """Vanilla in another engine, however slow, is not what a mode is held against where its own paused."""
+    steps, kernels = gpu_tables((9.4, 9.6))
+    slow = steps[steps["mode"] == "off"].assign(engine="cow", value=11.0)
+    cow = slow.assign(mode="cow", value=11.11)
+    alone = slow.assign(engine="")
+    table = endtoend.gpu_steps(pd.concat([steps, slow, cow, alone]), kernels).set_index(["engine", "mode"])
+    assert table.loc[("stage", "stage"), "step"] == pytest.approx(0.95)
+    assert table.loc[("cow", "cow"), "step"] == pytest.approx(1.01)
+    assert (table.xs("off", level="mode")["step"] == 1).all()
 
 
 @pytest.mark.parametrize(("stage", "shown"), [((9.4, 9.6), 0.95), ((9.0, 10.2), None)])

@@ -24,7 +24,7 @@ def test_every_bench_is_one(name, tmp_path, monkeypatch):
     engine, plan, prompts = bench.read(arguments)
     assert engine.llm_arguments()["speculative_config"]["num_speculative_tokens"] == engine.k
     assert engine.acceptance_length <= engine.k + 1
-    assert len(prompts) >= 1 and plan.modes[0] == "off"
+    assert len(prompts) >= 1 and plan.turns[0].columns["mode"] == "off"
     left = bench.Plan(**{**vars(plan), "profile": False}).loads(engine.max_model_len, 10**9)
     assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in left if plan.random_prompts)
 
@@ -37,7 +37,7 @@ def test_the_other_commands_are_of_their_modules(name, module):
 
 def bench_table(mode_us: dict[str, float], kv_heads: int = 8) -> pd.DataFrame:
     """Two modes' steps and kernels, as a bench leaves them."""
-    where = {"tp": 1, "kv_heads": kv_heads, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4}
+    where = {"tp": 1, "kv_heads": kv_heads, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4, "engine": ""}
     rows = []
     for mode, us in mode_us.items():
         rows.append(where | {"mode": mode, "metric": "step_ms", "value": us / 100, "unit": "ms", "step": 0})

@@ -43,7 +43,7 @@ def test_every_setting_is_a_point_of_its_own():
     assert (bytes_us / bytes_us.iloc[0]).tolist() == pytest.approx([1, 1 / 4, 1 / 8, 1, 1 / 2])
 
 
-def test_stage_is_predicted_with_the_attention_measured_alone():
+def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours():
     """32 layers save 70 - 60 us each, and a step opens and commits once: 4 + 4 of 36 rows kept on half the heads."""
     times = {"nwor": 60.0, "flash": 70.0, "triton": 65.0, "write": 4.0, "empty": 3.0}
     shapes = {(32, 4, 512): 1.0, (32, 4, 4096): 10.0, (16, 4, 512): 100.0, (32, 16, 512): 1000.0}
@@ -52,7 +52,8 @@ def test_stage_is_predicted_with_the_attention_measured_alone():
         for (heads, batch, context), factor in shapes.items()
         for op, us in times.items()
     ]
-    attention = pd.DataFrame(rows).assign(metric="time", k=8)
+    alone = pd.DataFrame(rows).assign(metric="time", k=8, value=1.0)
+    attention = pd.concat([pd.DataFrame(rows).assign(metric="between", k=8), alone], ignore_index=True)
     staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8)
     (point,) = predicted.against_measured(staged, attention=attention).to_dict("records")
     commit = 2 * 32 * 16384 * (4 + 8) / 4.24e6

@@ -101,6 +101,32 @@ def test_a_mode_is_exact_and_leaves_the_cache_clean(engines, model, vanilla, sta
     assert parity.explained(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
 
 
+@both
+@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 Triton graphs fp8", "v2 FA eager"])
+def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, stack, mode):
+    """Under graphs too, which hold what was captured: paused, it leaves what vanilla leaves, token for token."""
+    settings = Settings(mode=mode, audit=True)
+    paused = engines.run(spec_of(model, stack), settings, calls=[{"paused": True}], logprobs=5)
+    assert not paused.error, paused.error
+    assert compare(vanilla(stack).generation, paused.generation).equal == len(PROMPTS)
+    assert paused.audit["dirty_layer_steps"] == vanilla(stack).audit["dirty_layer_steps"] > 0
+    assert not any(paused.ranks[0]["counters"].values()), "no window opened, and none was cancelled"
+    turns = [{}, {"paused": True}, {}, {"paused": True}]
+    outcome = engines.run(spec_of(model, stack), Settings(mode=mode, debug_sync=True), calls=turns, logprobs=5)
+    assert not outcome.error, outcome.error
+    first, between, second, last = outcome.generations
+    assert first.tokens == second.tokens and between.tokens == last.tokens == vanilla(stack).tokens
+    windows = outcome.ranks[0]["counters"]["windows"]
+    assert windows >= first.counters["drafts"] + second.counters["drafts"] and windows < 1.2 * (
+        first.counters["drafts"] + second.counters["drafts"]
+    ), "a step ahead of the scheduler, the device also runs a last window"
+
+
+def test_a_runner_whose_graphs_cannot_be_captured_again_refuses_to_pause(engines, model):
+    outcome = engines.run(spec_of(model, "v1 FA graphs"), Settings(mode="stage"), paused=True)
+    assert "pause it under the V2 runner" in outcome.error
+
+
 def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS) -> None:
     assert outcome.audit["layer_steps"] > 60
     assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0, outcome.ranks[0]

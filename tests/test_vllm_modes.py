@@ -126,6 +126,23 @@ def test_off_leaves_vllm_untouched(engines, model):
     assert not [name for name in outcome.metrics if name.startswith("nwor_")]
 
 
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, mode):
+    """What is compared with itself must not be treated in both turns: paused, it leaves dirty bytes and counts nothing."""
+    paused = engines.run(spec_of(model), Settings(mode=mode, audit=True), paused=True)
+    assert not paused.error, paused.error
+    assert paused.tokens == vanilla().tokens
+    assert paused.audit["dirty_layer_steps"] == vanilla().audit["dirty_layer_steps"] > 0
+    assert not any(paused.ranks[0]["counters"].values()), "no window opened, and none was cancelled"
+    turns = [{}, {"paused": True}, {}]
+    outcome = engines.run(spec_of(model), Settings(mode=mode, debug_sync=True), calls=turns)
+    assert not outcome.error, outcome.error
+    assert [generation.tokens for generation in outcome.generations] == 3 * [vanilla().tokens]
+    windows = [generation.counters["drafts"] for generation in outcome.generations]
+    assert outcome.ranks[0]["counters"]["windows"] == windows[0] + windows[2]
+    assert outcome.metrics["nwor_scheduler_checks"] > 20 and outcome.metrics["nwor_scheduler_mismatches"] == 0
+
+
 def test_leaving_out_the_restore_is_seen(engines, model):
     outcome = engines.run(spec_of(model), Settings(mode="cow", audit=True), faults.no_restore)
     assert not outcome.error, outcome.error

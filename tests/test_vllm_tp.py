@@ -55,15 +55,23 @@ def test_bench_over_two_ranks(small, tmp_path):
     assert set(table["tp"]) == {2}
 
 
-def test_a_second_engine_of_the_baseline(small, tmp_path):
-    """What engines of one mode differ by is measured like a mode, under a name of its own."""
-    assert bench.main([*small, "--mode", "off", "--control", "--run-dir", str(tmp_path), "--name", "control"]) == 0
-    report = json.loads((tmp_path / "control.json").read_text())
-    assert {name: ranks[0]["serving"] for name, ranks in report["ranks"].items()} == {"off": "off", "again": "off"}
-    assert report["parity"]["again"]["equal"] == report["parity"]["again"]["requests"] == 6
-    table = pd.read_parquet(tmp_path / "control.parquet")
-    steps = table[table.metric == "step_ms"].groupby("mode").size()
-    assert steps["off"] == steps["again"] > 0
+def test_an_engine_whose_mode_pauses_is_vanilla_and_treated_in_turns(small, tmp_path):
+    """Paused, every rank serves vLLM's own write, and the tokens are vanilla's; resumed, the mode serves and counts."""
+    more = ["--mode", "cow,stage", "--paused", "--tp", "2", "--run-dir", str(tmp_path), "--name", "paused"]
+    assert bench.main([*small, *more]) == 0
+    report = json.loads((tmp_path / "paused.json").read_text())
+    assert list(report["parity"]) == ["cow paused", "cow", "stage paused", "stage"]
+    assert all(found["equal"] == found["requests"] == 6 for found in report["parity"].values())
+    table = pd.read_parquet(tmp_path / "paused.parquet")
+    steps = table[table.metric == "step_ms"].groupby(["engine", "mode"]).size()
+    assert set(steps.index) == {("cow", "off"), ("cow", "cow"), ("stage", "off"), ("stage", "stage")}
+    windows = table[(table.metric == "windows") & (table["mode"] == table["engine"])].groupby("mode").value.sum()
+    for mode in ("cow", "stage"):
+        ranks = report["ranks"][mode]
+        assert all(rank["serving"] == mode for rank in ranks), "it serves again at the end"
+        assert all(audit.AuditReport(**rank["audit"]).clean for rank in ranks), "paused after the audit alone"
+        first_pass = ranks[0]["counters"]["windows"] - windows[mode]
+        assert first_pass == windows[mode], "windows are opened where the mode is not paused, and nowhere else"
 
 
 def test_kernel_times_are_those_of_every_rank(model):

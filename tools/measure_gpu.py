@@ -22,33 +22,34 @@ AUDIT = ["nwor", "bench", *GPU, "--repeats", "0", "--name", "{name}", "--run-dir
 
 
 def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
-    """The bench of whole steps; `mib` of cache for each engine, all of which are up at once on each GPU."""
+    """The bench of whole steps, each engine beside itself as vanilla; `mib` of cache for each, all up at once."""
     return [
         *("nwor", "bench", "--shape", shape, "--k", str(k), "--mode", modes, "--kv-cache-memory", str(mib)),
         *("--acceptance-length", "1.5" if k == 1 else "3", "--batch", "64", "--batches", "1,4,16,64"),
         *("--random-prompts", "512,2048,8192", "--num-prompts", "8", "--max-tokens", "96", "--max-model-len", "8448"),
-        *("--max-num-batched-tokens", "8192", "--prefix-caching", "--no-enforce-eager", "--no-audit", "--repeats", "5"),
+        *("--max-num-batched-tokens", "8192", "--prefix-caching", "--no-enforce-eager", "--no-audit", "--paused"),
+        *("--repeats", "5"),
         *("--name", "{name}", "--run-dir", "{out}", *more),
     ]
 
 
 SHAPES = {"32": "llama-2-7b", "8": "llama-2-7b-8kv"}
 STEPS = {
-    **{f"steps-k8-{heads}": steps(shape, 8, "off,cow,stage", 24000, "--profile") for heads, shape in SHAPES.items()},
+    **{f"steps-k8-{heads}": steps(shape, 8, "cow,stage", 36000, "--profile") for heads, shape in SHAPES.items()},
     **{
-        f"steps-k8-{heads}-fp8": steps(shape, 8, "off,stage", 36000, "--kv-cache-dtype", "fp8", "--profile")
+        f"steps-k8-{heads}-fp8": steps(shape, 8, "stage", 80000, "--kv-cache-dtype", "fp8", "--profile")
         for heads, shape in SHAPES.items()
     },
-    **{f"steps-k{k}-{heads}": steps(shape, k, "off,stage", 36000) for k in (1, 3) for heads, shape in SHAPES.items()},
+    **{f"steps-k{k}-{heads}": steps(shape, k, "stage", 80000) for k in (1, 3) for heads, shape in SHAPES.items()},
 }
 STEPS_OF_TWO = {
-    f"steps-k8-{heads}-tp2": steps(shape, 8, "off,cow,stage", 24000, "--tp", "2", "--profile")
+    f"steps-k8-{heads}-tp2": steps(shape, 8, "cow,stage", 36000, "--tp", "2", "--profile")
     for heads, shape in SHAPES.items()
 }
-CONTROL = ["--control", "--random-prompts", "512", "--max-tokens", "192", "--repeats", "15", "--profile"]
-CONTROLS = {"gpu_control": steps(SHAPES["32"], 8, "off,cow", 24000, *CONTROL)}
+SHORT = ["--random-prompts", "512", "--batches", "1,4,16"]
+CONTROLS = {"gpu_control": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *SHORT)}
 # What is timed, audited: parity and every byte of the cache in a first pass, times of the same engines after it.
-UNDER_AUDIT = ["--audit", "--random-prompts", "512", "--batches", "1,4,16", "--num-prompts", "16", "--repeats", "3"]
+UNDER_AUDIT = ["--audit", *SHORT, "--num-prompts", "16", "--repeats", "3"]
 AUDITED_STEPS = {
     "audited-32": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *UNDER_AUDIT),
     "audited-8-fp8": steps(SHAPES["8"], 8, "off,cow,stage", 4000, "--kv-cache-dtype", "fp8", *UNDER_AUDIT),

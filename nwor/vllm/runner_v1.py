@@ -126,7 +126,8 @@ def _make_sample(original: Callable) -> Callable:
             manager.cancel()
             raise
         if self.nwor_receipts:
-            self.nwor_receipt = manager.receipt(), list(self.input_batch.req_ids)
+            stream = self._get_or_create_async_output_copy_stream() if self.device.type == "cuda" else None
+            self.nwor_receipt = manager.receipt(stream), list(self.input_batch.req_ids)
         return output
 
     return _sample

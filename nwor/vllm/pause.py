@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pause a mode in a worker that is up, and resume it: vanilla and treatment in one engine, between requests.
+
+Why: engines of one configuration differ, by up to a percent of a step, in kernels that no mode touches; one engine does
+not differ from itself.
+How: hooks without a manager call vLLM's own code alone. What a FULL graph holds of them was captured, so for mode
+``stage`` vLLM captures its graphs a second time, and the runner replays those while the mode is paused.
+When it can go: when vLLM can switch a hook off.
+"""
+
+from typing import Any
+
+from nwor.vllm.runner import target_layers
+
+
+def pause(worker: Any) -> None:
+    """Leave this worker to vLLM alone until `resume`; sent to every rank through vLLM's ``collective_rpc``.
+
+    Raises:
+        RuntimeError: there is no mode to pause, a window is open, or the runner's graphs cannot be captured again.
+    """
+    runner = worker.model_runner
+    manager = getattr(runner, "nwor", None)
+    if manager is None:
+        raise RuntimeError("no mode serves here, or it is paused already")
+    if manager.is_open:
+        raise RuntimeError("a window is open: pause between requests")
+    in_graphs = manager.mode == "stage" and manager.replayed
+    if in_graphs and not worker.use_v2_model_runner:
+        raise RuntimeError(
+            "the V1 runner's FULL graphs hold mode stage: pause it under the V2 runner, or with enforce_eager"
+        )
+    runner.nwor_paused, runner.nwor = manager, None
+    for layer in target_layers(runner).values():
+        layer.nwor_paused, layer.nwor = layer.nwor, None
+    if in_graphs:
+        _swap_graphs(runner)
+
+
+def resume(worker: Any) -> None:
+    """Undo `pause`.
+
+    Raises:
+        RuntimeError: no mode is paused here.
+    """
+    runner = worker.model_runner
+    manager = getattr(runner, "nwor_paused", None)
+    if manager is None:
+        raise RuntimeError("no mode is paused here")
+    manager.clear()
+    runner.nwor, runner.nwor_paused = manager, None
+    for layer in target_layers(runner).values():
+        layer.nwor, layer.nwor_paused = layer.nwor_paused, None
+    if manager.mode == "stage" and manager.replayed:
+        _swap_graphs(runner)
+
+
+def _swap_graphs(runner: Any) -> None:
+    """Change over to the other set of FULL graphs of the target's forward; the first time, capture it."""
+    graphs = runner.cudagraph_manager
+    others: dict[Any, Any] | None = getattr(runner, "nwor_other_graphs", None)
+    runner.nwor_other_graphs, graphs.graphs = graphs.graphs, others or {}
+    if others is None:
+        speculator, runner.speculator = runner.speculator, None  # its graphs know nothing of a mode
+        try:
+            runner.capture_model()
+        finally:
+            runner.speculator = speculator

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mode that pauses, on a stand-in for the worker: which graphs are replayed, and when it refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+from paged import Paged
+
+pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to pause")
+
+from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
+from nwor.vllm import pause
+
+
+class Worker:
+    """Two layers, and a runner whose capture notes what it saw."""
+
+    def __init__(self, monkeypatch, mode: str, replayed: bool = True, v2: bool = True) -> None:
+        manager = DraftCommitManager(CacheLayout.of(Paged().targets()), mode, 4, 3, 32, replayed=replayed)
+        self.layers = {str(index): SimpleNamespace(nwor=LayerContext(manager, index)) for index in range(2)}
+        self.graphs, self.captured = {"a batch": "treated"}, []
+        self.model_runner = SimpleNamespace(
+            nwor=manager,
+            speculator="drafter",
+            cudagraph_manager=SimpleNamespace(graphs=self.graphs),
+            capture_model=self.capture,
+        )
+        self.use_v2_model_runner = v2
+        monkeypatch.setattr(pause, "target_layers", lambda runner: self.layers)
+
+    def capture(self) -> None:
+        runner = self.model_runner
+        assert not runner.cudagraph_manager.graphs and runner.speculator is None
+        self.captured.append([runner.nwor, *(layer.nwor for layer in self.layers.values())])
+        runner.cudagraph_manager.graphs["a batch"] = "vanilla"
+
+    @property
+    def state(self) -> tuple:
+        runner = self.model_runner
+        return runner.nwor, [layer.nwor for layer in self.layers.values()], dict(runner.cudagraph_manager.graphs)
+
+
+@pytest.mark.parametrize(("mode", "replayed", "captures"), [("stage", True, 1), ("stage", False, 0), ("cow", True, 0)])
+def test_graphs_that_hold_a_mode_are_captured_once_more(mode, replayed, captures, monkeypatch):
+    worker = Worker(monkeypatch, mode, replayed)
+    before = worker.state
+    for _ in range(2):
+        pause.pause(worker)
+        assert worker.state[:2] == (None, [None, None])
+        assert worker.state[2] == {"a batch": "vanilla" if captures else "treated"}
+        assert worker.model_runner.speculator == "drafter"
+        pause.resume(worker)
+        assert worker.state == before
+    assert worker.captured == captures * [[None, None, None]], "once, and without a hook"
+
+
+def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):
+    worker = Worker(monkeypatch, "stage", v2=False)
+    before = worker.state
+    with pytest.raises(RuntimeError, match="pause it under the V2 runner, or with enforce_eager"):
+        pause.pause(worker)
+    assert worker.state == before
+
+    worker = Worker(monkeypatch, "cow")
+    worker.model_runner.nwor.num_requests = 1
+    with pytest.raises(RuntimeError, match="between requests"):
+        pause.pause(worker)
+    worker.model_runner.nwor.num_requests = None
+    with pytest.raises(RuntimeError, match="no mode is paused"):
+        pause.resume(worker)
+    pause.pause(worker)
+    with pytest.raises(RuntimeError, match="paused already"):
+        pause.pause(worker)
+    worker.model_runner.nwor_paused = None
+    with pytest.raises(RuntimeError, match="no mode serves here"):
+        pause.pause(worker)
