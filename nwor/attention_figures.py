@@ -63,6 +63,16 @@ def errors(times: pd.DataFrame) -> pd.DataFrame:
     return table.assign(over_flash=table["nwor"] / table["flash"]).reset_index()
 
 
+def saved(times: pd.DataFrame) -> pd.DataFrame:
+    """Microseconds that a layer saves beside FlashAttention 3 and vLLM's write, by shape: `alone`, in samples of its own
+    whose rows come from memory, and `between` its neighbours, where the projection has just left them in the L2 cache."""
+    alone, rows = net(times), times[times["metric"] == "between"]
+    between = rows.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median", observed=True)
+    return pd.DataFrame(
+        {"alone": alone["flash"] - alone["nwor"], "between": between["flash"] - between["nwor"]}
+    ).reset_index()
+
+
 def goal_table(table: pd.DataFrame) -> pd.DataFrame:
     """Ratios reached beside those wanted: rows are cache, k, TP, KV heads and context; columns the batches."""
     shown = table.assign(

@@ -208,6 +208,18 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     return ratios.join(found).reset_index().astype({"prompt": int})  # beside rows without one it is read as a float
 
 
+def engines_apart(steps: pd.DataFrame) -> pd.DataFrame:
+    """How far apart vanilla's median steps lie in the engines of one setting: largest over least, less 1.
+
+    Args:
+        steps: table `gpu_steps`, of settings that more than one engine ran, each with its mode paused.
+    """
+    vanilla = steps[(steps["metric"] == "step_ms") & (steps["mode"] == "off")]
+    medians = vanilla.groupby([*BESIDE, "repeat"])["value"].median().groupby(BESIDE).median().unstack("engine")
+    several = medians[medians.notna().sum(axis=1) > 1]
+    return (several.max(axis=1) / several.min(axis=1) - 1).unstack("batch")
+
+
 def step_table(table: pd.DataFrame) -> pd.DataFrame:
     """`gpu_steps` as one line a mode, cache, k and prompt, one column a batch; ratios of steady runs alone."""
     treated = table[table["mode"] != "off"]

@@ -209,8 +209,8 @@ class Engine:
     ) -> Generation:
         """Generate for all prompts (token ids) at once.
 
-        Request i samples with seed `seed + i` on a GPU. On a CPU the engine's own seed has to do: a request's own
-        generator fails there beside a chunked prefill ("CPU Generator does not use offset").
+        Request i draws with seed `seed + i` on a GPU, synthetic acceptance too. On a CPU the engine's own seed has to do: a
+        request's own generator fails there beside a chunked prefill ("CPU Generator does not use offset").
 
         sampling: further fields of vLLM's `SamplingParams`; requests take them in turn. Its `structured_outputs` is a
             dict here.
@@ -359,7 +359,7 @@ class _Served:
                 "temperature": temperature,
                 "max_tokens": max_tokens,
                 "ignore_eos": True,
-                "seed": seed + index if temperature and not on_cpu() else None,
+                "seed": None if on_cpu() else seed + index,
                 "logprobs": logprobs or None,
                 **(sampling[index % len(sampling)] if sampling else {}),
             }

@@ -103,6 +103,7 @@ def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode
         whiskers = {"yerr": spread, "error_kw": {"elinewidth": 0.6, "capsize": 1.5}} if (rows.size() > 1).any() else {}
         ax.bar(at, middle, width, label=look.label, color=look.color, hatch=look.hatch, edgecolor="white", **whiskers)
     ax.set_xticks(np.arange(len(groups)), [str(group) for group in groups])
+    ax.set_xlim(-0.5, len(groups) - 0.5)
     ax.grid(axis="x", visible=False)
 
 

@@ -55,7 +55,7 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
         results.write_table(measure_gpu.table(made, name), frame)
     results.write_table(measure_gpu.table(made, "audit"), bench_table({"off": 1.0}))
     missing = measure_gpu.record(made, recorded)
-    assert missing == ["kernel_times", "attention", "gpu_acceptance", "gpu_control", "gpu_audit", "gpu_audited_steps"]
+    assert missing == ["kernel_times", "attention", "gpu_acceptance", "gpu_audit", "gpu_audited_steps"]
     assert sorted(path.stem for path in recorded.iterdir()) == ["gpu_kernels", "gpu_steps", "kv_write_share"]
     found = {path.stem: pd.read_parquet(path) for path in recorded.iterdir()}
     assert set(found["gpu_steps"].metric) == {"step_ms"} and set(found["gpu_steps"].run_id) == {"gpu"}

@@ -33,6 +33,15 @@ def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
     ]
 
 
+def audited(prompts: int) -> list[str]:
+    """Options of a bench whose first pass shows parity and every byte of the cache; the same engines are timed after it."""
+    sizes = [str(size) for size in (1, 4, 16) if size <= prompts]
+    return [
+        *("--audit", "--num-prompts", str(prompts), "--batches", ",".join(sizes)),
+        *("--random-prompts", "512", "--repeats", "3"),
+    ]
+
+
 SHAPES = {"32": "llama-2-7b", "8": "llama-2-7b-8kv"}
 STEPS = {
     **{f"steps-k8-{heads}": steps(shape, 8, "cow,stage", 36000, "--profile") for heads, shape in SHAPES.items()},
@@ -46,13 +55,11 @@ STEPS_OF_TWO = {
     f"steps-k8-{heads}-tp2": steps(shape, 8, "cow,stage", 36000, "--tp", "2", "--profile")
     for heads, shape in SHAPES.items()
 }
-SHORT = ["--random-prompts", "512", "--batches", "1,4,16"]
-CONTROLS = {"gpu_control": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *SHORT)}
-# What is timed, audited: parity and every byte of the cache in a first pass, times of the same engines after it.
-UNDER_AUDIT = ["--audit", *SHORT, "--num-prompts", "16", "--repeats", "3"]
 AUDITED_STEPS = {
-    "audited-32": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *UNDER_AUDIT),
-    "audited-8-fp8": steps(SHAPES["8"], 8, "off,cow,stage", 4000, "--kv-cache-dtype", "fp8", *UNDER_AUDIT),
+    "audited-32": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *audited(16)),
+    "audited-8-fp8": steps(  # of 16 requests `stage` would leave all to vLLM
+        SHAPES["8"], 8, "off,cow,stage", 4000, *audited(4), "--kv-cache-dtype", "fp8"
+    ),
 }
 AUDITS = {"audit": [*AUDIT, "--kv-cache-memory", "2048", "--num-prompts", "128", "--max-tokens", "256"]}
 AUDITS_OF_TWO = {
@@ -63,7 +70,7 @@ ALONE = {
     "attention": ["nwor.attention_bench", "--repeats", "11", "--ks", "1,3,8", "--out", "{out}"],
     "gpu_acceptance": ["nwor", "acceptance", "--run-dir", "{out}"],
 }
-MEASUREMENTS = {**ALONE, **CONTROLS, **AUDITS, **AUDITED_STEPS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
+MEASUREMENTS = {**ALONE, **AUDITS, **AUDITED_STEPS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
 
 
 def table(directory: Path, name: str) -> Path:
@@ -96,7 +103,7 @@ def measure(directory: Path, only: list[str]) -> list[str]:
 
 def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
     """Write the tables of `data/recorded/` that are whole; returns the names of those that are not."""
-    made = {name: [name] for name in ALONE | CONTROLS}
+    made = {name: [name] for name in ALONE}
     made |= {"gpu_audit": [*AUDITS, *AUDITS_OF_TWO], "gpu_steps": [*STEPS, *STEPS_OF_TWO]}
     made["gpu_audited_steps"] = list(AUDITED_STEPS)
     kept = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pause a mode in a worker that is up, and resume it: vanilla and treatment in one engine, between requests.
 
-Why: engines of one configuration differ, by up to a percent of a step, in kernels that no mode touches; one engine does
-not differ from itself.
+Why: engines of one configuration differ, by up to a percent of a step, in kernels that no mode touches. One engine differs
+from itself, paused, in nothing but where the buffers of a second capture lie.
 How: hooks without a manager call vLLM's own code alone. What a FULL graph holds of them was captured, so for mode
 ``stage`` vLLM captures its graphs a second time, and the runner replays those while the mode is paused.
 When it can go: when vLLM can switch a hook off.
