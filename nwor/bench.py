@@ -50,11 +50,9 @@ class Turn:
         """The mode of `engine` paused, if this is such a turn."""
         if self.paused:
             engine.pause()
-        try:
-            yield
-        finally:
-            if self.paused:
-                engine.resume()
+        yield
+        if self.paused:
+            engine.resume()
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ class Plan:
     random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold; none for
         the prompts given.
     profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (on a GPU).
-    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, and
-        what this vanilla's step is off that of the engine of mode off by, engines differ by.
+    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla.
     audit: hold the first pass, which is not timed, to the whole-cache audit.
     logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
     """
@@ -327,7 +324,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
     timed = frame[frame.metric == "step_ms"]
     load = [name for name in ("prompt", "batch") if name in timed]
     for _, found in timed[load].drop_duplicates().iterrows() if len(timed) else [(0, pd.Series())]:
-        bases: dict[bool | str, float] = {}
+        bases: dict[str, float] = {}
         for turn in plan.turns:
             part = frame[(frame[list(turn.columns)] == pd.Series(turn.columns)).all(axis=1)]
             here = part[(part[found.index] == found).all(axis=1)]
@@ -340,7 +337,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
             )
             steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
             good = parity.explained(plan.logit_gap)
-            base = bases.setdefault(turn.pauses and turn.engine, steps.median())
+            base = bases.setdefault(turn.columns["engine"], steps.median())
             line = {name: int(value) for name, value in found.items()}
             lines.append(
                 {

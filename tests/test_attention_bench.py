@@ -53,6 +53,17 @@ def test_goals_are_those_of_eight_drafts():
     assert table["met"].to_dict() == {8: False, 3: True}
 
 
+def test_what_a_layer_saves_alone_and_between_its_neighbours():
+    """Alone 112 - 82 us, whatever the empty kernel takes; between them 50 - 30, whatever the neighbours take."""
+    alone = samples(0.8)
+    between = {"none": 40.0, "nwor": 70.0, "flash": 90.0, "triton": 95.0}
+    rows = pd.concat(
+        [alone[alone.op == "nwor"].assign(op=op, metric="between", value=us) for op, us in between.items()]
+    )
+    (found,) = attention_figures.saved(pd.concat([alone, rows])).to_dict("records")
+    assert (found["alone"], found["between"]) == pytest.approx((30, 20))
+
+
 @pytest.mark.parametrize(("ratio", "met"), [(0.81, True), (0.83, False)])
 def test_goals(ratio, met):
     """0.82 is wanted of 8 KV heads at context 512 and batch 16, at TP=2 with 4 of them as well."""

@@ -153,6 +153,8 @@ def test_an_engine_is_compared_with_itself():
     assert table.loc[("stage", "stage"), "step"] == pytest.approx(0.95)
     assert table.loc[("cow", "cow"), "step"] == pytest.approx(1.01)
     assert (table.xs("off", level="mode")["step"] == 1).all()
+    apart = endtoend.engines_apart(pd.concat([steps, slow, cow, steps[steps["mode"] == "off"].assign(batch=16)]))
+    assert apart.stack().to_dict() == {(1, 8, "auto", 8, 512, 4): pytest.approx(0.1)}, "of settings of several engines"
 
 
 @pytest.mark.parametrize(("stage", "shown"), [((9.4, 9.6), 0.95), ((9.0, 10.2), None)])
