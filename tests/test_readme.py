@@ -208,7 +208,9 @@ def test_steps_are_predicted_from_layers_between_their_neighbours() -> None:
     off = (points["measured"] - points["with_attention"])[predicted.steady(points)].dropna()
     flat = README.replace("\n  ", " ")
     assert f"a layer saves {less:.1f} us less at the median" in flat
-    assert f"off by {abs(100 * off.mean()):.1f} % at the mean and {100 * (off**2).mean() ** 0.5:.1f} % at the root" in flat
+    assert (
+        f"off by {abs(100 * off.mean()):.1f} % at the mean and {100 * (off**2).mean() ** 0.5:.1f} % at the root" in flat
+    )
 
 
 def test_acceptance_at_scale() -> None:
