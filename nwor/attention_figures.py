@@ -68,9 +68,8 @@ def saved(times: pd.DataFrame) -> pd.DataFrame:
     whose rows come from memory, and `between` its neighbours, where the projection has just left them in the L2 cache."""
     alone, rows = net(times), times[times["metric"] == "between"]
     between = rows.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median", observed=True)
-    return pd.DataFrame(
-        {"alone": alone["flash"] - alone["nwor"], "between": between["flash"] - between["nwor"]}
-    ).reset_index()
+    both = {"alone": alone["flash"] - alone["nwor"], "between": between["flash"] - between["nwor"]}
+    return pd.DataFrame(both).astype(float).reset_index()
 
 
 def goal_table(table: pd.DataFrame) -> pd.DataFrame:
