@@ -12,7 +12,8 @@ from pathlib import Path
 import pandas as pd
 
 from nwor import plot, results
-from nwor.attention_bench import KEYS, net
+from nwor.attention_bench import net
+from nwor.attention_windows import KEYS
 
 # At most so much of the time of vLLM's faster backend with k=8, by KV heads (before TP) and context, for `BATCHES`.
 GOALS = {

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from nwor import attention_bench, attention_configs, attention_figures, paths, results
-from nwor.attention_bench import Shape
 from nwor.attention_configs import Config
+from nwor.attention_windows import Shape
 
 SHAPE = Shape(32, 8, 16, 512)
 

@@ -10,6 +10,7 @@ When it can go: when vLLM can switch a hook off.
 
 from typing import Any
 
+from nwor.manager import DraftCommitManager
 from nwor.vllm.runner import target_layers
 
 
@@ -25,15 +26,14 @@ def pause(worker: Any) -> None:
         raise RuntimeError("no mode serves here, or it is paused already")
     if manager.is_open:
         raise RuntimeError("a window is open: pause between requests")
-    in_graphs = manager.mode == "stage" and manager.replayed
-    if in_graphs and not worker.use_v2_model_runner:
+    if _in_graphs(manager) and not worker.use_v2_model_runner:
         raise RuntimeError(
             "the V1 runner's FULL graphs hold mode stage: pause it under the V2 runner, or with enforce_eager"
         )
     runner.nwor_paused, runner.nwor = manager, None
     for layer in target_layers(runner).values():
         layer.nwor_paused, layer.nwor = layer.nwor, None
-    if in_graphs:
+    if _in_graphs(manager):
         _swap_graphs(runner)
 
 
@@ -51,8 +51,13 @@ def resume(worker: Any) -> None:
     runner.nwor, runner.nwor_paused = manager, None
     for layer in target_layers(runner).values():
         layer.nwor, layer.nwor_paused = layer.nwor_paused, None
-    if manager.mode == "stage" and manager.replayed:
+    if _in_graphs(manager):
         _swap_graphs(runner)
+
+
+def _in_graphs(manager: DraftCommitManager) -> bool:
+    """Whether FULL graphs hold the mode: all that ``cow`` launches comes before and after them."""
+    return manager.mode == "stage" and manager.replayed
 
 
 def _swap_graphs(runner: Any) -> None:
