@@ -37,6 +37,8 @@ class EngineSpec:
     runner: vLLM's model runner, ``v1`` or ``v2``, or empty for its own choice: V2 on a GPU, V1 on a CPU.
     attention_backend: ``FLASH_ATTN``, ``TRITON_ATTN`` or another of vLLM's, or empty for its own choice.
     cudagraph_mode: ``FULL``, ``PIECEWISE`` or another of vLLM's, or empty for its own choice, FULL_AND_PIECEWISE.
+    cudagraph_capture_sizes: tokens of a batch for which graphs are captured, or empty for vLLM's own choice, which on an
+        H200 ends at 512: larger batches run without one.
     """
 
     model: str
@@ -61,6 +63,7 @@ class EngineSpec:
     runner: str = ""
     attention_backend: str = ""
     cudagraph_mode: str = ""
+    cudagraph_capture_sizes: tuple[int, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,6 +72,8 @@ class EngineSpec:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.runner not in ("", "v1", "v2"):
             raise ValueError(f"runner must be v1, v2 or empty for vLLM's own choice, got {self.runner!r}")
+        if self.enforce_eager and (self.cudagraph_mode or self.cudagraph_capture_sizes):
+            raise ValueError("graphs are asked for and ruled out: leave out enforce_eager (--no-enforce-eager)")
         for path in filter(None, (self.model, self.draft)):
             if path.startswith((".", "/")) and not (Path(path) / "config.json").is_file():
                 raise FileNotFoundError(f"{path} holds no config.json; give a model's folder or its name on the hub")
@@ -109,8 +114,9 @@ class EngineSpec:
             arguments["kv_cache_memory_bytes"] = self.kv_cache_memory << 20
         if self.attention_backend:
             arguments["attention_backend"] = self.attention_backend
-        if self.cudagraph_mode:
-            arguments["compilation_config"] = {"cudagraph_mode": self.cudagraph_mode}
+        graphs = {"cudagraph_mode": self.cudagraph_mode, "cudagraph_capture_sizes": list(self.cudagraph_capture_sizes)}
+        if given := {name: value for name, value in graphs.items() if value}:
+            arguments["compilation_config"] = given
         return arguments
 
     def environ(self) -> dict[str, str]:

@@ -24,6 +24,8 @@ def test_every_bench_is_one(name, tmp_path, monkeypatch):
     engine, plan, prompts = bench.read(arguments)
     assert engine.llm_arguments()["speculative_config"]["num_speculative_tokens"] == engine.k
     assert engine.acceptance_length <= engine.k + 1
+    if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
+        assert {size * rows for size in plan.sizes for rows in (1, engine.k + 1)} <= {*engine.cudagraph_capture_sizes}
     assert len(prompts) >= 1 and plan.turns[0].columns["mode"] == "off"
     left = bench.Plan(**{**vars(plan), "profile": False}).loads(engine.max_model_len, 10**9)
     assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in left if plan.random_prompts)

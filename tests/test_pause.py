@@ -18,11 +18,11 @@ class Worker:
     def __init__(self, monkeypatch, mode: str, replayed: bool = True, v2: bool = True) -> None:
         manager = DraftCommitManager(CacheLayout.of(Paged().targets()), mode, 4, 3, 32, replayed=replayed)
         self.layers = {str(index): SimpleNamespace(nwor=LayerContext(manager, index)) for index in range(2)}
-        self.graphs, self.captured = {"a batch": "treated"}, []
+        self.captured: list[list] = []
         self.model_runner = SimpleNamespace(
             nwor=manager,
             speculator="drafter",
-            cudagraph_manager=SimpleNamespace(graphs=self.graphs),
+            cudagraph_manager=SimpleNamespace(graphs={"a batch": "the start-up's"}),
             capture_model=self.capture,
         )
         self.use_v2_model_runner = v2
@@ -32,7 +32,7 @@ class Worker:
         runner = self.model_runner
         assert not runner.cudagraph_manager.graphs and runner.speculator is None
         self.captured.append([runner.nwor, *(layer.nwor for layer in self.layers.values())])
-        runner.cudagraph_manager.graphs["a batch"] = "vanilla"
+        runner.cudagraph_manager.graphs["a batch"] = "vanilla" if runner.nwor is None else "treated"
 
     @property
     def state(self) -> tuple:
@@ -40,18 +40,22 @@ class Worker:
         return runner.nwor, [layer.nwor for layer in self.layers.values()], dict(runner.cudagraph_manager.graphs)
 
 
-@pytest.mark.parametrize(("mode", "replayed", "captures"), [("stage", True, 1), ("stage", False, 0), ("cow", True, 0)])
-def test_graphs_that_hold_a_mode_are_captured_once_more(mode, replayed, captures, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "replayed", "anew"), [("stage", True, True), ("stage", False, False), ("cow", True, False)]
+)
+def test_graphs_that_hold_a_mode_are_captured_anew_once_without_it_and_once_with_it(mode, replayed, anew, monkeypatch):
     worker = Worker(monkeypatch, mode, replayed)
-    before = worker.state
+    serving = worker.state[:2]
     for _ in range(2):
         pause.pause(worker)
-        assert worker.state[:2] == (None, [None, None])
-        assert worker.state[2] == {"a batch": "vanilla" if captures else "treated"}
+        assert worker.state == (None, [None, None], {"a batch": "vanilla" if anew else "the start-up's"})
         assert worker.model_runner.speculator == "drafter"
         pause.resume(worker)
-        assert worker.state == before
-    assert worker.captured == captures * [[None, None, None]], "once, and without a hook"
+        assert worker.state == (*serving, {"a batch": "treated" if anew else "the start-up's"})
+        assert worker.model_runner.speculator == "drafter"
+    assert worker.captured == ([[None, None, None], [serving[0], *serving[1]]] if anew else []), (
+        "with all hooks, or none"
+    )
 
 
 def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):

@@ -22,13 +22,18 @@ AUDIT = ["nwor", "bench", *GPU, "--repeats", "0", "--name", "{name}", "--run-dir
 
 
 def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
-    """The bench of whole steps, each engine beside itself as vanilla; `mib` of cache for each, all up at once."""
+    """The bench of whole steps, each engine beside itself as vanilla; `mib` of cache for each, all up at once.
+
+    Graphs are captured for these numbers of requests, in verify and draft steps; vLLM's own choice would leave out 64.
+    """
+    requests = (1, 2, 4, 8, 16, 32, 64)
+    captured = ",".join(map(str, sorted({rows * number for number in requests for rows in (1, k + 1)})))
     return [
         *("nwor", "bench", "--shape", shape, "--k", str(k), "--mode", modes, "--kv-cache-memory", str(mib)),
         *("--acceptance-length", "1.5" if k == 1 else "3", "--batch", "64", "--batches", "1,4,16,64"),
         *("--random-prompts", "512,2048,8192", "--num-prompts", "8", "--max-tokens", "96", "--max-model-len", "8448"),
         *("--max-num-batched-tokens", "8192", "--prefix-caching", "--no-enforce-eager", "--no-audit", "--paused"),
-        *("--repeats", "5"),
+        *("--cudagraph-capture-sizes", captured, "--repeats", "5"),
         *("--name", "{name}", "--run-dir", "{out}", *more),
     ]
 
