@@ -87,17 +87,19 @@ def choose(requests: int, kv_heads: int, group: int, head_size: int, cache_bytes
 
 def slower_batches(
     max_requests: int, max_context: int, kv_heads: int, group: int, head_size: int, cache_bytes: int, max_query_len: int
-) -> frozenset[int]:
+) -> dict[int, int]:
     """Batches, in requests, whose nearest tuned shape loses to vLLM's write and attention at a context they may reach.
 
-    A captured graph serves every context, so a batch is served by one of the two at all contexts.
+    Returns:
+        For each the context from which on it does: half of the least one swept at which it did, since the one swept
+        before is a fourth of that.
     """
-    found = set()
+    found = {}
     for requests in range(1, max_requests + 1):
         entry = nearest(requests, kv_heads, group, head_size, cache_bytes, max_query_len)
-        if entry is not None and 0 < entry["slower_from"] <= max_context:
-            found.add(requests)
-    return frozenset(found)
+        if entry is not None and 0 < entry["slower_from"] // 2 <= max_context:
+            found[requests] = entry["slower_from"] // 2
+    return found
 
 
 def _fitting(config: Config, rows: int, width: int, cache_bytes: int, limit: int = 200 << 10) -> Config:

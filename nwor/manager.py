@@ -177,8 +177,8 @@ class DraftCommitManager:
             before. None where blocks are shorter than windows: then each window is logged whole.
         staging_rows, page_slots: int64 [max_tokens], ``stage`` only: for each row of the batch its row in `rows`, or -1;
             and the slot vLLM's writer is to take, -1 for held rows.
-        aside: batches, in requests as padded for a graph, that vLLM's own write and attention serve because they are
-            the faster; counted as fallbacks.
+        aside: for batches, in requests as padded for a graph, the context from which on vLLM's own write and attention
+            serve them because they are the faster; counted as fallbacks. 0: at every context.
         rehearsing: the next forward is a dummy run or a capture, which has to launch all that a replay may need.
     """
 
@@ -209,7 +209,7 @@ class DraftCommitManager:
             self.staging_rows = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
             self.page_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self.attention: Any = None  # the GPU attention's workspace
-        self.aside: frozenset[int] = frozenset()
+        self.aside: dict[int, int] = {}
         self.tally = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=device)
         self.counts, self.kept = self.split(self.tally)
         self.rehearsing = True
@@ -235,6 +235,7 @@ class DraftCommitManager:
         slot_mapping: Tensor,
         padded_requests: int = 0,
         requests: Sequence[str] = (),
+        context: int = 0,
     ) -> bool:
         """Open a window, before the forward.
 
@@ -251,6 +252,7 @@ class DraftCommitManager:
             requests: the ids of the batch's requests where all of its rows but one a request are drafts, else none.
                 Where they are those of the step before, nothing has written between its restore and now to any slot
                 that is logged, but to those that no window will reach again.
+            context: positions of the batch's longest request, 0 where the host does not know.
 
         Returns:
             False where the batch does not fit or stands aside: vLLM's own write serves this step.
@@ -270,7 +272,7 @@ class DraftCommitManager:
                 num_requests,
                 len(self.slots),
             )
-        served = fits and (padded_requests or num_requests) not in self.aside
+        served = fits and context < self.aside.get(padded_requests or num_requests, context + 1)
         before, self._before = self._before, ()
         ops.open_window(
             query_start_loc,

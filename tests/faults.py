@@ -50,10 +50,17 @@ def blind_attention(patch: pytest.MonkeyPatch) -> None:
 
 
 def small_batches_aside(patch: pytest.MonkeyPatch) -> None:
-    """No fault: as if the tuning said that vLLM serves the smaller half of all batches faster."""
+    """No fault: as if the tuning said that vLLM serves the smaller half of all batches faster, at every context."""
     from nwor.vllm import gpu
 
-    patch.setattr(gpu, "slower_batches", lambda most, *rest: frozenset(range(1, most // 2 + 1)))
+    patch.setattr(gpu, "slower_batches", lambda most, *rest: dict.fromkeys(range(1, most // 2 + 1), 1))
+
+
+def long_contexts_aside(patch: pytest.MonkeyPatch) -> None:
+    """No fault: as if the tuning said that vLLM serves every batch faster from a context of 150 on."""
+    from nwor.vllm import gpu
+
+    patch.setattr(gpu, "slower_batches", lambda most, *rest: dict.fromkeys(range(1, most + 1), 150))
 
 
 def small_capacity(patch: pytest.MonkeyPatch) -> None:

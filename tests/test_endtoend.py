@@ -20,16 +20,24 @@ def report() -> dict:
     """Two ranks, three steps, two layers; vanilla rejects three rows in one step and one in the next."""
     vanilla = AuditReport(3, 6, 4, 8, 20, 0, [0, 6, 2])
     clean = AuditReport(3, 6, 0, 0, 20, 0, [0, 0, 0])
+    counters = {"off": {}, "cow": {"rejected_tokens": 4}, "stage": {"windows": 5}}
     said = ["step 1, layer 0, slot 17, of request 1 of the batch", "step 1, layer 1, slot 3, of no row of the step"]
     ranks = {
         mode: [
-            {"rank": rank, "audit": asdict(audit), "dirty_examples": said if mode == "off" and not rank else []}
+            {
+                "rank": rank,
+                "audit": asdict(audit),
+                "counters": counters[mode],
+                "dirty_examples": said if mode == "off" and not rank else [],
+            }
             for rank in (0, 1)
         ]
         for mode, audit in (("off", vanilla), ("cow", clean), ("stage", clean))
     }
-    metrics = {"off": {"spec_decode_num_draft_tokens": 10.0, "spec_decode_num_accepted_tokens": 6.0}}
-    return json.loads(json.dumps({"ranks": ranks, "metrics": metrics}))
+    scheduled = {"draft_tokens": 10.0, "accepted_tokens": 6.0, "drafts": 5.0}
+    metrics = {"stage": {f"spec_decode_num_{name}": value for name, value in scheduled.items()}}
+    spec = {"model": str(paths.PAIR_TARGET), "dtype": "bfloat16", "kv_cache_dtype": "auto", "tp": 2, "k": 2}
+    return json.loads(json.dumps({"ranks": ranks, "metrics": metrics, "spec": spec}))
 
 
 def claims(run: results.Run, report: dict) -> dict[str, bool]:
@@ -63,6 +71,14 @@ def test_each_claim_of_the_audit_can_fail(report, tmp_path, mode, changed, broke
             report["ranks"][mode][0]["audit"][name] += by
     found = claims(results.Run(tmp_path, "09"), report)
     assert {claim.removeprefix("here: ") for claim, holds in found.items() if not holds} == broken
+
+
+def test_rejected_rows_that_the_scheduler_never_hears_of(report):
+    """#18: a GPU's last windows, of requests that have just finished, each of at most k rejected rows."""
+    row = 5 * 512
+    assert endtoend.rejected_bytes(report) == (4 * row, 4 * row)
+    report["ranks"]["stage"][0]["counters"]["windows"] += 3
+    assert endtoend.rejected_bytes(report) == (4 * row, 10 * row)
 
 
 def test_a_vanilla_that_cleans_up_is_no_control(report, tmp_path):

@@ -17,7 +17,7 @@ class Layer:
 
     layer_name = "layers.0"
 
-    def __init__(self, monkeypatch, is_open: bool, aside: frozenset[int], rehearsing: bool) -> None:
+    def __init__(self, monkeypatch, is_open: bool, aside: dict[int, int], rehearsing: bool) -> None:
         self.calls: list[str] = []
         ours = ModuleType("nwor.gpu_attention")
         ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
@@ -42,10 +42,12 @@ class Layer:
         return self.calls
 
 
-# A capture or a real step, a window open or not, its longest query, its requests (9 stand aside), and what is called.
+# A capture or a real step, a window open or not, its longest query, its requests (9 always stand aside, 8 where contexts are
+# long), and what is called.
 CASES = {
     "windows": (False, True, 4, 8, ["ours"]),
-    "no drafts": (False, False, 1, 8, ["ours"]),
+    "no window": (False, False, 4, 8, ["write 7", "vLLM"]),
+    "no drafts": (False, False, 1, 8, ["write 7", "vLLM"]),
     "prefill beside windows": (False, True, 30, 8, ["write 7", "vLLM", "ours"]),
     "prefill alone": (False, False, 30, 8, ["write 7", "vLLM"]),
     "a captured decode": (True, False, 4, 8, ["ours"]),
@@ -62,5 +64,5 @@ CASES = {
 def test_what_serves_a_batch(case, monkeypatch):
     """R23, N1, #4: every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
     rehearsing, is_open, max_query_len, requests, called = CASES[case]
-    layer = Layer(monkeypatch, is_open, frozenset({9}), rehearsing)
+    layer = Layer(monkeypatch, is_open, {9: 0, 8: 4096}, rehearsing)
     assert layer.run(monkeypatch, max_query_len, requests) == called

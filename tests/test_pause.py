@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mode that pauses, on a stand-in for the worker: which graphs are replayed, and when it refuses."""
+"""Sets of graphs and the pause of a mode, on a stand-in for the worker: what is captured, replayed and refused."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from paged import Paged
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to pause")
 
 from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
-from nwor.vllm import pause
+from nwor.vllm import graphs, pause, runner, runner_v2
 
 
 class Worker:
@@ -17,16 +17,18 @@ class Worker:
 
     def __init__(self, monkeypatch, mode: str, replayed: bool = True, v2: bool = True) -> None:
         manager = DraftCommitManager(CacheLayout.of(Paged().targets()), mode, 4, 3, 32, replayed=replayed)
+        self.manager = manager
         self.layers = {str(index): SimpleNamespace(nwor=LayerContext(manager, index)) for index in range(2)}
         self.captured: list[list] = []
         self.model_runner = SimpleNamespace(
             nwor=manager,
+            nwor_graphs={},
             speculator="drafter",
             cudagraph_manager=SimpleNamespace(graphs={"a batch": "the start-up's"}),
             capture_model=self.capture,
         )
         self.use_v2_model_runner = v2
-        monkeypatch.setattr(pause, "target_layers", lambda runner: self.layers)
+        monkeypatch.setattr(runner, "target_layers", lambda runner: self.layers)
 
     def capture(self) -> None:
         runner = self.model_runner
@@ -56,6 +58,30 @@ def test_graphs_that_hold_a_mode_are_captured_anew_once_without_it_and_once_with
     assert worker.captured == ([[None, None, None], [serving[0], *serving[1]]] if anew else []), (
         "with all hooks, or none"
     )
+
+
+def test_where_batches_may_stand_aside_vllms_own_graphs_are_captured_beside_the_modes(monkeypatch):
+    """N1: at the start-up, once; a pause then captures both anew, as it does for all."""
+    worker = Worker(monkeypatch, "stage")
+    made, manager = worker.model_runner, worker.manager
+    patched = runner_v2._make_capture(lambda self, **how: worker.capture() if made.nwor_graphs else None)
+    made.capture_model = lambda **how: patched(made, **how)
+    made.capture_model()
+    assert (worker.captured, made.nwor_graphs) == ([], {}), "no batch stands aside"
+    manager.aside = {8: 4096}
+    made.capture_model(profile_only=True)
+    assert (worker.captured, made.nwor_graphs) == ([], {}), "vLLM only asks what graphs cost"
+    serving = worker.state
+    made.capture_model()
+    assert worker.captured == [[None, None, None]]
+    assert made.nwor_graphs == {"stage": {"a batch": "the start-up's"}, "off": {"a batch": "vanilla"}}
+    assert worker.state == serving and made.speculator == "drafter"
+    for mode in ("off", "stage"):
+        graphs.replay(made, mode)
+        assert made.cudagraph_manager.graphs is made.nwor_graphs[mode]
+    pause.pause(worker)
+    pause.resume(worker)
+    assert made.nwor_graphs == {"stage": {"a batch": "treated"}, "off": {"a batch": "vanilla"}}
 
 
 def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):

@@ -189,6 +189,8 @@ class SteppingV2:
     def __init__(self, mode: str = "stage") -> None:
         self.paged, self.batch = Paged(), Batch(QUERIES, DRAFTS)
         self.nwor = DraftCommitManager(CacheLayout.of(self.paged.targets()), mode, 4, 3, 32)
+        self.nwor_graphs: dict[str, str] = {}
+        self.cudagraph_manager = SimpleNamespace(graphs="the start-up's")
 
     def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
         starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
@@ -196,6 +198,7 @@ class SteppingV2:
         return SimpleNamespace(
             num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits, num_reqs_after_padding=4,
             req_ids=["p", "q", "r"], num_scheduled_tokens=np.array(QUERIES),
+            seq_lens_cpu_upper_bound=torch.tensor([100, 4096, 7, 0], dtype=torch.int32),
         )  # fmt: skip
 
     def prepare_attn(self, input_batch):
@@ -244,10 +247,25 @@ def test_a_batch_that_stands_aside_is_told_by_its_graph(aside, monkeypatch):
         (Stepping(monkeypatch), lambda made: made.run([[1, 2, 3], [4, -1, -1], [5, -1, -1]])),
         (SteppingV2(), lambda made: runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(3))),
     ):
-        made.nwor.aside = frozenset({aside})
+        made.nwor.aside = {aside: 0}
         step(made)
         windows = sum(drafts > 0 for drafts in DRAFTS)
         assert made.nwor.read_counters().fallbacks == (windows if aside == 4 else 0)
+
+
+@pytest.mark.parametrize(("drafts", "since", "set_of"), [(3, 4096, "off"), (3, 4097, "stage"), (0, 4096, "stage")])
+def test_the_set_of_graphs_is_chosen_in_each_step(drafts, since, set_of):
+    """N1: by the longest context of the batch; without a second set vLLM's dict is left alone."""
+    made = SteppingV2()
+    made.nwor.aside = {4: since}
+    prepare = runner_v2._make_prepare(SteppingV2.prepare_attn)
+    prepare(made, made.input_batch(drafts))
+    assert made.cudagraph_manager.graphs == "the start-up's"
+    made.nwor.cancel()
+    made.nwor_graphs = {"stage": "stage", "off": "off"}
+    prepare(made, made.input_batch(drafts))
+    assert made.cudagraph_manager.graphs == set_of
+    assert made.nwor.is_open is bool(drafts and set_of == "stage")
 
 
 def test_the_v1_runner_asks_the_target_layers_metadata(monkeypatch):

@@ -199,16 +199,17 @@ def test_batches_that_stand_aside_are_told(monkeypatch):
     config.compilation_config.cudagraph_mode = None
     config.model_config = SimpleNamespace(max_model_len=8192)
     monkeypatch.setattr(gpu, "workspace", lambda manager, layer: None)
-    monkeypatch.setattr(gpu, "slower", lambda manager, layer, longest: frozenset({8, 9, 12} if longest == 8192 else ()))
+    slower = {8: 4120, 9: 4120, 12: 1048}
+    monkeypatch.setattr(gpu, "slower", lambda manager, layer, longest: slower if longest == 8192 else {})
     layers = [SimpleNamespace(kv_cache=torch.zeros(4, 2, 16, 64))]
-    manager, notice = runner.build_manager(made, "stage", layers)
-    assert manager is not None and manager.aside == {8, 9, 12} and not manager.emulate
-    assert "3 batch sizes from 8 to 12 requests stand aside" in notice
+    for by_context, aside in ((True, slower), (False, {8: 0, 9: 0, 12: 0})):
+        manager, notice = runner.build_manager(made, "stage", layers, by_context)
+        assert manager is not None and manager.aside == aside and not manager.emulate
+        assert f"3 batch sizes from 8 to 12 requests stand aside from contexts of {min(aside.values())} on" in notice
     config.model_config.max_model_len = 4096
-    manager, notice = runner.build_manager(made, "stage", layers)
-    assert manager is not None and (manager.aside, notice) == (frozenset(), "")
-    manager, notice = runner.build_manager(made, "cow", layers)
-    assert manager is not None and (manager.aside, notice) == (frozenset(), "")
+    for mode in ("stage", "cow"):
+        manager, notice = runner.build_manager(made, mode, layers, by_context=True)
+        assert manager is not None and (manager.aside, notice) == ({}, "")
 
 
 def test_target_layers_are_attention_and_not_the_drafters():

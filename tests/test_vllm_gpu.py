@@ -288,6 +288,25 @@ def test_batches_that_stand_aside(engines, model, vanilla, stack):
     assert compare(vanilla(stack).generation, outcome.generation).explained(GAPS["auto"])
 
 
+@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 FA one graph", "v2 FA eager"])
+def test_contexts_that_stand_aside(engines, model, vanilla, stack):
+    """N1: of one batch size some steps are served and others vLLM's own, replayed from a set of graphs of its own."""
+    settings, fault = Settings(mode="stage", audit=True, debug_sync=True), faults.long_contexts_aside
+    outcome = engines.run(spec_of(model, stack), settings, fault, logprobs=5)
+    assert not outcome.error, outcome.error
+    counters, theirs = outcome.ranks[0]["counters"], vanilla(stack).audit
+    assert min(counters["fallbacks"], counters["windows"]) > 20
+    assert 0 < outcome.audit["dirty_layer_steps"] < theirs["dirty_layer_steps"]
+    assert outcome.audit["unwritten_rows"] == 0
+    assert compare(vanilla(stack).generation, outcome.generation).explained(GAPS["auto"])
+
+    settings = Settings(mode="stage", debug_sync=True)
+    turns = engines.run(spec_of(model, stack), settings, fault, calls=[{}, {"paused": True}, {}], logprobs=5)
+    assert not turns.error, turns.error
+    first, paused, last = turns.generations
+    assert first.tokens == last.tokens and paused.tokens == vanilla(stack).tokens
+
+
 @both
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
 def test_other_architectures(engines, tmp_path_factory, architecture, mode):

@@ -5,8 +5,8 @@ Why: vLLM attends over pages alone, and writes them in a launch of its own befor
 How: where no query is longer than a window, `nwor.gpu_attention.verify_attention` takes the place of writer and
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
 that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), vLLM's writer and
-attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Batches for which
-the recorded tuning says that vLLM is the faster are left to it, the same ones when a graph is captured and replayed.
+attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Where the recorded
+tuning says that vLLM is the faster no window opens, and vLLM alone serves the batch: in graphs, by a set of its own.
 FlashAttention and Triton attention share one signature; so do FlashInfer and ROCm AITER, whose metadata differ.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
@@ -74,8 +74,8 @@ def workspace(manager: "DraftCommitManager", layer: Any) -> "Workspace":
     return Workspace(requests, width, layer.impl.num_heads, layer.impl.head_size, manager.slots.device)
 
 
-def slower(manager: "DraftCommitManager", layer: Any, max_context: int) -> frozenset[int]:
-    """Batches that vLLM's own write and attention serve faster, by the recorded tuning."""
+def slower(manager: "DraftCommitManager", layer: Any, max_context: int) -> dict[int, int]:
+    """Batches that vLLM's own write and attention serve faster, by the recorded tuning, and from which context on."""
     impl, cache = layer.impl, manager.layout
     element = 1 if impl.kv_cache_dtype.startswith("fp8") else 2
     group = impl.num_heads // cache.num_heads
@@ -99,8 +99,8 @@ def _make_update(original: Callable) -> Callable:
 
 
 def _served(manager: "DraftCommitManager", metadata: Any) -> bool:
-    """Whether our kernel serves this batch; where it is the slower one, no window opens for as many requests."""
-    return manager.is_open or metadata.seq_lens.shape[0] not in manager.aside
+    """Whether our kernel serves this batch: it has a window, or is captured for batches that will."""
+    return manager.is_open or (manager.rehearsing and manager.aside.get(metadata.seq_lens.shape[0], 1) > 0)
 
 
 def _make_forward(original: Callable) -> Callable:
@@ -127,8 +127,6 @@ def _make_forward(original: Callable) -> Callable:
             return original(*vanilla)
         if attn_metadata.max_query_len > manager.width:
             original(*vanilla)
-            if not (manager.is_open or manager.rehearsing):
-                return output
         verify_attention(
             query,
             key,

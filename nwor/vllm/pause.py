@@ -11,8 +11,8 @@ When it can go: when vLLM can switch a hook off.
 
 from typing import Any
 
-from nwor.manager import DraftCommitManager
-from nwor.vllm.runner import target_layers
+from nwor.vllm import graphs
+from nwor.vllm.runner import serve_by
 
 
 def pause(worker: Any) -> None:
@@ -27,14 +27,16 @@ def pause(worker: Any) -> None:
         raise RuntimeError("no mode serves here, or it is paused already")
     if manager.is_open:
         raise RuntimeError("a window is open: pause between requests")
-    if _in_graphs(manager) and not worker.use_v2_model_runner:
+    if graphs.hold(manager) and not worker.use_v2_model_runner:
         raise RuntimeError(
             "the V1 runner's FULL graphs hold mode stage: pause it under the V2 runner, or with enforce_eager"
         )
-    runner.nwor_paused, runner.nwor = manager, None
-    for layer in target_layers(runner).values():
-        layer.nwor_paused, layer.nwor = layer.nwor, None
-    if _in_graphs(manager):
+    first = not hasattr(runner, "nwor_paused")
+    runner.nwor_paused = manager
+    serve_by(runner, None)
+    if graphs.hold(manager):
+        if first:
+            runner.nwor_graphs = {}
         _replay(runner, "off")
 
 
@@ -49,25 +51,12 @@ def resume(worker: Any) -> None:
     if manager is None:
         raise RuntimeError("no mode is paused here")
     manager.clear()
-    runner.nwor, runner.nwor_paused = manager, None
-    for layer in target_layers(runner).values():
-        layer.nwor, layer.nwor_paused = layer.nwor_paused, None
-    if _in_graphs(manager):
+    runner.nwor_paused = None
+    serve_by(runner, manager)
+    if graphs.hold(manager):
         _replay(runner, manager.mode)
 
 
-def _in_graphs(manager: DraftCommitManager) -> bool:
-    """Whether FULL graphs hold the mode: all that ``cow`` launches comes before and after them."""
-    return manager.mode == "stage" and manager.replayed
-
-
 def _replay(runner: Any, mode: str) -> None:
-    """Replay FULL graphs of the target's forward that hold `mode`, which is active already; the first time, capture them."""
-    sets = vars(runner).setdefault("nwor_graphs", {})
-    runner.cudagraph_manager.graphs = sets.setdefault(mode, {})
-    if not sets[mode]:
-        speculator, runner.speculator = runner.speculator, None  # its graphs know nothing of a mode
-        try:
-            runner.capture_model()
-        finally:
-            runner.speculator = speculator
+    """Replay the graphs of `mode`, captured anew the first time."""
+    (graphs.replay if mode in runner.nwor_graphs else graphs.capture)(runner, mode)

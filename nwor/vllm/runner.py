@@ -11,14 +11,16 @@ from nwor.manager import CacheLayout, DraftCommitManager, LayerContext, Receipt,
 from nwor.settings import Settings
 
 
-def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
-    """A wrapper of `initialize_kv_cache`, which vLLM calls twice on a GPU: once to learn what graphs cost."""
+def make_initialize(settings: Settings, by_context: bool) -> Callable[[Callable], Callable]:
+    """A wrapper of `initialize_kv_cache`, which vLLM calls twice on a GPU: once to learn what graphs cost.
+
+    by_context: whether the runner can let a batch stand aside in one step and serve it in another.
+    """
 
     def make(original: Callable) -> Callable:
         def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-            self.nwor = self.nwor_receipt = None
-            for layer in target_layers(self).values():
-                layer.nwor = None
+            self.nwor_receipt, self.nwor_graphs = None, {}
+            serve_by(self, None)
             original(self, *args, **kwargs)
             layers = target_layers(self)
             self.nwor_group, self.nwor_layer = target_group(self, layers), next(iter(layers), "")
@@ -26,9 +28,10 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
                 return
             self.nwor_receipts = settings.emit_metrics or settings.debug_sync
             self.nwor_reason = unsupported(self, layers, settings.mode)
+            manager = None
             if not self.nwor_reason:
                 with torch.inference_mode(False):
-                    self.nwor, self.nwor_reason = build_manager(self, settings.mode, list(layers.values()))
+                    manager, self.nwor_reason = build_manager(self, settings.mode, list(layers.values()), by_context)
             if self.nwor_reason:
                 from vllm.logger import init_logger
 
@@ -36,15 +39,20 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
                     "NWOR mode %s: %s%s",
                     settings.mode,
                     self.nwor_reason,
-                    "" if self.nwor else "; vLLM's own cache write serves this model",
+                    "" if manager else "; vLLM's own cache write serves this model",
                 )
-            if self.nwor is not None:
-                for index, layer in enumerate(layers.values()):
-                    layer.nwor = LayerContext(self.nwor, index)
+            serve_by(self, manager)
 
         return initialize_kv_cache
 
     return make
+
+
+def serve_by(runner: Any, manager: DraftCommitManager | None) -> None:
+    """Let the hooks of the runner and of its target layers go through `manager` from now on, or be vLLM alone."""
+    runner.nwor = manager
+    for index, layer in enumerate(target_layers(runner).values()):
+        layer.nwor = None if manager is None else LayerContext(manager, index)
 
 
 def target_layers(runner: Any) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     return ""
 
 
-def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommitManager | None, str]:
+def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -> tuple[DraftCommitManager | None, str]:
     """The manager of this rank, and a notice; or None, and why these layers cannot be served."""
     packing, notice = None, ""
     if runner.device.type == "cpu":
@@ -142,10 +150,10 @@ def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommi
 
             manager.attention = gpu.workspace(manager, layers[0])
             if aside := gpu.slower(manager, layers[0], config.model_config.max_model_len):
-                manager.aside = aside
+                manager.aside = aside if by_context else dict.fromkeys(aside, 0)
                 notice = (
-                    f"{len(aside)} batch sizes from {min(aside)} to {max(aside)} requests stand aside: by the recorded tuning "
-                    "vLLM's own attention is faster there"
+                    f"{len(aside)} batch sizes from {min(aside)} to {max(aside)} requests stand aside from contexts of "
+                    f"{min(manager.aside.values())} on: by the recorded tuning vLLM's own attention is faster there"
                 )
     except torch.cuda.OutOfMemoryError as error:
         needed = layout.num_layers * layout.slot_bytes * max_requests * rows_held(mode, max_drafts, layout.block_size)

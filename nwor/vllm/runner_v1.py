@@ -26,7 +26,7 @@ def install(settings: Settings) -> None:
         GPUModelRunner,
         "initialize_kv_cache",
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-        make_initialize(settings),
+        make_initialize(settings, by_context=False),
     )
     wrap(GPUModelRunner, "_prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens"), _make_prepare)
     wrap(

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from nwor.settings import Settings
+from nwor.vllm import graphs
 from nwor.vllm.patch import wrap
 from nwor.vllm.runner import attach, drafts_alone, make_initialize
 
@@ -27,7 +28,7 @@ def install(settings: Settings) -> None:
         GPUModelRunner,
         "initialize_kv_cache",
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-        make_initialize(settings),
+        make_initialize(settings, by_context=True),
     )
     wrap(GPUModelRunner, "prepare_attn", ("self", "input_batch"), _make_prepare)
     wrap(GPUModelRunner, "prepare_dummy_attn", ("self", "input_batch", "valid_state_slots"), _make_dummy)
@@ -61,17 +62,20 @@ def _make_prepare(original: Callable) -> Callable:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         block_tables, slot_mappings = original(self, input_batch)
         if (manager := self.nwor) is not None:
-            slot_mapping = slot_mappings[self.nwor_group]
+            slot_mapping, served = slot_mappings[self.nwor_group], True
             if drafts := input_batch.num_draft_tokens:
-                manager.begin(
+                served = manager.begin(
                     input_batch.query_start_loc,
                     input_batch.cu_num_logits,
                     slot_mapping,
                     input_batch.num_reqs_after_padding,
                     input_batch.req_ids if drafts_alone(input_batch.num_scheduled_tokens, drafts) else (),
+                    int(input_batch.seq_lens_cpu_upper_bound.max()),
                 )
             else:
                 manager.clear(slot_mapping)
+            if self.nwor_graphs:
+                graphs.replay(self, manager.mode if served else "off")
         return block_tables, slot_mappings
 
     return prepare_attn
@@ -88,9 +92,13 @@ def _make_dummy(original: Callable) -> Callable:
 
 def _make_capture(original: Callable) -> Callable:
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.nwor is not None:
-            self.nwor.clear()  # vLLM warms up with real steps before
-        return original(self, *args, **kwargs)
+        if (manager := self.nwor) is None:
+            return original(self, *args, **kwargs)
+        manager.clear()  # vLLM warms up with real steps before
+        captured = original(self, *args, **kwargs)
+        if manager.aside and graphs.hold(manager) and not (self.nwor_graphs or kwargs.get("profile_only")):
+            graphs.capture_vanilla(self)
+        return captured
 
     return capture_model
 
