@@ -26,6 +26,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     points = every[predicted.steady(every)].copy()
     points["cache"] = _caches(points, ", ")
     points["prompt"] = points["prompt"].astype(int) if "prompt" in points else 0
+    points = points.sort_values([name for name in ("tp", "kv_heads", "kv_cache_dtype", "k") if name in points])
     panels = list(points.groupby(["cache", "k"], sort=False))
     prompts, batches = sorted(points["prompt"].unique()), sorted(points["batch"].unique())
     columns = min(2, len(panels))

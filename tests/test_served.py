@@ -159,7 +159,7 @@ MATRIX = {
 }
 # Seen in a step or while a manager is built: tests/test_manager.py, test_vllm_modes.py and test_gpu_hooks.py hold these.
 ELSEWHERE = {
-    "batches that the tuning says vLLM attends to faster (GPU)",
+    "steps that the tuning says vLLM attends to faster (GPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
     "a CPU packing that is no permutation",
