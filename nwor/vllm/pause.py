@@ -2,10 +2,10 @@
 """Pause a mode in a worker that is up, and resume it: vanilla and treatment in one engine, between requests.
 
 Why: engines of one configuration differ, by up to a percent of a step, in kernels that no mode touches. One engine differs
-from itself, paused, in nothing else.
+from itself, paused, in nothing but where two captures put their buffers.
 How: hooks without a manager call vLLM's own code alone. What a FULL graph holds of them was captured, so for mode
 ``stage`` vLLM captures its graphs anew, at the first pause without the mode and at the first resume with it. The set of
-the start-up is given up: its buffers lie where those of no later capture do, which alone is worth 2 % of a GEMM.
+the start-up is given up: beside it buffers lay so that the same kernels took 1.4 % of a step less, and now 0.8 %.
 When it can go: when vLLM can switch a hook off.
 """
 
