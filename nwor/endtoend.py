@@ -80,7 +80,7 @@ def claim(run: Run, bench: pd.DataFrame, report: Mapping[str, Any]) -> None:
         metrics = report["metrics"][mode]
         checks, wrong = metrics["nwor_scheduler_checks"], metrics["nwor_scheduler_mismatches"]
         run.claim(f"{where}: {mode}'s commits are the scheduler's in every step", 0, wrong, checks > 0 and wrong == 0)
-    claim_clean(run, where, ranks)
+    claim_clean(run, where, audited(ranks))
     least, most = rejected_bytes(report)
     avoided, predicted = (
         ranks["stage"][0]["counters"]["bytes_avoided"],
@@ -102,23 +102,29 @@ def rejected_bytes(report: Mapping[str, Any]) -> tuple[int, int]:
     return int(rejected) * row, int(rejected + unheard * report["spec"]["k"]) * row
 
 
-def claim_clean(run: Run, where: str, ranks: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Record what must hold of the ranks' audits: vanilla is dirty, the modes are not and have written all they kept."""
+def audited(ranks: Mapping[str, list[dict[str, Any]]]) -> pd.DataFrame:
+    """What the audits of a report's `ranks` counted, over all ranks: one row a metric, one column a mode."""
+    counted = {mode: pd.DataFrame([rank["audit"] for rank in found]) for mode, found in ranks.items()}
+    sums = pd.DataFrame({mode: table.drop(columns="dirty_by_step").sum() for mode, table in counted.items()})
+    return sums.rename(index=lambda name: f"audit.{name}")
+
+
+def claim_clean(run: Run, where: str, table: pd.DataFrame) -> None:
+    """Record what must hold of an audit: vanilla is dirty, the modes are not and have written all they kept.
+
+    table: one row a metric, one column a mode, as `audited` makes it.
+    """
+    wrong = table.loc["audit.dirty_layer_steps"] + table.loc["audit.unwritten_rows"]
     for mode in ("cow", "stage"):
-        audits = [rank["audit"] for rank in ranks[mode]]
-        dirty = sum(audit["dirty_layer_steps"] + audit["unwritten_rows"] for audit in audits)
-        steps = sum(audit["layer_steps"] for audit in audits)
-        run.claim(f"{where}: {mode} leaves no layer-step dirty, of {steps}", 0, dirty, steps > 0 and dirty == 0)
-    dirty = sum(rank["audit"]["dirty_layer_steps"] for rank in ranks["off"])
+        steps, found = int(table.loc["audit.layer_steps", mode]), int(wrong[mode])
+        run.claim(f"{where}: {mode} leaves no layer-step dirty, of {steps}", 0, found, steps > 0 and found == 0)
+    dirty = int(table.loc["audit.dirty_layer_steps", "off"])
     run.claim(f"{where}: vanilla leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
 
 
 def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
-    """The same of a recorded audit, and that `cow` gave vanilla's tokens. table: one row a metric, one column a mode."""
-    bad = (table.loc["audit.dirty_layer_steps"] + table.loc["audit.unwritten_rows"]).astype(int).to_dict()
-    run.claim(f"{where}: vanilla leaves dirty layer-steps behind", "> 0", bad["off"], bad["off"] > 0)
-    for mode in ("cow", "stage"):
-        run.claim(f"{where}: {mode} leaves no layer-step dirty", 0, bad[mode], bad[mode] == 0)
+    """The same of a recorded audit, and that `cow` gave vanilla's tokens."""
+    claim_clean(run, where, table)
     equal, requests = (int(table.loc[metric, "cow"]) for metric in ("equal_requests", "requests"))
     run.claim(f"{where}: cow's greedy tokens are vanilla's", requests, equal, equal == requests)
 

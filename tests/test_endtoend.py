@@ -41,7 +41,7 @@ def report() -> dict:
 
 
 def claims(run: results.Run, report: dict) -> dict[str, bool]:
-    endtoend.claim_clean(run, "here", report["ranks"])
+    endtoend.claim_clean(run, "here", endtoend.audited(report["ranks"]))
     endtoend.claim_left(run, "here", report)
     return results.claims(run.directory).set_index("claim").holds.to_dict()
 
@@ -218,8 +218,9 @@ def test_loads_are_those_that_the_caches_hold(capsys):
 )
 def test_a_recorded_audit_that_does_not_hold_is_told(metric, mode, value, tmp_path):
     """What a recorded table says is judged like a report: each of the four claims can fail."""
-    rows = {"audit.dirty_layer_steps": (5, 0, 0), "audit.unwritten_rows": (0, 0, 0), "equal_requests": (8, 8, 6)}
-    table = pd.DataFrame.from_dict(rows | {"requests": (8, 8, 8)}, orient="index", columns=["off", "cow", "stage"])
+    rows = {"audit.layer_steps": (6, 6, 6), "audit.dirty_layer_steps": (5, 0, 0), "audit.unwritten_rows": (0, 0, 0)}
+    rows |= {"equal_requests": (8, 8, 6), "requests": (8, 8, 8)}
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["off", "cow", "stage"])
     run = results.Run(tmp_path, "09")
     endtoend.claim_recorded(run, "there", table)
     assert results.claims(run.directory).holds.tolist() == 4 * [True]
