@@ -38,15 +38,6 @@ def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
     ]
 
 
-def audited(prompts: int) -> list[str]:
-    """Options of a bench whose first pass shows parity and every byte of the cache; the same engines are timed after it."""
-    sizes = [str(size) for size in (1, 4, 16) if size <= prompts]
-    return [
-        *("--audit", "--num-prompts", str(prompts), "--batches", ",".join(sizes)),
-        *("--random-prompts", "512", "--repeats", "3"),
-    ]
-
-
 SHAPES = {"32": "llama-2-7b", "8": "llama-2-7b-8kv"}
 STEPS = {
     **{f"steps-k8-{heads}": steps(shape, 8, "cow,stage", 36000, "--profile") for heads, shape in SHAPES.items()},
@@ -60,11 +51,11 @@ STEPS_OF_TWO = {
     f"steps-k8-{heads}-tp2": steps(shape, 8, "cow,stage", 36000, "--tp", "2", "--profile")
     for heads, shape in SHAPES.items()
 }
+AUDITED = ["--audit", "--num-prompts", "16", "--batches", "1,4,16", "--random-prompts", "512", "--repeats", "3"]
+"""The first pass shows parity and every byte of the cache; the same engines are timed after it."""
 AUDITED_STEPS = {
-    "audited-32": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *audited(16)),
-    "audited-8-fp8": steps(  # of 16 requests `stage` would leave all to vLLM
-        SHAPES["8"], 8, "off,cow,stage", 4000, *audited(4), "--kv-cache-dtype", "fp8"
-    ),
+    "audited-32": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *AUDITED),
+    "audited-8-fp8": steps(SHAPES["8"], 8, "off,cow,stage", 4000, *AUDITED, "--kv-cache-dtype", "fp8"),
 }
 AUDITS = {"audit": [*AUDIT, "--kv-cache-memory", "2048", "--num-prompts", "128", "--max-tokens", "256"]}
 AUDITS_OF_TWO = {
