@@ -82,10 +82,8 @@ def claim(run: Run, bench: pd.DataFrame, report: Mapping[str, Any]) -> None:
         run.claim(f"{where}: {mode}'s commits are the scheduler's in every step", 0, wrong, checks > 0 and wrong == 0)
     claim_clean(run, where, audited(ranks))
     least, most = rejected_bytes(report)
-    avoided, predicted = (
-        ranks["stage"][0]["counters"]["bytes_avoided"],
-        least if least == most else f"{least} to {most}",
-    )
+    predicted = least if least == most else f"{least} to {most}"
+    avoided = ranks["stage"][0]["counters"]["bytes_avoided"]
     run.claim(f"{where}: stage avoids the rejected rows' bytes, no more", predicted, avoided, least <= avoided <= most)
 
 
