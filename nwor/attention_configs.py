@@ -97,8 +97,9 @@ def slower_batches(
     found = {}
     for requests in range(1, max_requests + 1):
         entry = nearest(requests, kv_heads, group, head_size, cache_bytes, max_query_len)
-        if entry is not None and 0 < entry["slower_from"] // 2 <= max_context:
-            found[requests] = entry["slower_from"] // 2
+        since = entry["slower_from"] // 2 if entry else 0
+        if 0 < since <= max_context:
+            found[requests] = since
     return found
 
 

@@ -80,7 +80,7 @@ def claim(run: Run, bench: pd.DataFrame, report: Mapping[str, Any]) -> None:
         metrics = report["metrics"][mode]
         checks, wrong = metrics["nwor_scheduler_checks"], metrics["nwor_scheduler_mismatches"]
         run.claim(f"{where}: {mode}'s commits are the scheduler's in every step", 0, wrong, checks > 0 and wrong == 0)
-    claim_clean(run, where, audited(ranks))
+    claim_clean(run, where, audited(report))
     least, most = rejected_bytes(report)
     predicted = least if least == most else f"{least} to {most}"
     avoided = ranks["stage"][0]["counters"]["bytes_avoided"]
@@ -100,11 +100,9 @@ def rejected_bytes(report: Mapping[str, Any]) -> tuple[int, int]:
     return int(rejected) * row, int(rejected + unheard * report["spec"]["k"]) * row
 
 
-def audited(ranks: Mapping[str, list[dict[str, Any]]]) -> pd.DataFrame:
-    """What the audits of a report's `ranks` counted, over all ranks: one row a metric, one column a mode."""
-    counted = {mode: pd.DataFrame([rank["audit"] for rank in found]) for mode, found in ranks.items()}
-    sums = pd.DataFrame({mode: table.drop(columns="dirty_by_step").sum() for mode, table in counted.items()})
-    return sums.rename(index=lambda name: f"audit.{name}")
+def audited(report: Mapping[str, Any]) -> pd.DataFrame:
+    """`audit_rows` over all ranks, as a recorded audit has them: one row a metric, one column a mode."""
+    return audit_rows(report).drop(columns="rank").groupby("mode").sum().add_prefix("audit.").T
 
 
 def claim_clean(run: Run, where: str, table: pd.DataFrame) -> None:

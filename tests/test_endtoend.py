@@ -41,7 +41,7 @@ def report() -> dict:
 
 
 def claims(run: results.Run, report: dict) -> dict[str, bool]:
-    endtoend.claim_clean(run, "here", endtoend.audited(report["ranks"]))
+    endtoend.claim_clean(run, "here", endtoend.audited(report))
     endtoend.claim_left(run, "here", report)
     return results.claims(run.directory).set_index("claim").holds.to_dict()
 

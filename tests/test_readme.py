@@ -206,6 +206,10 @@ def test_how_exact_the_steps_are() -> None:
     same = table.loc[(8, "fp8", 8, 16, "stage")].set_index("prompt").step
     assert f"the ratio is {' / '.join(f'{same[prompt]:.3f}' for prompt in (512, 2048, 8192))} with prompts" in flat
     assert f"(uncertain by up to {100 * (1 - same).abs().max():.1f} % at batch 16" in line("A whole engine step")
+    products = kernels.query("kind == 'matmul' and batch == 64 and tp == 1")
+    turns = products.groupby([*endtoend.BESIDE, "mode"]).value.sum().unstack("mode")
+    apart = 100 * (turns.div(turns["off"], axis=0).drop(columns="off").stack() - 1)
+    assert f"differ by {apart.min():.0f} to {apart.max():.0f} % from turn to turn" in flat
 
 
 def test_steps_are_predicted_from_layers_between_their_neighbours() -> None:
@@ -216,10 +220,6 @@ def test_steps_are_predicted_from_layers_between_their_neighbours() -> None:
     off = (points["measured"] - points["with_attention"])[predicted.steady(points)].dropna()
     flat = README.replace("\n  ", " ")
     assert f"a layer saves {less:.1f} us less at the median" in flat
-    products = results.read_table("gpu_kernels", paths.RECORDED).query("kind == 'matmul' and batch == 64 and tp == 1")
-    turns = products.groupby([*endtoend.BESIDE, "mode"]).value.sum().unstack("mode")
-    apart = 100 * (turns.div(turns["off"], axis=0).drop(columns="off").stack() - 1)
-    assert f"differ by {apart.min():.0f} to {apart.max():.0f} % from turn to turn" in flat
     assert (
         f"off by {abs(100 * off.mean()):.1f} % at the mean and {100 * (off**2).mean() ** 0.5:.1f} % at the root" in flat
     )

@@ -70,7 +70,7 @@ def _make_prepare(original: Callable) -> Callable:
                     slot_mapping,
                     input_batch.num_reqs_after_padding,
                     input_batch.req_ids if drafts_alone(input_batch.num_scheduled_tokens, drafts) else (),
-                    int(input_batch.seq_lens_cpu_upper_bound.max()),
+                    int(input_batch.seq_lens_cpu_upper_bound.max()) if manager.aside else 0,
                 )
             else:
                 manager.clear(slot_mapping)
