@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m nwor bench`: run engines of several modes side by side on the same prompts and write what they did.
 
-Every mode's engine is up at once and they take turns within each repeat, so that a slow minute of the machine hits all
-of them alike. Parity comes first: a mode whose tokens are neither the baseline's nor explained gets no step time.
+Every mode's engine is up at once and they take turns within each repeat, in an order that is turned round from one to the
+next, so that a slow minute of the machine hits all of them alike. Parity comes first: a mode whose tokens are neither the baseline's nor explained gets no step time.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import pandas as pd
 from nwor import pair, paths, results, shapes
 from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.settings import MODES, Settings
+from nwor.vllm.random_weights import FORMAT
 
 T = TypeVar("T")
 
@@ -66,9 +67,10 @@ class Plan:
     random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold; none for
         the prompts given.
     profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (on a GPU).
-    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla.
+    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, with
+        graphs captured anew for every repeat.
     audit: hold the first pass, which is not timed, to the whole-cache audit.
-    logit_gap: the bound, in nats between the baseline's best two tokens, below which a differing token is a near tie.
+    logit_gap: the bound in nats below which a differing token is a near tie, and which no log-probability may shift by.
     """
 
     modes: tuple[str, ...] = ("off", "cow", "stage")
@@ -133,29 +135,51 @@ class Parity:
     equal, requests: requests with the same tokens, and all requests.
     largest_gap: over the first differing token of each other request, the largest gap in nats between the baseline's
         log-probability of its own token and of the one chosen instead; infinite where that is not among its best.
+    largest_shift: over all places up to that one, the largest difference in nats between the log-probabilities that both
+        give to the baseline's best token; infinite where it is not among the other's best.
     """
 
     equal: int
     requests: int
     largest_gap: float
+    largest_shift: float = 0.0
 
     def explained(self, bound: float) -> bool:
-        return self.largest_gap <= bound
+        return max(self.largest_gap, self.largest_shift) <= bound
+
+    def worst(self, other: "Parity") -> "Parity":
+        """Of two comparisons, whichever is worse in each respect."""
+        return Parity(
+            min(self.equal, other.equal),
+            self.requests,
+            max(self.largest_gap, other.largest_gap),
+            max(self.largest_shift, other.largest_shift),
+        )
 
 
-def compare(baseline: Generation, other: Generation) -> Parity:
-    """Compare tokens; `baseline` must carry `top_logprobs` for gaps of differing tokens to be known."""
-    equal, gaps = 0, [0.0]
+def compare(baseline: Generation, other: Generation, drafted: bool = False) -> Parity:
+    """Compare tokens; `baseline` must carry `top_logprobs` for gaps of differing tokens to be known.
+
+    drafted: tokens may be the drafter's, whatever the target says (synthetic acceptance): a differing one that is not
+        among the baseline's best has no gap. What the target says is compared all the same, up to that token.
+    """
+    equal, gaps, shifts = 0, [0.0], [0.0]
     for index, (ours, theirs) in enumerate(zip(baseline.tokens, other.tokens, strict=True)):
+        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if baseline.top_logprobs and other.top_logprobs:
+            both = zip(baseline.top_logprobs[index], other.top_logprobs[index], strict=False)
+            for best, beside in itertools.islice(both, None if place is None else place + 1):
+                first = max(best, key=best.__getitem__)
+                shifts.append(abs(best[first] - beside.get(first, math.inf)))
         if ours == theirs:
             equal += 1
             continue
-        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         best = baseline.top_logprobs[index][place] if place is not None and baseline.top_logprobs else {}
-        gaps.append(
-            best[ours[place]] - best[theirs[place]] if place is not None and theirs[place] in best else math.inf
-        )
-    return Parity(equal, len(baseline.tokens), max(gaps))
+        if place is not None and theirs[place] in best and ours[place] in best:
+            gaps.append(best[ours[place]] - best[theirs[place]])
+        elif not drafted:
+            gaps.append(math.inf)
+    return Parity(equal, len(baseline.tokens), max(gaps), max(shifts))
 
 
 def run(
@@ -190,6 +214,8 @@ def run(
         alone = len(turns) == 1 and not plan.audit
         few = [prompt[:shortest] for prompt in batch[: 2 if alone else plan.num_prompts]]
         first_pass = (few, 8) if alone else (few, plan.max_tokens, 0.0, 0, 5)
+        for engine in engines.values() if spec.prefix_caching else ():
+            engine.generate(few, 1)  # every pass that is judged finds the prompts cached: sums are as in the others
         warm: dict[str, Generation] = {}
         for turn, engine in sorted(turns, key=lambda pair: pair[0].paused):  # an audit is over before its mode pauses
             with turn.on(engine):
@@ -197,15 +223,28 @@ def run(
                     require_served("off", engine.report(), turn.engine)
                 warm[turn.name] = engine.generate(*first_pass)
             engine.stop_audit()
-        parity = {turn.name: compare(warm[baseline], warm[turn.name]) for turn, _ in turns}
-        passes = itertools.product(plan.temperatures, loads, range(plan.repeats), turns)
-        for temperature, (length, size), repeat, (turn, engine) in passes:
-            cut = [prompt[:length] for prompt in batch[:size]]
-            with turn.on(engine):
-                generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
-            common = {**turn.columns, "repeat": repeat, "temperature": temperature, "batch": min(size, spec.batch)}
-            common |= {"prompt": length} if plan.random_prompts else {}
-            rows += [{**common, **row} for row in measured(generation)]
+        drafted = spec.acceptance_length > 0
+        parity = {turn.name: compare(warm[baseline], warm[turn.name], drafted) for turn, _ in turns}
+        for temperature, repeat in itertools.product(plan.temperatures, range(plan.repeats)):
+            for turn, engine in turns:
+                if turn.paused:  # where a capture puts its buffers must not pass for the mode's doing
+                    engine.capture_anew()
+            for turn, engine in turns if plan.paused else ():  # graphs that are timed are held to parity, each of them
+                with turn.on(engine):
+                    warm[turn.name] = engine.generate(*first_pass)
+                found = compare(warm[baseline], warm[turn.name], drafted)
+                parity[turn.name] = parity[turn.name].worst(found)
+            for length, size in loads:
+                cut = [prompt[:length] for prompt in batch[:size]]
+                if spec.prefix_caching:  # else the first turn alone finds no prompt cached, and the chip cool
+                    for engine in engines.values():
+                        engine.generate(cut, plan.max_tokens)
+                load = {"repeat": repeat, "temperature": temperature, "batch": min(size, spec.batch)}
+                load |= {"prompt": length} if plan.random_prompts else {}
+                for turn, engine in turns[:: -1 if repeat % 2 else 1]:
+                    with turn.on(engine):
+                        generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
+                    rows += [{**turn.columns, **load, **row} for row in measured(generation)]
         reports = {mode: engine.report() for mode, engine in engines.items()}
         metrics = {mode: engine.metrics() for mode, engine in engines.items()}
         profiled = ""
@@ -303,6 +342,7 @@ def judged(parity: Parity, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"metric": "equal_requests", "value": parity.equal, "unit": "requests"},
         {"metric": "requests", "value": parity.requests, "unit": "requests"},
         {"metric": "largest_gap", "value": parity.largest_gap, "unit": "nats"},
+        {"metric": "largest_shift", "value": parity.largest_shift, "unit": "nats"},
     ]
     for rank in ranks:
         for kind in ("counters", "audit"):
@@ -333,7 +373,8 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
                 return float(of.loc[of.metric == metric, "value"].sum())
 
             parity = Parity(
-                int(total("equal_requests", part)), int(total("requests", part)), total("largest_gap", part)
+                *(int(total(metric, part)) for metric in ("equal_requests", "requests")),
+                *(total(metric, part) for metric in ("largest_gap", "largest_shift")),
             )
             steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
             good = parity.explained(plan.logit_gap)
@@ -345,6 +386,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
                     **line,
                     "equal": f"{parity.equal}/{parity.requests}",
                     "gap_nats": parity.largest_gap,
+                    "shift_nats": parity.largest_shift,
                     "acceptance_length": 1 + total("accepted_tokens", here) / max(1.0, total("windows", here)),
                     "step_ms": steps.median() if good else math.nan,
                     "spread_ms": steps.max() - steps.min() if good else math.nan,
@@ -363,7 +405,7 @@ def parser(command: str = "bench") -> argparse.ArgumentParser:
     )
     made.add_argument("--temperature", default="0", help="temperatures, comma-separated")
     made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
-    made.add_argument("--shape", default="", help=f"dummy weights of a shape: {', '.join(shapes.SHAPES)}")
+    made.add_argument("--shape", default="", help=f"random weights of a shape: {', '.join(shapes.SHAPES)}")
     made.add_argument("--run-dir", default="", help="folder to write to (default: a new one under results/)")
     made.add_argument("--name", default="bench", help="name of the table and report")
     add_fields(made, EngineSpec, {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE)})
@@ -401,7 +443,7 @@ def read(arguments: argparse.Namespace, **fixed: Any) -> tuple[EngineSpec, Plan,
     given = vars(arguments)
     if arguments.shape:
         target, head = shapes.write_shape(arguments.shape, paths.RESULTS / "shapes", arguments.max_model_len)
-        given = given | {"model": str(target), "draft": str(head), "load_format": "dummy"}
+        given = given | {"model": str(target), "draft": str(head), "load_format": FORMAT}
     chosen = {
         "modes": tuple(arguments.mode.split(",")),
         "temperatures": tuple(float(value) for value in arguments.temperature.split(",")),

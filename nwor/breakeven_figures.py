@@ -136,7 +136,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     )
     if steps["with_attention"].notna().any():
         caption += (
-            " Open markers: with the attention kernels of both as measured between their neighbours, even where batches stand aside; there the "
+            " Open markers: with the attention kernels of both as measured between their neighbours; there the "
             f"largest error is {(steps['with_attention'] - steps['measured'])[steady].abs().max():.3f}."
         )
     if not steady.all():

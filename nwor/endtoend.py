@@ -119,10 +119,14 @@ def claim_clean(run: Run, where: str, table: pd.DataFrame) -> None:
 
 
 def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
-    """The same of a recorded audit, and that `cow` gave vanilla's tokens."""
+    """The same of a recorded audit, that `cow` gave vanilla's tokens, and that `stage` accepts as many drafts."""
     claim_clean(run, where, table)
     equal, requests = (int(table.loc[metric, "cow"]) for metric in ("equal_requests", "requests"))
     run.claim(f"{where}: cow's greedy tokens are vanilla's", requests, equal, equal == requests)
+    accepted, drafts = (table.loc[f"counters.{name}_tokens"] for name in ("committed", "staged"))  # none of vanilla
+    z = same_share([(int(accepted[mode]), int(drafts[mode])) for mode in ("cow", "stage")])
+    claim = f"{where}: stage accepts as many of {drafts['stage']:.0f} drafts as cow (|z|)"
+    run.claim(claim, "< 3", abs(z), abs(z) < 3)
 
 
 def claim_left(run: Run, where: str, report: Mapping[str, Any]) -> None:
@@ -201,7 +205,7 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """One line a setting, engine and mode: the step's time over vanilla's, and where profiled its GPU time.
 
     Args:
-        steps, kernels: tables `gpu_steps` and `gpu_kernels`, of the same runs.
+        steps, kernels: tables `gpu_steps` and `gpu_kernels`, of the same settings.
 
     Returns:
         `step` is the median over repeats of the ratio of median steps, `low` and `high` their range; `steady` says

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from nwor.settings import Settings
+from nwor.vllm.random_weights import FORMAT
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class EngineSpec:
     num_blocks: cache blocks, or 0 for as many as vLLM finds room for.
     kv_cache_memory: MiB of cache on each GPU, or 0 for what `gpu_memory_utilization` leaves. Given, vLLM measures
         nothing at start-up, so engines may start side by side.
-    load_format: ``auto``, or ``dummy`` for random weights of the model's shape.
+    load_format: ``auto``, or ``nwor_random`` for random weights of the model's shape (`nwor.vllm.random_weights`).
     gpu_memory_utilization: share of a GPU for each engine; the modes' engines are up at once.
     cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
     acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
@@ -100,7 +101,7 @@ class EngineSpec:
             "enforce_eager": self.enforce_eager,
             "enable_prefix_caching": self.prefix_caching,
             "load_format": self.load_format,
-            "skip_tokenizer_init": self.load_format == "dummy",
+            "skip_tokenizer_init": self.load_format == FORMAT,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "seed": self.seed,
             "disable_log_stats": False,
@@ -254,8 +255,12 @@ class Engine:
         """Let the mode serve again."""
         self._call("resume")
 
+    def capture_anew(self) -> None:
+        """Capture the graphs that a pause exchanges again; see `nwor.vllm.pause`."""
+        self._call("capture_anew")
+
     def metrics(self) -> dict[str, float]:
-        """The ``vllm:nwor_*`` and ``vllm:spec_decode_*`` values of ``LLM.get_metrics()``."""
+        """The ``vllm:nwor_*``, ``vllm:spec_decode_*`` and ``vllm:num_preemptions`` values of ``LLM.get_metrics()``."""
         return self._call("metrics")
 
     def close(self) -> None:
@@ -414,8 +419,13 @@ class _Served:
 
         self.llm.collective_rpc(resume)
 
+    def capture_anew(self) -> None:
+        from nwor.vllm.pause import capture_anew
+
+        self.llm.collective_rpc(capture_anew)
+
     def metrics(self) -> dict[str, float]:
-        wanted = ("vllm:nwor_", "vllm:spec_decode_")
+        wanted = ("vllm:nwor_", "vllm:spec_decode_", "vllm:num_preemptions")
         return {
             metric.name.removeprefix("vllm:"): metric.value
             for metric in self.llm.get_metrics()

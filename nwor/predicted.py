@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from nwor.attention_configs import slower_batches
 from nwor.breakeven import H200, MODELS, Chip, known_shape, pays_published, step_difference_us
 from nwor.results import Run
 from nwor.traffic import Shape, Window, served_traffic, step_traffic
@@ -41,7 +42,8 @@ def against_measured(
             there are such columns, hold over the model's own.
         shapes: caches by the name in column `model`, for models that `known_shape` does not know.
         attention: table `attention` of `nwor.attention_bench`, for `stage`: its attention kernel is another than
-            vanilla's, and with the time measured of both the prediction is of the whole step.
+            vanilla's, and with the time measured of both the prediction is of the whole step, or of vLLM's own where the
+            recorded tuning lets the batch stand aside.
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
@@ -94,8 +96,8 @@ def _with_attention(
     where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
 ) -> float:
     """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured between its
-    neighbours, and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there
-    is none."""
+    neighbours, and the price of opening and commit; 0 where the batch stands aside. Of the contexts measured, the one
+    nearest the prompt; NaN where there is none."""
     if attention is None:
         return math.nan
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
@@ -104,6 +106,12 @@ def _with_attention(
     rows = rows[(rows["batch"] == where["batch"]) & (rows["cache"] == cache) & (rows["k"] == where["k"])]
     if rows.empty or math.isnan(prompt):
         return math.nan
+    group = int(rows["heads"].iloc[0]) // shape.heads
+    aside = slower_batches(
+        int(where["batch"]), int(prompt), shape.heads, group, shape.head_size, shape.cache_bytes, int(where["k"]) + 1
+    )
+    if where["batch"] in aside:
+        return 0.0
     contexts = rows["context"].unique()
     nearest = min(contexts, key=lambda context: abs(math.log(context / max(1.0, prompt))))
     us = rows[rows["context"] == nearest].groupby("op")["value"].median()

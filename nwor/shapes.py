@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are a shape alone: a `config.json` for a target and its EAGLE head, to be run with dummy weights.
+"""Models that are a shape alone: a `config.json` for a target and its EAGLE head, to be run with random weights.
 
-A step's time depends on the shapes and not on what the weights say, and acceptance can be synthetic.
+A step's time depends on the shapes and hardly on what the weights say, and acceptance can be synthetic.
 """
 
 from pathlib import Path

@@ -2,6 +2,9 @@
 """The commands that measure on GPUs, and what is made of their tables: all but the measuring."""
 
 import importlib.util
+import itertools
+import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -37,6 +40,20 @@ def test_the_other_commands_are_of_their_modules(name, module):
     assert words[0] == module.__name__ or words[:2] == ["nwor", module.__name__.removeprefix("nwor.")]
 
 
+@pytest.mark.parametrize("name", [name for name in measure_gpu.STEPS if not name.endswith("cow")])
+def test_a_cache_of_steps_holds_every_load_but_the_largest(name, tmp_path, monkeypatch):
+    """N1: no point of the grid is left out but 64 prompts of 8k of 32 KV heads: 131 GiB in fp8."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    engine, plan, _ = bench.read(bench.parser().parse_args([*measure_gpu.MEASUREMENTS[name][2:], "--name", name]))
+    config = json.loads((Path(engine.model) / "config.json").read_text())
+    layers, heads = config["num_hidden_layers"] + 1, config["num_key_value_heads"]  # the drafter has one
+    position = 2 * layers * heads * 128 * (1 if engine.kv_cache_dtype == "fp8" else 2)
+    loads = plan.loads(engine.max_model_len, (engine.kv_cache_memory << 20) // position)
+    largest = [(8192, 64)] if heads == 32 else []
+    every = itertools.product(plan.random_prompts, plan.sizes)
+    assert sorted(set(every) - set(loads)) == largest
+
+
 def bench_table(mode_us: dict[str, float], kv_heads: int = 8) -> pd.DataFrame:
     """Two modes' steps and kernels, as a bench leaves them."""
     where = {"tp": 1, "kv_heads": kv_heads, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4, "engine": ""}
@@ -55,11 +72,21 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     for kv_heads, name in enumerate([*measure_gpu.STEPS, *measure_gpu.STEPS_OF_TWO]):
         frame = bench_table({"off": 600.0, "stage": 570.0}, kv_heads)
         results.write_table(measure_gpu.table(made, name), frame)
+        provenance = results.provenance({})
+        results.write_json(measure_gpu.table(made, name).with_suffix(".json"), {"provenance": provenance})
     results.write_table(measure_gpu.table(made, "audit"), bench_table({"off": 1.0}))
     missing = measure_gpu.record(made, recorded)
     assert missing == ["kernel_times", "attention", "gpu_acceptance", "gpu_audit", "gpu_audited_steps"]
-    assert sorted(path.stem for path in recorded.iterdir()) == ["gpu_kernels", "gpu_steps", "kv_write_share"]
-    found = {path.stem: pd.read_parquet(path) for path in recorded.iterdir()}
+    assert sorted(path.stem for path in recorded.iterdir()) == [
+        "gpu_kernels",
+        "gpu_runs",
+        "gpu_steps",
+        "kv_write_share",
+    ]
+    found = {path.stem: pd.read_parquet(path) for path in recorded.glob("*.parquet")}
+    runs = json.loads((recorded / "gpu_runs.json").read_text())
+    assert {run["name"] for run in runs} == measure_gpu.STEPS.keys() | measure_gpu.STEPS_OF_TWO.keys()
+    assert all(run["run_id"] == "gpu" and run["git"].keys() == {"commit", "clean"} for run in runs)
     assert set(found["gpu_steps"].metric) == {"step_ms"} and set(found["gpu_steps"].run_id) == {"gpu"}
     assert set(found["gpu_kernels"].kind) == {"KV write", "matmul"}
     assert found["kv_write_share"].value.tolist() == pytest.approx([0.01] * found["gpu_steps"].kv_heads.nunique())

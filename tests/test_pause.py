@@ -42,26 +42,44 @@ class Worker:
         return runner.nwor, [layer.nwor for layer in self.layers.values()], dict(runner.cudagraph_manager.graphs)
 
 
-@pytest.mark.parametrize(
-    ("mode", "replayed", "anew"), [("stage", True, True), ("stage", False, False), ("cow", True, False)]
+HOLD = pytest.mark.parametrize(
+    ("mode", "replayed", "hold"), [("stage", True, True), ("stage", False, False), ("cow", True, False)]
 )
-def test_graphs_that_hold_a_mode_are_captured_anew_once_without_it_and_once_with_it(mode, replayed, anew, monkeypatch):
+
+
+@HOLD
+def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode, replayed, hold, monkeypatch):
     worker = Worker(monkeypatch, mode, replayed)
-    serving = worker.state[:2]
+    serving = worker.state
     for _ in range(2):
         pause.pause(worker)
-        assert worker.state == (None, [None, None], {"a batch": "vanilla" if anew else "the start-up's"})
-        assert worker.model_runner.speculator == "drafter"
+        assert worker.state == (None, [None, None], {"a batch": "vanilla" if hold else "the start-up's"})
         pause.resume(worker)
-        assert worker.state == (*serving, {"a batch": "treated" if anew else "the start-up's"})
-        assert worker.model_runner.speculator == "drafter"
-    assert worker.captured == ([[None, None, None], [serving[0], *serving[1]]] if anew else []), (
-        "with all hooks, or none"
-    )
+        assert worker.state == serving
+    assert worker.captured == ([[None, None, None]] if hold else []) and worker.model_runner.speculator == "drafter"
+
+
+@HOLD
+def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, replayed, hold, monkeypatch):
+    """Where one capture put its buffers must not pass for what a mode takes or saves."""
+    worker = Worker(monkeypatch, mode, replayed)
+    manager, layers, _ = worker.state
+    pause.pause(worker)
+    with pytest.raises(RuntimeError, match="paused already"):
+        pause.capture_anew(worker)
+    pause.resume(worker)
+    vanilla = worker.model_runner.nwor_graphs.get("off")
+    worker.captured.clear()
+    pause.capture_anew(worker)
+    assert worker.state == (manager, layers, {"a batch": "treated" if hold else "the start-up's"})
+    assert worker.captured == ([[manager, *layers], [None, None, None]] if hold else [])
+    assert not hold or worker.model_runner.nwor_graphs["off"] is not vanilla
+    pause.pause(worker)
+    assert worker.state == (None, [None, None], {"a batch": "vanilla" if hold else "the start-up's"})
 
 
 def test_where_batches_may_stand_aside_vllms_own_graphs_are_captured_beside_the_modes(monkeypatch):
-    """N1: at the start-up, once; a pause then captures both anew, as it does for all."""
+    """N1: at the start-up, once; a pause has them to go by."""
     worker = Worker(monkeypatch, "stage")
     made, manager = worker.model_runner, worker.manager
     patched = runner_v2._make_capture(lambda self, **how: worker.capture() if made.nwor_graphs else None)
@@ -80,16 +98,18 @@ def test_where_batches_may_stand_aside_vllms_own_graphs_are_captured_beside_the_
         graphs.replay(made, mode)
         assert made.cudagraph_manager.graphs is made.nwor_graphs[mode]
     pause.pause(worker)
+    assert worker.state == (None, [None, None], {"a batch": "vanilla"})
     pause.resume(worker)
-    assert made.nwor_graphs == {"stage": {"a batch": "treated"}, "off": {"a batch": "vanilla"}}
+    assert worker.state == serving and worker.captured == [[None, None, None]]
 
 
 def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):
     worker = Worker(monkeypatch, "stage", v2=False)
     before = worker.state
-    with pytest.raises(RuntimeError, match="pause it under the V2 runner, or with enforce_eager"):
-        pause.pause(worker)
-    assert worker.state == before
+    for refused in (pause.pause, pause.capture_anew):
+        with pytest.raises(RuntimeError, match="pause it under the V2 runner, or with enforce_eager"):
+            refused(worker)
+    assert worker.state == before and not worker.captured
 
     worker = Worker(monkeypatch, "cow")
     worker.model_runner.nwor.num_requests = 1

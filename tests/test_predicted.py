@@ -48,7 +48,15 @@ def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours()
     times = {"nwor": 60.0, "flash": 70.0, "triton": 65.0, "write": 4.0, "empty": 3.0}
     shapes = {(32, 4, 512): 1.0, (32, 4, 4096): 10.0, (16, 4, 512): 100.0, (32, 16, 512): 1000.0}
     rows = [
-        {"op": op, "value": factor * us, "kv_heads": heads, "batch": batch, "context": context, "cache": "bf16"}
+        {
+            "op": op,
+            "value": factor * us,
+            "heads": 32,
+            "kv_heads": heads,
+            "batch": batch,
+            "context": context,
+            "cache": "bf16",
+        }
         for (heads, batch, context), factor in shapes.items()
         for op, us in times.items()
     ]
@@ -64,6 +72,20 @@ def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours()
     assert other == pytest.approx(1 + (-32 * 5 + 2 * 3.3 + commit) / 1500)
     for unknown in (staged.assign(k=4), staged.assign(batch=5), staged.assign(kv_cache_dtype="fp8"), bench(prompt=700)):
         assert predicted.against_measured(unknown, attention=attention)["with_attention"].isna().all()
+
+
+def test_a_batch_that_stands_aside_is_predicted_to_take_vanillas_time():
+    """N1: by the recorded tuning, from 4,120 positions on: fp8 cache, k=8, 4 requests on 8 KV heads of 4 query heads each."""
+    rows = [
+        {"op": op, "value": us, "heads": 32, "kv_heads": 8, "batch": 4, "context": context, "cache": "fp8", "k": 8}
+        for op, us in {"nwor": 60.0, "flash": 70.0}.items()
+        for context in (512, 8192)
+    ]
+    attention = pd.DataFrame(rows).assign(metric="between")
+    staged = bench(kv_heads=8, kv_cache_dtype="fp8").replace({"mode": {"cow": "stage"}}).assign(k=8)
+    for prompt, aside in ((4119, False), (4120, True)):
+        (found,) = predicted.against_measured(staged.assign(prompt=prompt), attention=attention)["with_attention"]
+        assert (found == 1) == aside
 
 
 def test_what_cannot_be_predicted_is_an_error():

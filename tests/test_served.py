@@ -21,6 +21,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
         use_ubatching=False,
+        enable_elastic_ep=False,
     )
     groups = [SimpleNamespace(layer_names=[*names, "draft"])]
     runner = SimpleNamespace(
@@ -63,6 +64,7 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
         ({"vllm_config__parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
         ({"vllm_config__parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
         ({"vllm_config__parallel_config__use_ubatching": True}, "micro-batches"),
+        ({"vllm_config__parallel_config__enable_elastic_ep": True}, "elastic expert parallelism"),
         ({"kv_cache_config": groups_of(["a"], ["b", "draft"])}, "a hybrid model: its target layers lie in 2 cache"),
         ({"kv_cache_config": groups_of(["a", "draft"])}, "a hybrid model"),
         ({"kv_cache_config": groups_of(["draft"])}, "a hybrid model: its target layers lie in 0 cache"),
@@ -143,6 +145,7 @@ MATRIX = {
         ({"kv_cache_config": groups_of([])}, {}),
     ],
     "micro-batches": [({PARALLEL + "use_ubatching": True}, {})],
+    "elastic expert parallelism": [({PARALLEL + "enable_elastic_ep": True}, {})],
     "fused rope and cache write, quantised attention output (GPU)": [
         (ON_A_GPU | {f"vllm_config__compilation_config__pass_config__{name}": True}, {}) for name in FUSED
     ],
@@ -202,10 +205,11 @@ def test_batches_that_stand_aside_are_told(monkeypatch):
     slower = {8: 4120, 9: 4120, 12: 1048}
     monkeypatch.setattr(gpu, "slower", lambda manager, layer, longest: slower if longest == 8192 else {})
     layers = [SimpleNamespace(kv_cache=torch.zeros(4, 2, 16, 64))]
-    for by_context, aside in ((True, slower), (False, {8: 0, 9: 0, 12: 0})):
+    by_batch = {8: 0, 9: 0, 12: 0}
+    for by_context, aside, where in ((True, slower, "from contexts of 1048 on"), (False, by_batch, "at every context")):
         manager, notice = runner.build_manager(made, "stage", layers, by_context)
         assert manager is not None and manager.aside == aside and not manager.emulate
-        assert f"3 batch sizes from 8 to 12 requests stand aside from contexts of {min(aside.values())} on" in notice
+        assert f"3 batch sizes from 8 to 12 requests stand aside {where}: " in notice
     config.model_config.max_model_len = 4096
     for mode in ("stage", "cow"):
         manager, notice = runner.build_manager(made, mode, layers, by_context=True)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from nwor import pair, paths
+from nwor import bench, pair, paths, shapes
 from nwor.bench import compare
 from nwor.engine import Engine, EngineSpec
 from nwor.settings import Settings
+from nwor.vllm.random_weights import FORMAT
 from tests import faults, request_kinds
 from tests.engines import PROMPTS, Engines, Outcome
 
@@ -79,6 +80,21 @@ def vanilla(engines, model):
 def treated(engines, model, mode: str, stack: str, fault=None, **more) -> Outcome:
     settings = Settings(mode=mode, audit=True, debug_sync=True)
     return engines.run(spec_of(model, stack, **more), settings, fault, logprobs=5)
+
+
+@pytest.mark.parametrize(("fault", "explained"), [(None, True), (faults.no_commit, False)])
+def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, explained):
+    """#24: with synthetic acceptance too, as steps are timed; under vLLM's own dummy weights no fault told."""
+    target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
+    more = {"load_format": FORMAT, "acceptance_length": 3.0, "enforce_eager": False}
+    spec = EngineSpec(str(target), str(head), num_blocks=96, kv_cache_memory=256, **more)
+    prompts = bench.random_prompts(bench.Plan(num_prompts=6, random_prompts=(100,)))
+    plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
+    settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
+    outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
+    assert not plain.error and not outcome.error, plain.error + outcome.error
+    parity = compare(plain.generation, outcome.generation, drafted=True)
+    assert parity.explained(GAPS["auto"]) == explained, parity
 
 
 @stacks
@@ -207,6 +223,7 @@ def test_batches_drafts_and_small_caches(engines, model, mode, more):
     assert not plain.error, plain.error
     outcome = treated(engines, model, mode, "v2 FA graphs", **more)
     assert not outcome.error, outcome.error
+    assert all((run.metrics["num_preemptions"] > 0) == ("num_blocks" in more) for run in (plain, outcome))
     assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
     assert outcome.metrics["nwor_scheduler_mismatches"] == 0
     parity = compare(plain.generation, outcome.generation)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nwor import pair
+from nwor import bench, pair, shapes
 from nwor.bench import compare
 from nwor.engine import Engine, EngineSpec
 from nwor.settings import Settings
+from nwor.vllm.random_weights import FORMAT
 from tests import faults, request_kinds
 from tests.engines import PROMPTS, Engines, Outcome
 
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 CACHES = [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"), ("bfloat16", "fp8_e5m2")]
 GAP = 0.25  # nats; near ties of the bf16 model below it may fall either way
+ROUNDING = 1e-4  # nats; a float32 sum in another order
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +80,41 @@ def test_vanilla_leaves_rejected_bytes_behind(vanilla, dtype, kv_cache_dtype):
     assert audit["unwritten_rows"] == 0
 
 
+@pytest.mark.parametrize(
+    ("fault", "explained"), [(None, True), (faults.blind_attention, False), (faults.no_commit, False)]
+)
+def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, explained):
+    """#24: under vLLM's own dummy weights both faults gave vanilla's tokens, request for request."""
+    target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
+    spec = EngineSpec(str(target), str(head), load_format=FORMAT, num_blocks=64)
+    prompts = bench.random_prompts(bench.Plan(num_prompts=6, random_prompts=(100,)))
+    plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
+    settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
+    outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
+    assert not plain.error and not outcome.error, plain.error + outcome.error
+    parity = compare(plain.generation, outcome.generation)
+    assert parity.explained(GAP) == explained, parity
+    assert explained or parity.equal == 0
+
+
 @pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES)
 def test_cow_is_exact(engines, model, vanilla, dtype, kv_cache_dtype):
     outcome = treated(engines, model, "cow", dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     assert not outcome.error, outcome.error
     assert outcome.tokens == vanilla(dtype, kv_cache_dtype).tokens
     assert_clean_and_counted(outcome, "cow")
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_requests_that_are_preempted_and_the_blocks_they_leave(engines, model, mode):
+    """#21: a cache too small for its batch takes blocks from requests in flight, which come back and write anew."""
+    spec = replace(spec_of(model), block_size=32, num_blocks=20)
+    plain = engines.run(spec, Settings())
+    outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True))
+    assert not plain.error and not outcome.error, plain.error + outcome.error
+    assert plain.metrics["num_preemptions"] > 0 and outcome.metrics["num_preemptions"] > 0
+    assert outcome.tokens == plain.tokens
+    assert_clean_and_counted(outcome, mode)
 
 
 @pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES)
@@ -252,7 +283,7 @@ def test_requests_of_every_kind(engines, model):
         outcome = engines.run(spec_of(model), settings, calls=calls)
         assert not outcome.error, outcome.error
         assert_clean_and_counted(outcome, mode)
-        request_kinds.assert_like(vanilla, outcome, mode, gap=0.0)
+        request_kinds.assert_like(vanilla, outcome, mode, gap=ROUNDING)
 
 
 def test_eagle3(engines, tmp_path):

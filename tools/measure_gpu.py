@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python tools/measure_gpu.py results/gpu`: measure on GPUs all that `data/recorded/` holds of one; `--record` keeps it.
+"""`python tools/measure_gpu.py results/gpu`: measure on GPUs what `data/recorded/` holds of them; `--record` keeps it.
+
+Not `gpu_cow`, an older run, nor what notebooks leave: `kernel_check` of 02, `gpu_claims` of 04.
 
 Each measurement is one command with a log of its own. One whose table is there already is skipped, so that an
 interrupted run goes on; one that fails does not stop the others, and the end fails. With fewer than two GPUs what needs
@@ -9,9 +11,11 @@ two is left out, and said. A bench of whole steps takes two to four minutes on a
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -33,20 +37,22 @@ def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
         *("--acceptance-length", "1.5" if k == 1 else "3", "--batch", "64", "--batches", "1,4,16,64"),
         *("--random-prompts", "512,2048,8192", "--num-prompts", "8", "--max-tokens", "96", "--max-model-len", "8448"),
         *("--max-num-batched-tokens", "8192", "--prefix-caching", "--no-enforce-eager", "--no-audit", "--paused"),
-        *("--cudagraph-capture-sizes", captured, "--repeats", "5"),
+        *("--cudagraph-capture-sizes", captured, "--repeats", "6"),
         *("--name", "{name}", "--run-dir", "{out}", *more),
     ]
 
 
 SHAPES = {"32": "llama-2-7b", "8": "llama-2-7b-8kv"}
 STEPS = {
-    **{f"steps-k8-{heads}": steps(shape, 8, "cow,stage", 36000, "--profile") for heads, shape in SHAPES.items()},
+    **{f"steps-k8-{heads}": steps(shape, 8, "stage", 72000, "--profile") for heads, shape in SHAPES.items()},
     **{
-        f"steps-k8-{heads}-fp8": steps(shape, 8, "stage", 80000, "--kv-cache-dtype", "fp8", "--profile")
+        f"steps-k8-{heads}-fp8": steps(shape, 8, "stage", 72000, "--kv-cache-dtype", "fp8", "--profile")
         for heads, shape in SHAPES.items()
     },
-    **{f"steps-k{k}-{heads}": steps(shape, k, "stage", 80000) for k in (1, 3) for heads, shape in SHAPES.items()},
+    **{f"steps-k8-{heads}-cow": steps(shape, 8, "cow", 36000, "--profile") for heads, shape in SHAPES.items()},
+    **{f"steps-k{k}-{heads}": steps(shape, k, "stage", 72000) for k in (1, 3) for heads, shape in SHAPES.items()},
 }
+"""72,000 MiB hold all but 64 prompts of 8k of 32 KV heads."""
 STEPS_OF_TWO = {
     f"steps-k8-{heads}-tp2": steps(shape, 8, "cow,stage", 36000, "--tp", "2", "--profile")
     for heads, shape in SHAPES.items()
@@ -97,6 +103,14 @@ def measure(directory: Path, only: list[str]) -> list[str]:
     return missing
 
 
+def made_by(directory: Path, name: str) -> dict[str, Any]:
+    """Of the bench `name`: when, from which commit, with what and on what."""
+    report = json.loads(table(directory, name).with_suffix(".json").read_text())["provenance"]
+    kept = {key: report[key] for key in ("time", "versions", "python", "gpu", "cpu")}
+    kept["git"] = {key: report["git"][key] for key in ("commit", "clean")}
+    return {"run_id": directory.name, "name": name, **kept}
+
+
 def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
     """Write the tables of `data/recorded/` that are whole; returns the names of those that are not."""
     made = {name: [name] for name in ALONE}
@@ -110,6 +124,9 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
             tables = endtoend.gpu_tables(read) if name == "gpu_steps" else {name: pd.concat(read, ignore_index=True)}
             for one, frame in tables.items():
                 results.write_table(recorded / f"{one}.parquet", frame)
+    benches = [part for name in kept if name not in ALONE for part in made[name]]
+    if benches:
+        results.write_json(recorded / "gpu_runs.json", [made_by(directory, part) for part in benches])
     if "kernel_times" in kept:
         counters = results.read_table("kernel_counters", directory / "kernel_times")
         results.write_table(recorded / "kernel_counters.parquet", counters)

@@ -2,7 +2,7 @@
 """`python tools/record.py results/<run>`: keep a run's small tables in `data/recorded/`, with where they came from.
 
 Copies the tables the paper figures and the README are made of, all claims and the first figure. The manifest keeps
-parameters, versions, git state, CPU, GPU and hashes, and leaves out commands and folders, which are of one machine.
+parameters, versions, git state, CPU, GPU and hashes, and leaves out commands, folders and the kernel's name, which are of one machine.
 """
 
 import shutil
@@ -23,7 +23,8 @@ def record(run: Path) -> None:
         results.write_table(paths.RECORDED / f"{name}.parquet", results.read_table(name, run))
     shutil.copy(run / "figures" / "reference_policies.png", paths.RECORDED)
     for entry in manifest["notebooks"].values():
-        entry["provenance"].pop("command", None)
+        for name in ("command", "platform"):
+            entry["provenance"].pop(name, None)
         entry["provenance"]["parameters"].pop("run_dir", None)
     results.write_json(paths.RECORDED / "manifest.json", manifest)
 

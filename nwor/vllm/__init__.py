@@ -24,9 +24,10 @@ def register() -> None:
         return
 
     from nwor import ops
-    from nwor.vllm import engine, metrics, patch, worker
+    from nwor.vllm import engine, metrics, patch, random_weights, worker
 
     patch.check_version()
+    random_weights.install()
     if settings.mode != "off":
         ops.load()
     worker.install(settings)

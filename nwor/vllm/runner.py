@@ -103,6 +103,8 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return "context parallelism"
     if mode == "stage" and parallel.use_ubatching:
         return "micro-batches: stage's attention takes a batch whole"
+    if mode == "stage" and parallel.enable_elastic_ep:
+        return "elastic expert parallelism: it gives up graphs that hold the mode"
     if any(getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers.values()):
         return "layers that share another layer's KV cache"
     names = [set(spec.layer_names) for spec in runner.kv_cache_config.kv_cache_groups]
@@ -151,9 +153,10 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
             manager.attention = gpu.workspace(manager, layers[0])
             if aside := gpu.slower(manager, layers[0], config.model_config.max_model_len):
                 manager.aside = aside if by_context else dict.fromkeys(aside, 0)
+                where = f"from contexts of {min(aside.values())} on" if by_context else "at every context"
                 notice = (
-                    f"{len(aside)} batch sizes from {min(aside)} to {max(aside)} requests stand aside from contexts of "
-                    f"{min(manager.aside.values())} on: by the recorded tuning vLLM's own attention is faster there"
+                    f"{len(aside)} batch sizes from {min(aside)} to {max(aside)} requests stand aside {where}: "
+                    "by the recorded tuning vLLM's own attention is faster there"
                 )
     except torch.cuda.OutOfMemoryError as error:
         needed = layout.num_layers * layout.slot_bytes * max_requests * rows_held(mode, max_drafts, layout.block_size)
