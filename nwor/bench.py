@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m nwor bench`: run engines of several modes side by side on the same prompts and write what they did.
 
-Every mode's engine is up at once and they take turns within each repeat, in an order that is turned round from one to the
-next, so that a slow minute of the machine hits all of them alike. Parity comes first: a mode whose tokens are neither the baseline's nor explained gets no step time.
+Every mode's engine is up at once and they take turns within each repeat, in an order that is turned round from one to
+the next, so that a slow minute of the machine hits all of them alike. Parity comes first: a mode whose tokens are
+neither the baseline's nor explained gets no step time.
 """
 
 import argparse
@@ -18,8 +19,9 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from nwor import pair, paths, results, shapes
+from nwor import clocks, pair, paths, results, shapes
 from nwor.engine import Engine, EngineSpec, Generation, on_cpu
+from nwor.parity import Parity, compare
 from nwor.settings import MODES, Settings
 from nwor.vllm.random_weights import FORMAT
 
@@ -128,60 +130,6 @@ class Plan:
             raise ValueError("repeats must be at least 0, num_prompts, batches and random_prompts at least 1")
 
 
-@dataclass(frozen=True)
-class Parity:
-    """How one mode's greedy tokens compare with the baseline's, request for request.
-
-    equal, requests: requests with the same tokens, and all requests.
-    largest_gap: over the first differing token of each other request, the largest gap in nats between the baseline's
-        log-probability of its own token and of the one chosen instead; infinite where that is not among its best.
-    largest_shift: over all places up to that one, the largest difference in nats between the log-probabilities that both
-        give to the baseline's best token; infinite where it is not among the other's best.
-    """
-
-    equal: int
-    requests: int
-    largest_gap: float
-    largest_shift: float = 0.0
-
-    def explained(self, bound: float) -> bool:
-        return max(self.largest_gap, self.largest_shift) <= bound
-
-    def worst(self, other: "Parity") -> "Parity":
-        """Of two comparisons, whichever is worse in each respect."""
-        return Parity(
-            min(self.equal, other.equal),
-            self.requests,
-            max(self.largest_gap, other.largest_gap),
-            max(self.largest_shift, other.largest_shift),
-        )
-
-
-def compare(baseline: Generation, other: Generation, drafted: bool = False) -> Parity:
-    """Compare tokens; `baseline` must carry `top_logprobs` for gaps of differing tokens to be known.
-
-    drafted: tokens may be the drafter's, whatever the target says (synthetic acceptance): a differing one that is not
-        among the baseline's best has no gap. What the target says is compared all the same, up to that token.
-    """
-    equal, gaps, shifts = 0, [0.0], [0.0]
-    for index, (ours, theirs) in enumerate(zip(baseline.tokens, other.tokens, strict=True)):
-        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        if baseline.top_logprobs and other.top_logprobs:
-            both = zip(baseline.top_logprobs[index], other.top_logprobs[index], strict=False)
-            for best, beside in itertools.islice(both, None if place is None else place + 1):
-                first = max(best, key=best.__getitem__)
-                shifts.append(abs(best[first] - beside.get(first, math.inf)))
-        if ours == theirs:
-            equal += 1
-            continue
-        best = baseline.top_logprobs[index][place] if place is not None and baseline.top_logprobs else {}
-        if place is not None and theirs[place] in best and ours[place] in best:
-            gaps.append(best[ours[place]] - best[theirs[place]])
-        elif not drafted:
-            gaps.append(math.inf)
-    return Parity(equal, len(baseline.tokens), max(gaps), max(shifts))
-
-
 def run(
     spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -195,89 +143,114 @@ def run(
     """
     if plan.profile and on_cpu():
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
+    rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
-        for mode, engine in engines.items():
-            engine.wait()
-            require_served(mode, engine.report())
-        baseline, turns = plan.turns[0].name, [(turn, engines[turn.engine]) for turn in plan.turns]
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        tokens = given + (engines[plan.modes[0]].encode(texts) if texts else [])
-        longest = spec.max_model_len - plan.max_tokens
-        batch = [prompt[:longest] for prompt in (tokens * plan.most_prompts)[: plan.most_prompts]]
-        loads = plan.loads(longest, min(engine.capacity() for engine in engines.values()))
-        shortest = min(plan.random_prompts, default=longest)
-
-        rows: list[dict[str, Any]] = []
-        # One mode alone has nothing to be compared with: a short pass warms it up.
-        alone = len(turns) == 1 and not plan.audit
-        few = [prompt[:shortest] for prompt in batch[: 2 if alone else plan.num_prompts]]
-        first_pass = (few, 8) if alone else (few, plan.max_tokens, 0.0, 0, 5)
-        for engine in engines.values() if spec.prefix_caching else ():
-            engine.generate(few, 1)  # every pass that is judged finds the prompts cached: sums are as in the others
-        warm: dict[str, Generation] = {}
-        for turn, engine in sorted(turns, key=lambda pair: pair[0].paused):  # an audit is over before its mode pauses
-            with turn.on(engine):
-                if turn.paused:
-                    require_served("off", engine.report(), turn.engine)
-                warm[turn.name] = engine.generate(*first_pass)
-            engine.stop_audit()
-        drafted = spec.acceptance_length > 0
-        parity = {turn.name: compare(warm[baseline], warm[turn.name], drafted) for turn, _ in turns}
+        session = Session(stack, spec, plan, prompts)
+        session.judge()
         for temperature, repeat in itertools.product(plan.temperatures, range(plan.repeats)):
-            for turn, engine in turns:
-                if turn.paused:  # where a capture puts its buffers must not pass for the mode's doing
-                    engine.capture_anew()
-            for turn, engine in turns if plan.paused else ():  # graphs that are timed are held to parity, each of them
-                with turn.on(engine):
-                    warm[turn.name] = engine.generate(*first_pass)
-                found = compare(warm[baseline], warm[turn.name], drafted)
-                parity[turn.name] = parity[turn.name].worst(found)
-            for length, size in loads:
-                cut = [prompt[:length] for prompt in batch[:size]]
-                if spec.prefix_caching:  # else the first turn alone finds no prompt cached, and the chip cool
-                    for engine in engines.values():
-                        engine.generate(cut, plan.max_tokens)
-                load = {"repeat": repeat, "temperature": temperature, "batch": min(size, spec.batch)}
-                load |= {"prompt": length} if plan.random_prompts else {}
-                for turn, engine in turns[:: -1 if repeat % 2 else 1]:
-                    with turn.on(engine):
-                        generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
-                    rows += [{**turn.columns, **load, **row} for row in measured(generation)]
-        reports = {mode: engine.report() for mode, engine in engines.items()}
-        metrics = {mode: engine.metrics() for mode, engine in engines.items()}
-        profiled = ""
-        if plan.profile:
-            try:
-                cut = [prompt[:shortest] for prompt in batch]
-                profiled_rows = profile(turns, plan.sizes, cut, plan.max_tokens)
-                rows += [row | ({"prompt": shortest} if plan.random_prompts else {}) for row in profiled_rows]
-            except RuntimeError as error:  # a probe that fails must not cost the run its times
-                profiled = str(error)
-    for turn, _ in turns:
+            if plan.paused:  # where a capture puts its buffers must not pass for the mode's doing
+                session.capture_anew()
+                session.judge()
+            rows += session.timed(temperature, repeat)
+        reports = {mode: engine.report() for mode, engine in session.engines.items()}
+        metrics = {mode: engine.metrics() for mode, engine in session.engines.items()}
+        failed = ""
+        try:
+            rows += session.profiled() if plan.profile else []
+        except RuntimeError as error:  # a probe that fails must not cost the run its times
+            failed = str(error)
+    for turn in plan.turns:
         ranks = [] if turn.paused else reports[turn.engine]
-        rows += [{**turn.columns, "batch": spec.batch, **row} for row in judged(parity[turn.name], ranks)]
+        rows += [{**turn.columns, "batch": spec.batch, **row} for row in judged(session.parity[turn.name], ranks)]
     report = {
         "ranks": reports,
         "metrics": metrics,
-        "parity": {name: asdict(found) for name, found in parity.items()},
-        "answers": {turn.engine: warm[turn.name].text[:4] for turn, _ in turns if not turn.paused},
-        "profile_failed": profiled,
+        "parity": {name: asdict(found) for name, found in session.parity.items()},
+        "answers": {turn.engine: session.given[turn.name].text[:4] for turn in plan.turns if not turn.paused},
+        "profile_failed": failed,
     }
     return rows, report
 
 
-def profile(
-    turns: Sequence[tuple[Turn, Engine]], sizes: Sequence[int], prompts: Sequence[list[int]], max_tokens: int
-) -> list[dict[str, Any]]:
-    """Rows `kernel_us` of every turn and batch: GPU microseconds of a decode step by kind of kernel."""
-    rows: list[dict[str, Any]] = []
-    for size, (turn, engine) in itertools.product(sizes, turns):
-        with turn.on(engine):
-            found = kernel_rows(*engine.kernel_times(prompts[:size], max_tokens))
-        rows += [{**turn.columns, "batch": min(size, engine.spec.batch), "unit": "us", **row} for row in found]
-    return rows
+class Session:
+    """The engines of a plan, all up, and the prompts that they take turns with.
+
+    parity: by turn, the worst of all passes judged so far. given: what the last of them gave.
+    """
+
+    def __init__(self, stack: ExitStack, spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> None:
+        self.spec, self.plan = spec, plan
+        self.engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
+        for mode, engine in self.engines.items():
+            engine.wait()
+            require_served(mode, engine.report())
+        self.turns = [(turn, self.engines[turn.engine]) for turn in plan.turns]
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        tokens = given + (self.engines[plan.modes[0]].encode(texts) if texts else [])
+        longest = spec.max_model_len - plan.max_tokens
+        self.prompts = [prompt[:longest] for prompt in (tokens * plan.most_prompts)[: plan.most_prompts]]
+        self.loads = plan.loads(longest, min(engine.capacity() for engine in self.engines.values()))
+        self.shortest = min(plan.random_prompts, default=longest)
+        self.parity: dict[str, Parity] = {}
+        self.given: dict[str, Generation] = {}
+
+    def judge(self) -> None:
+        """A greedy pass of every turn, compared with the baseline's; an audit, if there is one, ends with the first."""
+        # One mode alone has nothing to be compared with: a short pass warms it up.
+        alone = len(self.turns) == 1 and not self.plan.audit
+        few = [prompt[: self.shortest] for prompt in self.prompts[: 2 if alone else self.plan.num_prompts]]
+        if self.spec.prefix_caching and not self.given:
+            for engine in self.engines.values():
+                engine.generate(few, 1)  # every pass that is judged finds the prompts cached: sums are as in the others
+        max_tokens, logprobs = (8, 0) if alone else (self.plan.max_tokens, 5)
+        served_first = sorted(self.turns, key=lambda pair: pair[0].paused)  # an audit is over before its mode pauses
+        for turn, engine in served_first:
+            with turn.on(engine):
+                if turn.paused:
+                    require_served("off", engine.report(), turn.engine)
+                self.given[turn.name] = engine.generate(few, max_tokens, logprobs=logprobs)
+            engine.stop_audit()
+        baseline = self.given[self.turns[0][0].name]
+        for turn in self.plan.turns:
+            found = compare(baseline, self.given[turn.name], drafted=self.spec.acceptance_length > 0)
+            self.parity[turn.name] = found.worst(self.parity.get(turn.name, found))
+
+    def capture_anew(self) -> None:
+        """New graphs for every engine whose mode pauses."""
+        for turn, engine in self.turns:
+            if turn.paused:
+                engine.capture_anew()
+
+    def timed(self, temperature: float, repeat: int) -> list[dict[str, Any]]:
+        """Rows of one repeat: every load, by every turn."""
+        rows: list[dict[str, Any]] = []
+        plan = self.plan
+        for length, size in self.loads:
+            cut = [prompt[:length] for prompt in self.prompts[:size]]
+            if self.spec.prefix_caching:  # else the first turn alone finds no prompt cached, and the chip cool
+                for engine in self.engines.values():
+                    engine.generate(cut, plan.max_tokens)
+            load = {"repeat": repeat, "temperature": temperature, "batch": min(size, self.spec.batch)}
+            load |= {"prompt": length} if plan.random_prompts else {}
+            for turn, engine in self.turns[:: -1 if repeat % 2 else 1]:
+                with turn.on(engine), clocks.watched(0 if on_cpu() else self.spec.tp) as seen:
+                    generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
+                rows += [{**turn.columns, **load, **row} for row in [*measured(generation), *seen]]
+        return rows
+
+    def profiled(self) -> list[dict[str, Any]]:
+        """Rows `kernel_us` of every turn and batch: GPU microseconds of a decode step by kind of kernel."""
+        rows: list[dict[str, Any]] = []
+        for size, (turn, engine) in itertools.product(self.plan.sizes, self.turns):
+            cut = [prompt[: self.shortest] for prompt in self.prompts[:size]]
+            load = {"batch": min(size, self.spec.batch)} | (
+                {"prompt": self.shortest} if self.plan.random_prompts else {}
+            )
+            with turn.on(engine):
+                found = kernel_rows(*engine.kernel_times(cut, self.plan.max_tokens))
+            rows += [{**turn.columns, **load, "unit": "us", **row} for row in found]
+        return rows
 
 
 def settings_of(mode: str, audit: bool) -> Settings:
@@ -377,6 +350,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
                 *(total(metric, part) for metric in ("largest_gap", "largest_shift")),
             )
             steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
+            clock = here.loc[here.metric == "sm_clock", "value"]
             good = parity.explained(plan.logit_gap)
             base = bases.setdefault(turn.columns["engine"], steps.median())
             line = {name: int(value) for name, value in found.items()}
@@ -391,6 +365,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
                     "step_ms": steps.median() if good else math.nan,
                     "spread_ms": steps.max() - steps.min() if good else math.nan,
                     "ratio": steps.median() / base if good else math.nan,
+                    **({"clock_mhz": clock.median()} if len(clock) else {}),
                 }
             )
     return pd.DataFrame(lines)

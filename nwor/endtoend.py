@@ -8,7 +8,8 @@ import pandas as pd
 from transformers import AutoConfig
 
 from nwor.acceptance import same_share
-from nwor.bench import Parity, Plan, from_options, summary
+from nwor.bench import Plan, from_options, summary
+from nwor.parity import Parity
 from nwor.predicted import steady
 from nwor.results import Run, tidy
 from nwor.traffic import Shape

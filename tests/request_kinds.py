@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nwor.acceptance import mean_accepted
-from nwor.bench import compare
+from nwor.parity import compare
 from tests.engines import Outcome
 
 SCHEMA = {

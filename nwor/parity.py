@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine says what the baseline says: tokens, and where they differ how nearly it was a tie."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from nwor.engine import Generation
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How one mode's greedy tokens compare with the baseline's, request for request.
+
+    equal, requests: requests with the same tokens, and all requests.
+    largest_gap: over the first differing token of each other request, the largest gap in nats between the baseline's
+        log-probability of its own token and of the one chosen instead; infinite where that is not among its best.
+    largest_shift: over all places up to that one, the largest difference in nats between the log-probabilities that
+        both give to the baseline's best token; infinite where it is not among the other's best.
+    """
+
+    equal: int
+    requests: int
+    largest_gap: float
+    largest_shift: float = 0.0
+
+    def explained(self, bound: float) -> bool:
+        return max(self.largest_gap, self.largest_shift) <= bound
+
+    def worst(self, other: "Parity") -> "Parity":
+        """Of two comparisons, whichever is worse in each respect."""
+        return Parity(
+            min(self.equal, other.equal),
+            self.requests,
+            max(self.largest_gap, other.largest_gap),
+            max(self.largest_shift, other.largest_shift),
+        )
+
+
+def compare(baseline: Generation, other: Generation, drafted: bool = False) -> Parity:
+    """Compare tokens; `baseline` must carry `top_logprobs` for gaps of differing tokens to be known.
+
+    drafted: tokens may be the drafter's, whatever the target says (synthetic acceptance): a differing one that is not
+        among the baseline's best has no gap. What the target says is compared all the same, up to that token.
+    """
+    equal, gaps, shifts = 0, [0.0], [0.0]
+    for index, (ours, theirs) in enumerate(zip(baseline.tokens, other.tokens, strict=True)):
+        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if baseline.top_logprobs and other.top_logprobs:
+            both = zip(baseline.top_logprobs[index], other.top_logprobs[index], strict=False)
+            for best, beside in itertools.islice(both, None if place is None else place + 1):
+                first = max(best, key=best.__getitem__)
+                shifts.append(abs(best[first] - beside.get(first, math.inf)))
+        if ours == theirs:
+            equal += 1
+            continue
+        best = baseline.top_logprobs[index][place] if place is not None and baseline.top_logprobs else {}
+        if place is not None and theirs[place] in best and ours[place] in best:
+            gaps.append(best[ours[place]] - best[theirs[place]])
+        elif not drafted:
+            gaps.append(math.inf)
+    return Parity(equal, len(baseline.tokens), max(gaps), max(shifts))

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as saying the same as the baseline (#24)."""
+
+import math
+
+import pytest
+
+from nwor.engine import Generation
+from nwor.parity import Parity, compare
+
+
+def said(tokens: list[int], *best: dict[int, float]) -> Generation:
+    """One request's tokens, and of each the log-probabilities of the best."""
+    return Generation([tokens], [""], [], {}, [], [list(best)])
+
+
+SURE, TIE = {7: -0.1, 8: -3.0}, {1: -0.70, 2: -0.75}
+
+
+@pytest.mark.parametrize(
+    ("other", "drafted", "parity"),
+    [
+        (said([7, 1], SURE, TIE), False, (1, 0.0, 0.0)),
+        (said([7, 2], SURE, {2: -0.70, 1: -0.74}), False, (0, 0.05, 0.04)),
+        (said([7, 9], SURE, TIE | {9: -9.0}), False, (0, math.inf, 0.0)),
+        (said([7, 9], SURE, TIE | {9: -9.0}), True, (0, 0.0, 0.0)),
+        (said([7, 1], {7: -0.4, 8: -1.0}, TIE), False, (1, 0.0, 0.3)),
+        (said([7, 1], {8: -0.1, 3: -3.0}, TIE), True, (1, 0.0, math.inf)),
+        (said([8, 1], {7: -0.1, 8: -0.2}, {5: 0.0}), True, (0, 2.9, 0.0)),
+    ],
+    ids=[
+        "equal",
+        "a near tie",
+        "another token",
+        "a draft's token",
+        "a shift",
+        "another distribution",
+        "and none after",
+    ],
+)
+def test_parity_is_of_tokens_and_of_what_the_target_says(other, drafted, parity):
+    """Up to the first token that differs; where tokens may be the drafter's the target's log-probabilities still tell."""
+    found = compare(said([7, 1], SURE, TIE), other, drafted)
+    assert (found.equal, found.largest_gap, found.largest_shift) == pytest.approx(parity)
+    assert found.explained(0.25) == (max(parity[1:]) <= 0.25)
+
+
+def test_of_two_comparisons_the_worse_is_kept():
+    good, bad = Parity(8, 8, 0.1, 0.3), Parity(7, 8, 0.2, 0.0)
+    assert good.worst(bad) == bad.worst(good) == Parity(7, 8, 0.2, 0.3)
