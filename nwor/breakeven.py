@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -97,33 +97,6 @@ def step_table(shape: Shape, window: Window) -> pd.DataFrame:
 
 
 # -- where a mode pays -------------------------------------------------------------------------------------------------
-
-
-def break_even_launch_us(mode: str, shape: Shape, window: Window, chip: Chip = H200, *, fused: bool = False) -> float:
-    """The cost of a launch, in microseconds, above which `mode` pays at the chip's bandwidth.
-
-    0 means whatever a launch costs; `math.inf` that there is no such cost, since `mode` launches no less.
-    """
-    moved = step_difference(mode, shape, window, fused=fused)
-    bytes_us = chip.us(replace(moved, launches=0))
-    if moved.launches >= 0:
-        return 0.0 if bytes_us < 0 and not moved.launches else math.inf
-    return max(0.0, bytes_us / -moved.launches)
-
-
-def break_even_share(
-    mode: str, shape: Shape, batch: int, k: int, chip: Chip = H200, *, fused: bool = False
-) -> float | None:
-    """The largest share of drafts accepted at which a step in `mode` is no slower than vanilla's; None: at no share.
-
-    The difference is linear in the rows kept, so it is known from no draft and from every draft accepted.
-    """
-    none, every = (
-        step_difference_us(mode, shape, Window.expected(batch, [share] * k), chip, fused=fused) for share in (0.0, 1.0)
-    )
-    if every <= 0:
-        return 1.0
-    return none / (none - every) if none <= 0 else None
 
 
 def paying_batches(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An operator of `nwor.ops` and its plain Python on equal memory.
 
-`check(operator, *args)` runs both and compares all of it: each byte of each storage that the arguments lie in, whether it
-was to be written or not.
+Each byte of each storage that the arguments lie in is compared, whether it was to be written or not.
 """
 
 from collections.abc import Sequence
@@ -53,23 +52,3 @@ def run_both(operator: str, *args: Any, given: Sequence[Any] | None = None) -> T
     getattr(ops_reference, operator)(*expected, device=device)
     getattr(ops, operator)(*(args if given is None else given))
     return twins
-
-
-def check(operator: str, *args: Any) -> None:
-    """Run an operator and its reference on equal memory and compare every byte."""
-    run_both(operator, *args).assert_equal(operator)
-
-
-def check_refused(operator: str, args: Sequence[Any], message: str) -> None:
-    """The operator raises a RuntimeError with `message` in it and has changed no byte."""
-    twins = Twins()
-    for arg in args:
-        twins(arg)
-    try:
-        getattr(ops, operator)(*args)
-    except RuntimeError as error:
-        if message not in str(error):
-            raise AssertionError(f"{operator} says {error}, not {message!r}") from error
-    else:
-        raise AssertionError(f"{operator} took it; expected an error with {message!r}")
-    twins.assert_equal(operator)

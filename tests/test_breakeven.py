@@ -43,29 +43,6 @@ def test_a_step_by_hand():
     assert (fused.launches, fused.read + fused.written) == (2, 32 * (2 * 3 - 4.5) * 16384)
 
 
-@given(**some)
-def test_the_break_even_launch_is_where_the_price_changes_sign(mode, k, acceptance, batch, fused):
-    window = Window.expected(batch, survival_of(acceptance, k))
-    threshold = breakeven.break_even_launch_us(mode, LLAMA_7B, window, fused=fused)
-    launches = step_difference(mode, LLAMA_7B, window, fused=fused).launches
-    assert (launches < 0) == (threshold < math.inf) == (mode == "stage" and not fused)
-    if 0 < threshold < math.inf:
-        dearer, cheaper = (Chip("x", share * threshold, H200.copy_bytes_per_s) for share in (1.01, 0.99))
-        assert (
-            step_difference_us(mode, LLAMA_7B, window, dearer) < 0 < step_difference_us(mode, LLAMA_7B, window, cheaper)
-        )
-
-
-@given(**{name: some[name] for name in ("mode", "k", "batch", "fused")}, share=st.floats(0, 1))
-def test_the_break_even_share_is_where_the_price_changes_sign(mode, k, batch, fused, share):
-    most = breakeven.break_even_share(mode, LLAMA_7B, batch, k, fused=fused)
-    us = step_difference_us(mode, LLAMA_7B, Window.expected(batch, [share] * k), fused=fused)
-    if most is None:
-        assert us > 0
-    elif not math.isclose(share, most, abs_tol=1e-6):
-        assert (us < 0) == (share < most)
-
-
 @given(**{name: some[name] for name in ("mode", "k", "acceptance", "fused")})
 def test_the_paying_batches_are_those_that_pay(mode, k, acceptance, fused):
     survival = survival_of(acceptance, k)

@@ -23,7 +23,8 @@ from nwor.ops_inputs import (
     make_vectors,
     poison,
 )
-from nwor.ops_twins import Twins, check
+from nwor.ops_twins import Twins
+from tests.operators import check
 
 pytestmark = each_device
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from nwor import ops
 from nwor.ops_inputs import Pool, make_window, poison
-from nwor.ops_twins import Twins, check
+from nwor.ops_twins import Twins
+from tests.operators import check
 
 pytestmark = each_device
 

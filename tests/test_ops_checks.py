@@ -10,7 +10,7 @@ from wrong_inputs import Arguments, Change, put
 
 from nwor import ops
 from nwor.ops_inputs import Pool, make_batch, make_cache, make_staging, make_targets, make_vectors
-from nwor.ops_twins import check_refused
+from tests.operators import check_refused
 
 
 def layerwise(device: str) -> Arguments:

@@ -20,7 +20,8 @@ from nwor.ops_inputs import (
     make_window,
     poison,
 )
-from nwor.ops_twins import Twins, check
+from nwor.ops_twins import Twins
+from tests.operators import check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

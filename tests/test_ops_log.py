@@ -7,7 +7,7 @@ from devices import each_device
 from wrong_inputs import Arguments, Change, put
 
 from nwor.ops_inputs import Pool, poison
-from nwor.ops_twins import check, check_refused
+from tests.operators import check, check_refused
 
 pytestmark = each_device
 

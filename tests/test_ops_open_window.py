@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nwor.ops_inputs import make_batch, make_targets
-from nwor.ops_twins import check
+from tests.operators import check
 
 pytestmark = each_device
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from nwor.llama import EagleHead, LlamaConfig, LlamaTarget, load_weights
-from nwor.pair import ARCHITECTURES, load_pair, load_prompts, main, random_eagle3, random_pair, write_biased_copy
+from nwor.pair import ARCHITECTURES, load_pair, load_prompts, main, random_pair
 from nwor.paths import DATA, PAIR_EAGLE, PAIR_TARGET, PROMPTS, ROOT
 from nwor.train import (
     BLOCKS,
@@ -31,6 +31,7 @@ from nwor.train import (
     train_tokenizer,
     unroll,
 )
+from tests.checkpoints import random_eagle3, write_biased_copy
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 SMALL = LlamaConfig(

@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer
 
 from nwor import bench, pair, paths, shapes
-from nwor.bench import compare
 from nwor.engine import Engine, EngineSpec
+from nwor.parity import compare
 from nwor.settings import Settings
 from nwor.vllm.random_weights import FORMAT
-from tests import faults, request_kinds
+from tests import checkpoints, faults, request_kinds
 from tests.engines import PROMPTS, Engines, Outcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -253,7 +253,7 @@ def test_requests_of_every_kind(engines):
 
 def test_eagle3(engines, model, tmp_path):
     """R25: hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
-    head = pair.random_eagle3(tmp_path, model / "target", draft_vocab_size=288)
+    head = checkpoints.random_eagle3(tmp_path, model / "target", draft_vocab_size=288)
     spec = replace(spec_of(model, "v2 FA graphs"), draft=str(head), method="eagle3")
     vanilla = engines.run(spec, Settings(), logprobs=5)
     assert not vanilla.error, vanilla.error
@@ -359,7 +359,7 @@ def test_a_biased_head_loads(engines, model, vanilla, tmp_path):
     accepted = []
     for bias in (torch.zeros(128), 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))):
         folder = tmp_path / str(len(accepted))
-        pair.write_biased_copy(model / "eagle", folder, bias)
+        checkpoints.write_biased_copy(model / "eagle", folder, bias)
         spec = replace(spec_of(model), draft=str(folder))
         outcome = engines.run(spec, Settings(mode="cow", audit=True))
         assert not outcome.error, outcome.error

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nwor import bench, pair, shapes
-from nwor.bench import compare
 from nwor.engine import Engine, EngineSpec
+from nwor.parity import compare
 from nwor.settings import Settings
 from nwor.vllm.random_weights import FORMAT
-from tests import faults, request_kinds
+from tests import checkpoints, faults, request_kinds
 from tests.engines import PROMPTS, Engines, Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -289,7 +289,7 @@ def test_requests_of_every_kind(engines, model):
 def test_eagle3(engines, tmp_path):
     """R25: hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
     target, _ = pair.random_pair(tmp_path, noise=0.3, head_dim=64)
-    head = pair.random_eagle3(tmp_path / "eagle3", target, draft_vocab_size=288)
+    head = checkpoints.random_eagle3(tmp_path / "eagle3", target, draft_vocab_size=288)
     spec = replace(spec_of(tmp_path), draft=str(head), method="eagle3")
     vanilla = engines.run(spec, Settings())
     assert not vanilla.error, vanilla.error
@@ -350,7 +350,7 @@ class TestFcBias:
 
     @staticmethod
     def spec(model: Path, folder: Path, bias: torch.Tensor) -> EngineSpec:
-        pair.write_biased_copy(model / "eagle", folder / "eagle", bias)
+        checkpoints.write_biased_copy(model / "eagle", folder / "eagle", bias)
         return replace(spec_of(model), draft=str(folder / "eagle"))
 
 
