@@ -193,7 +193,8 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
 
 
 def predict_rejected(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return columns `temperature`, `k`, `value`: the rejected share of 1 + k rows that survival at the longest k implies.
+    """Return columns `temperature`, `k`, `value`: the rejected share of 1 + k rows that survival at the
+    longest k implies.
 
     Of k drafts, the sum of the survival of positions 0 .. k-1 is accepted; the last sampled token's row is kept.
     """
@@ -262,7 +263,8 @@ def calibration(table: pd.DataFrame, model: str, dataset: str, published: pd.Dat
 
 
 def calibrated(beside: pd.DataFrame) -> list[tuple[str, object, object, bool]]:
-    """What vLLM's own test asks of `calibration`'s rows, as `checks`: a length within 5 %, survival no more than 5 % less."""
+    """What vLLM's own test asks of `calibration`'s rows, as `checks`:
+    a length within 5 %, survival no more than 5 % less."""
     return [
         (
             f"{row.metric.replace('_', ' ')} at k={row.k:.0f}"

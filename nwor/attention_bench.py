@@ -4,10 +4,10 @@
     python -m nwor.attention_bench --out results/attention
     python -m nwor.attention_bench --sweep data/attention/h200.json
 
-Each sample is one replay of a CUDA graph after a read of 256 MiB, as a layer's weights are read before its attention; what
-is compared is sampled in turns. Every request has k + 1 rows (a token and k drafts) behind `context` positions in pages
-of 16 slots, at random places of the cache. What a sample has to do is the same for all: read the prefix, attend, and
-leave the rows stored.
+Each sample is one replay of a CUDA graph after a read of 256 MiB, as a layer's weights are read before its attention;
+what is compared is sampled in turns. Every request has k + 1 rows (a token and k drafts) behind `context` positions in
+pages of 16 slots, at random places of the cache. What a sample has to do is the same for all: read the prefix, attend,
+and leave the rows stored.
 
     nwor             `nwor.gpu_attention`, rows to staging, the tuned configuration; one launch
     flash            `reshape_and_cache_flash`, then FlashAttention 3 as vLLM calls it in a full graph: a schedule made
@@ -17,9 +17,9 @@ leave the rows stored.
     write            `reshape_and_cache_flash` alone
     empty            one kernel of one thread that does nothing
 
-Metric `between` is what a layer takes between its neighbours: projection, rope, this, output projection, eight layers with
-weights of their own in one graph, whose replay is divided by eight; `none` is the same without it. There the new rows
-lie in the L2 cache, and each launch waits for the kernel before.
+Metric `between` is what a layer takes between its neighbours: projection, rope, this, output projection, eight layers
+with weights of their own in one graph, whose replay is divided by eight; `none` is the same without it. There the new
+rows lie in the L2 cache, and each launch waits for the kernel before.
 """
 
 from __future__ import annotations

@@ -58,15 +58,17 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
 
 
 def errors(times: pd.DataFrame) -> pd.DataFrame:
-    """The relative error of nwor, of vLLM's two backends against fp32, and nwor's over FlashAttention's: a row a shape."""
+    """The relative error of nwor, of vLLM's two backends against fp32, and nwor's over FlashAttention's:
+    a row a shape."""
     table = times[times["metric"] == "error"].pivot_table(index=KEYS, columns="op", values="value", observed=True)
     table = table[["nwor", "flash", "triton"]]
     return table.assign(over_flash=table["nwor"] / table["flash"]).reset_index()
 
 
 def saved(times: pd.DataFrame) -> pd.DataFrame:
-    """Microseconds that a layer saves beside FlashAttention 3 and vLLM's write, by shape: `alone`, in samples of its own
-    whose rows come from memory, and `between` its neighbours, where the projection has just left them in the L2 cache."""
+    """Microseconds that a layer saves beside FlashAttention 3 and vLLM's write, by shape: `alone`, in samples of its
+    own whose rows come from memory, and `between` its neighbours, where the projection has just left them
+    in the L2 cache."""
     alone, rows = net(times), times[times["metric"] == "between"]
     between = rows.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median", observed=True)
     both = {"alone": alone["flash"] - alone["nwor"], "between": between["flash"] - between["nwor"]}
@@ -87,7 +89,8 @@ def goal_table(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratios(run: results.Run | Path, table: pd.DataFrame, k: int = 8) -> Path:
-    """Draw nwor's time over that of vLLM's faster backend for k drafts, by context and batch; bars mark what was wanted."""
+    """Draw nwor's time over that of vLLM's faster backend for k drafts, by context and batch;
+    bars mark what was wanted."""
     panels = [(tp, kv, cache) for cache in ("bf16", "fp8") for tp in (1, 2) for kv in (32 // tp, 8 // tp)]
     panels = [panel for panel in panels if len(_panel(table, *panel, k))]
     columns = min(4, len(panels))
@@ -119,8 +122,9 @@ def ratios(run: results.Run | Path, table: pd.DataFrame, k: int = 8) -> Path:
     plot.legend(axes[0, 0], ncols=4)
     caption = (
         "Verify attention and write of one layer: time of this kit's one launch over that of the faster of vLLM's "
-        f"FlashAttention 3 (best split) and Triton backends with their writes. A token and {k} drafts a request, 32 query "
-        "heads of 128, divided by TP. Short bars: what was wanted. Medians, empty kernel taken off, cold L2 cache."
+        f"FlashAttention 3 (best split) and Triton backends with their writes. A token and {k} drafts a request, 32 "
+        "query heads of 128, divided by TP. Short bars: what was wanted. Medians, empty kernel taken off, cold L2 "
+        "cache."
     )
     name = "attention_ratios" if k == 8 else f"attention_ratios_k{k}"
     return plot.save(fig, run, name, table[table["k"] == k], caption)

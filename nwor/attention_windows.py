@@ -163,8 +163,9 @@ class Windows:
             write(self.key, self.value, keys, values, self.slots, "fp8" if self.fp8 else "auto", self.one, self.one)
             unified_attention(
                 q=self.query, k=keys, v=values, out=self.output, cu_seqlens_q=self.query_start_loc,
-                max_seqlen_q=self.shape.query, seqused_k=self.seq_lens, max_seqlen_k=self.block_table.shape[1] * BLOCK_SIZE,
-                softmax_scale=self.scale, causal=True, window_size=(-1, -1), block_table=self.block_table, softcap=0,
+                max_seqlen_q=self.shape.query, seqused_k=self.seq_lens,
+                max_seqlen_k=self.block_table.shape[1] * BLOCK_SIZE, softmax_scale=self.scale, causal=True,
+                window_size=(-1, -1), block_table=self.block_table, softcap=0,
                 q_descale=self.one if self.fp8 else None, k_descale=descale, v_descale=descale, kv_quant_mode=mode,
             )  # fmt: skip
 
@@ -182,7 +183,8 @@ class Windows:
         }
 
     def between(self, calls: Mapping[str, Call], layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Call]:
-        """All that `layers` (their weights) run around the attention of `calls`: with ours, vLLM's two and none, by name."""
+        """All that `layers` (their weights) run around the attention of `calls`:
+        with ours, vLLM's two and none, by name."""
         from vllm import _custom_ops
 
         tokens, shape = len(self.qkv), self.shape

@@ -145,7 +145,8 @@ class CacheAudit:
 
 
 def planted() -> AuditReport:
-    """Audit one step of two layers with a fault of each kind: a rejected row that is written, a kept row that is not."""
+    """Audit one step of two layers with a fault of each kind:
+    a rejected row that is written, a kept row that is not."""
     caches = [torch.zeros(2, 1, 4, 8) for _ in range(2)]
     audit = CacheAudit(caches)
     audit.before((0, 4), torch.tensor([0, 1, 2, 3]))

@@ -180,6 +180,9 @@ class Session:
 
     def __init__(self, stack: ExitStack, spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> None:
         self.spec, self.plan = spec, plan
+        self.gpus = 0 if on_cpu() else spec.tp
+        with clocks.watched(self.gpus):  # what it lacks is said before engines come up
+            pass
         self.engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
         for mode, engine in self.engines.items():
             engine.wait()
@@ -234,7 +237,7 @@ class Session:
             load = {"repeat": repeat, "temperature": temperature, "batch": min(size, self.spec.batch)}
             load |= {"prompt": length} if plan.random_prompts else {}
             for turn, engine in self.turns[:: -1 if repeat % 2 else 1]:
-                with turn.on(engine), clocks.watched(0 if on_cpu() else self.spec.tp) as seen:
+                with turn.on(engine), clocks.watched(self.gpus) as seen:
                     generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
                 rows += [{**turn.columns, **load, **row} for row in [*measured(generation), *seen]]
         return rows

@@ -51,7 +51,8 @@ class Chip:
             raise ValueError(f"{self.name}: a launch takes 0 us or more, and a copy moves more than 0 bytes a second")
 
     def us(self, moved: Moved) -> float:
-        """Microseconds: launches x `launch_us` + (read + written) / `copy_bytes_per_s`. A difference may be negative."""
+        """Microseconds: launches x `launch_us` + (read + written) / `copy_bytes_per_s`.
+        A difference may be negative."""
         return moved.launches * self.launch_us + (moved.read + moved.written) / self.copy_bytes_per_s * 1e6
 
 
@@ -61,7 +62,8 @@ def _assumed(name: str, terabytes: float) -> Chip:
 
 H200 = Chip("H200", 3.3, 4.24e12, "measured: an empty kernel and a copy of 4 GiB (data/recorded/kernel_times.parquet)")
 CHIPS = {chip.name: chip for chip in (H200, _assumed("A100 80GB", 2.04), _assumed("H100", 3.35), _assumed("B200", 8.0))}
-"""The H200 reached 0.88 of the 4.8 TB/s it has on paper; the others are taken to do the same, and nobody measured them."""
+"""The H200 reached 0.88 of the 4.8 TB/s it has on paper;
+the others are taken to do the same, and nobody measured them."""
 
 
 def survival_of(acceptance: float, k: int) -> list[float]:

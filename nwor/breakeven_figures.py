@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the model of bytes, launches and time: where each mode pays, and the prediction beside what was measured."""
+"""Figures of the model of bytes, launches and time: where each mode pays,
+and the prediction beside what was measured."""
 
 from __future__ import annotations
 
@@ -62,11 +63,12 @@ def break_even(run: results.Run | Path, published: pd.DataFrame, chip: Chip = H2
     bar.set_label("us a step more than vanilla's")
     bar.minorticks_off()
     caption = (
-        f"What a step costs beyond vanilla's by the model of launches and bytes, {chip.name} ({chip.launch_us:g} us a launch, "
-        f"{chip.copy_bytes_per_s / 1e12:.2f} TB/s; {chip.source}), bf16, TP=1. Hatched: the mode does not pay. Acceptance: "
-        "of each draft, given that those before it were accepted. Circles: published models, at the constant acceptance "
-        "that keeps as many rows. Third row: against a vanilla that fuses rope and write, staging saves no launch, and it "
-        "loses bytes once a quarter of the window is kept. Attention is taken to be as fast in each mode."
+        f"What a step costs beyond vanilla's by the model of launches and bytes, {chip.name} ({chip.launch_us:g} us a "
+        f"launch, {chip.copy_bytes_per_s / 1e12:.2f} TB/s; {chip.source}), bf16, TP=1. Hatched: the mode does not pay. "
+        "Acceptance: of each draft, given that those before it were accepted. Circles: published models, at the "
+        "constant acceptance that keeps as many rows. Third row: against a vanilla that fuses rope and write, staging "
+        "saves no launch, and it loses bytes once a quarter of the window is kept. Attention is taken to be as fast in "
+        "each mode."
     )
     return plot.save(fig, run, "break_even", pd.concat(drawn, ignore_index=True), caption)
 
@@ -128,11 +130,11 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     right.legend(loc="best", fontsize=6)
     worst = steps.loc[steady, "error"].abs().max()
     caption = (
-        f"The model of launches and bytes against all that was measured on a GPU. Left: {len(kernels)} kernels, medians, "
-        "cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at once. Right: "
-        f"{steady.sum()} settings of whole steps, median over repeats of the ratio to vanilla's, whiskers from least to "
-        f"greatest; the largest error is {worst:.3f}. The model knows the write alone: neither the host's bookkeeping nor "
-        "another attention kernel."
+        f"The model of launches and bytes against all that was measured on a GPU. Left: {len(kernels)} kernels, "
+        "medians, cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at "
+        f"once. Right: {steady.sum()} settings of whole steps, median over repeats of the ratio to vanilla's, whiskers "
+        f"from least to greatest; the largest error is {worst:.3f}. The model knows the write alone: neither the "
+        "host's bookkeeping nor another attention kernel."
     )
     if steps["with_attention"].notna().any():
         caption += (
@@ -141,8 +143,8 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         )
     if not steady.all():
         caption += (
-            f" Left out, since their repeats lay more than {predicted.UNSTEADY:.0%} apart: {(~steady).sum()} settings, with "
-            f"medians of {', '.join(f'{ratio:.2f}' for ratio in steps.loc[~steady, 'measured'])}."
+            f" Left out, since their repeats lay more than {predicted.UNSTEADY:.0%} apart: {(~steady).sum()} settings, "
+            f"with medians of {', '.join(f'{ratio:.2f}' for ratio in steps.loc[~steady, 'measured'])}."
         )
     data = pd.concat([kernels.assign(panel="kernels"), steps.assign(panel="steps")], ignore_index=True)
     return plot.save(fig, run, "predicted_against_measured", data, caption)

@@ -165,7 +165,8 @@ def dirty_rows(report: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def examples(report: Mapping[str, Any], mode: str = "off") -> pd.DataFrame:
-    """The first dirty slots that a mode left: rank, step, layer, slot, and the request of the batch whose row it was."""
+    """The first dirty slots that a mode left:
+    rank, step, layer, slot, and the request of the batch whose row it was."""
     said = pd.DataFrame(
         [(rank["rank"], text) for rank in report["ranks"][mode] for text in rank["dirty_examples"]],
         columns=["rank", "text"],
@@ -210,8 +211,8 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         `step` is the median over repeats of the ratio of median steps, `low` and `high` their range; `steady` says
-        whether every mode of the setting is, by `predicted.steady`; `gpu_ms` is the sum of all kernels of a decode step,
-        `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
+        whether every mode of the setting is, by `predicted.steady`; `gpu_ms` is the sum of all kernels of a decode
+        step, `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
     ratios = (

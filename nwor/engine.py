@@ -38,8 +38,8 @@ class EngineSpec:
     runner: vLLM's model runner, ``v1`` or ``v2``, or empty for its own choice: V2 on a GPU, V1 on a CPU.
     attention_backend: ``FLASH_ATTN``, ``TRITON_ATTN`` or another of vLLM's, or empty for its own choice.
     cudagraph_mode: ``FULL``, ``PIECEWISE`` or another of vLLM's, or empty for its own choice, FULL_AND_PIECEWISE.
-    cudagraph_capture_sizes: tokens of a batch for which graphs are captured, or empty for vLLM's own choice, which on an
-        H200 ends at 512: larger batches run without one.
+    cudagraph_capture_sizes: tokens of a batch for which graphs are captured, or empty for vLLM's own choice, which on
+        an H200 ends at 512: larger batches run without one.
     """
 
     model: str
@@ -216,8 +216,8 @@ class Engine:
     ) -> Generation:
         """Generate for all prompts (token ids) at once.
 
-        Request i draws with seed `seed + i` on a GPU, synthetic acceptance too. On a CPU the engine's own seed has to do: a
-        request's own generator fails there beside a chunked prefill ("CPU Generator does not use offset").
+        Request i draws with seed `seed + i` on a GPU, synthetic acceptance too. On a CPU the engine's own seed has to
+        do: a request's own generator fails there beside a chunked prefill ("CPU Generator does not use offset").
 
         sampling: further fields of vLLM's `SamplingParams`; requests take them in turn. Its `structured_outputs` is a
             dict here.

@@ -68,8 +68,8 @@ def measured_points(times: pd.DataFrame, *steps: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         times: table `kernel_times`. The write alone, in bf16: the commit less vLLM's write of all rows for `stage`; for
-            `cow` the log of a window of which nothing is logged yet, as in a batch that has just changed, and the restore.
-            The launch that opens a window and the attention kernel are not in it.
+            `cow` the log of a window of which nothing is logged yet, as in a batch that has just changed, and the
+            restore. The launch that opens a window and the attention kernel are not in it.
         steps: tables of whole steps, such as `gpu_cow` and `gpu_steps`.
     """
     medians = kernel_figures.medians(times)

@@ -137,8 +137,8 @@ def acceptance_at_scale(run: results.Run | Path, frame: pd.DataFrame, counts: pd
     plot.legend(ax)
     windows = int(counts.loc[counts["metric"] == "windows", "value"].sum())
     caption = (
-        "Share of verify windows in which the draft at each position was accepted, at the longest k, with 95 % intervals. "
-        f"Filled: the shipped pair on a GPU, {windows:,} windows in all, k of {counts['k'].min()} to "
+        "Share of verify windows in which the draft at each position was accepted, at the longest k, with 95 % "
+        f"intervals. Filled: the shipped pair on a GPU, {windows:,} windows in all, k of {counts['k'].min()} to "
         f"{counts['k'].max()}. Open, beside them: the walk's, of fewer prompts. Runs {plot.runs_of(counts)} and "
         f"{plot.runs_of(frame)}."
     )
@@ -169,8 +169,9 @@ def rejected(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     columns = ["origin", "temperature", "k", "value"]
     data = pd.concat([predicted.assign(origin="predicted"), share.assign(origin="measured")])[columns]
     caption = (
-        "Share of the window's 1 + k written rows that the verifier rejects. Lines: predicted from the survival measured "
-        f"at the longest k, (k - sum of survival) / (1 + k). Markers: measured at each k. Run {plot.runs_of(share)}."
+        "Share of the window's 1 + k written rows that the verifier rejects. Lines: predicted from the survival "
+        "measured at the longest k, (k - sum of survival) / (1 + k). Markers: measured at each k. "
+        f"Run {plot.runs_of(share)}."
     )
     return plot.save(fig, run, "rejected_share", data, caption)
 
@@ -194,8 +195,8 @@ def traffic(run: results.Run | Path, frame: pd.DataFrame) -> Path:
         ax.grid(axis="x", visible=False)
     plot.legend(axes[0])
     caption = (
-        "Bytes moved and kernels launched to write the keys and values of one verify window in each mode, over all layers; "
-        f"attention's launches and its reads of the pages are left out. Run {plot.runs_of(rows)}."
+        "Bytes moved and kernels launched to write the keys and values of one verify window in each mode, over all "
+        f"layers; attention's launches and its reads of the pages are left out. Run {plot.runs_of(rows)}."
     )
     return plot.save(fig, run, "traffic_by_mode", sums, caption)
 
@@ -209,8 +210,8 @@ def step_time(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     ax.set(xlabel="tensor-parallel ranks", ylabel="time of a step (ms)")
     plot.legend(ax, ncols=3)
     caption = (
-        f"Time of one engine step by mode, median of {rows.groupby(['mode', 'tp']).size().min()} repeats, whiskers from "
-        f"least to greatest. Run {plot.runs_of(rows)}."
+        f"Time of one engine step by mode, median of {rows.groupby(['mode', 'tp']).size().min()} repeats, whiskers "
+        f"from least to greatest. Run {plot.runs_of(rows)}."
     )
     return plot.save(fig, run, "step_time", rows, caption)
 
@@ -250,10 +251,10 @@ def generations(run: results.Run | Path, reference: pd.DataFrame, moved: pd.Data
     plot.legend(axes[0], ncols=4)
     first = reference.iloc[0]
     caption = (
-        f"Three generations of the idea in the reference model, greedy, k={first['k']}, {first['batch']} prompts. The first, an "
-        "interceptor in Python, is that model itself. The second staged drafts where attention did not look: acceptance "
-        "and text broke. The third lets vLLM write and puts rejected rows back: right, but more bytes. `stage` keeps the "
-        f"tail visible. Bold with a mark: worse than vanilla. Run {plot.runs_of(reference)}."
+        f"Three generations of the idea in the reference model, greedy, k={first['k']}, {first['batch']} prompts. The "
+        "first, an interceptor in Python, is that model itself. The second staged drafts where attention did not look: "
+        "acceptance and text broke. The third lets vLLM write and puts rejected rows back: right, but more bytes. "
+        f"`stage` keeps the tail visible. Bold with a mark: worse than vanilla. Run {plot.runs_of(reference)}."
     )
     return plot.save(fig, run, "generations", pd.DataFrame(rows), caption)
 

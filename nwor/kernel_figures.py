@@ -166,8 +166,8 @@ def roofline(run: results.Run | Path, times: pd.DataFrame) -> Path:
     plot.legend(ax, ncols=3)
     caption = (
         "Bandwidth of the all-layer operators over the bytes that have to move: 9 to 2,304 rows of 32 layers, 8 and 32 "
-        f"KV heads, bf16 and fp8. Line: an empty kernel ({empty:.1f} us) plus the bytes at the bandwidth of a large copy "
-        f"({bandwidth:.2f} TB/s). Medians of {frame['samples'].min()} samples, cold L2 cache."
+        f"KV heads, bf16 and fp8. Line: an empty kernel ({empty:.1f} us) plus the bytes at the bandwidth of a large "
+        f"copy ({bandwidth:.2f} TB/s). Medians of {frame['samples'].min()} samples, cold L2 cache."
     )
     return plot.save(fig, run, "kernel_roofline", frame, caption)
 
@@ -191,8 +191,8 @@ def over_rows(run: results.Run | Path, times: pd.DataFrame) -> Path:
     axes[0].set_ylabel("us, all 32 layers")
     plot.legend(axes[0], ncols=4)
     caption = (
-        "Time to write the accepted third of a window's rows in all 32 layers: this kit's commit in one launch, and what "
-        "writes them layer by layer today. Every peer gets the accepted rows alone. Medians, cold L2 cache."
+        "Time to write the accepted third of a window's rows in all 32 layers: this kit's commit in one launch, and "
+        "what writes them layer by layer today. Every peer gets the accepted rows alone. Medians, cold L2 cache."
     )
     return plot.save(fig, run, "kernel_over_rows", frame, caption)
 
@@ -235,8 +235,8 @@ def launches(run: results.Run | Path, times: pd.DataFrame) -> Path:
     ax.set(xlabel="layers written", ylabel="us", ylim=(0, None))
     plot.legend(ax)
     caption = (
-        f"Why one launch: 9 rows, 32 KV heads, bf16, in a CUDA graph. Each further launch costs {further:.1f} us, whatever "
-        "it moves; one launch for all layers pays that once."
+        f"Why one launch: 9 rows, 32 KV heads, bf16, in a CUDA graph. Each further launch costs {further:.1f} us, "
+        "whatever it moves; one launch for all layers pays that once."
     )
     data = pd.concat([rows, commit])
     return plot.save(fig, run, "kernel_launches", data, caption)
@@ -254,7 +254,7 @@ def counters(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     ax.minorticks_off()
     plot.legend(ax)
     caption = (
-        "DRAM bytes that the hardware counted over those that have to move, for the operators whose data exceeds the L2 "
-        "cache: nothing is read or written for rows that stay."
+        "DRAM bytes that the hardware counted over those that have to move, for the operators whose data exceeds the "
+        "L2 cache: nothing is read or written for rows that stay."
     )
     return plot.save(fig, run, "kernel_counters", cases, caption)

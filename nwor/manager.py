@@ -5,11 +5,11 @@ A window opens once before the forward (`begin`), every target layer stages into
 after rejection sampling (`commit`), or not at all (`cancel`). Of a request's query the rows
 ``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself advances ``num_computed_tokens``.
 
-Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always, and logs a slot's bytes once, however
-many windows reach it before one of its drafts is accepted; mode ``stage`` holds the window's new bytes in `rows` while
-the pages stay as they were. Which rows are held is worked out on the device, into tensors that live as long as the
-manager: a CUDA graph captured once reads them in every replay, and no step waits for the device. vLLM's own buffers are
-never changed.
+Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always, and logs a slot's bytes once,
+however many windows reach it before one of its drafts is accepted; mode ``stage`` holds the window's new bytes in
+`rows` while the pages stay as they were. Which rows are held is worked out on the device, into tensors that live as
+long as the manager: a CUDA graph captured once reads them in every replay, and no step waits for the device. vLLM's own
+buffers are never changed.
 """
 
 import logging
@@ -171,12 +171,13 @@ class DraftCommitManager:
     Attributes:
         width: W, the rows of a request that may be held: k for ``cow``, k + 1 for ``stage``.
         slots: int64 [max_requests, W], the page slots of the held rows. Right-aligned: behind the row of column w lie
-            W - 1 - w rows of its query; -1: no row. Row (r, w) lies in `rows` as row ``r * W + w``, but where `logged` says.
+            W - 1 - w rows of its query; -1: no row. Row (r, w) lies in `rows` as row ``r * W + w``, but where `logged`
+            says.
         rows: uint8 [L, B', H, N, C], old bytes (``cow``) or new ones (``stage``), as in `ops.log_all_layers`.
         logged: int64 [max_requests, P], ``cow`` only, as in `ops.log_all_layers`: what `rows` still holds of the window
             before. None where blocks are shorter than windows: then each window is logged whole.
-        staging_rows, page_slots: int64 [max_tokens], ``stage`` only: for each row of the batch its row in `rows`, or -1;
-            and the slot vLLM's writer is to take, -1 for held rows.
+        staging_rows, page_slots: int64 [max_tokens], ``stage`` only: for each row of the batch its row in `rows`, or
+            -1; and the slot vLLM's writer is to take, -1 for held rows.
         aside: for batches, in requests as padded for a graph, the context from which on vLLM's own write and attention
             serve them because they are the faster; counted as fallbacks. 0: at every context.
         rehearsing: the next forward is a dummy run or a capture, which has to launch all that a replay may need.
@@ -268,7 +269,8 @@ class DraftCommitManager:
         if not fits and not self._warned:
             self._warned = True
             logger.warning(
-                "NWOR: a batch of %d requests does not fit %d; vLLM's own write serves such steps, counted as fallbacks",
+                "NWOR: a batch of %d requests does not fit %d; "
+                "vLLM's own write serves such steps, counted as fallbacks",
                 num_requests,
                 len(self.slots),
             )

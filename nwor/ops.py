@@ -20,9 +20,9 @@ and -0.0 as 0; CUDA's (`reshape_and_cache_flash`) divides by `scale`, rounds to 
 Both saturate.
 
 Wrong input is a RuntimeError that names the tensor, before anything is changed. Values that only the device knows (a
-slot beyond the cache, a batch that ends before it starts, more rows accepted than staged) are errors on the CPU and skipped
-without a write on CUDA, where the host must not wait for them. On CUDA every operator only enqueues kernels on the
-current stream of the tensors' device, allocates nothing, and may be captured in a CUDA graph: all that changes
+slot beyond the cache, a batch that ends before it starts, more rows accepted than staged) are errors on the CPU and
+skipped without a write on CUDA, where the host must not wait for them. On CUDA every operator only enqueues kernels on
+the current stream of the tensors' device, allocates nothing, and may be captured in a CUDA graph: all that changes
 between replays is read on the device.
 """
 
@@ -264,8 +264,8 @@ def log_all_layers(
         rows: uint8 [L, B, H, N, C], C the bytes of one slot and head (keys, then values); row ``m = r * W + w`` lies
             in block ``m // N`` at offset ``m % N``, so that vLLM's own writer can fill it with m for a slot.
         logged: None, or for a log that outlives the step int64 [R', P], R' >= R, P a power of two, at least W, that
-            divides N: of each row of the log the slot whose bytes it holds as the pages do, -1: none. Slot s of request r
-            is then row ``r * P + s % P``, and is not copied where it is there already. The slots of a request must
+            divides N: of each row of the log the slot whose bytes it holds as the pages do, -1: none. Slot s of request
+            r is then row ``r * P + s % P``, and is not copied where it is there already. The slots of a request must
             be of consecutive positions, so that no two of them share a row.
     """
     load()

@@ -51,7 +51,8 @@ def make_cache(
 def make_vectors(
     form: str, tokens: int, num_heads: int, head_size: int, dtype: torch.dtype, device: str, seed: int = 3
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all sizes, special values among them: 'packed', or strided as a 'qkv' projection leaves them."""
+    """Keys and values of all sizes, special values among them:
+    'packed', or strided as a 'qkv' projection leaves them."""
     generator = torch.Generator().manual_seed(seed)
     width = {"packed": 2, "qkv": 4, "heads first": 2}[form]  # qkv: the query heads come first and stay unused
     numbers = torch.randn(tokens, width * num_heads, head_size, generator=generator)

@@ -148,7 +148,8 @@ def random_pair(
 
 
 def random_weights(shapes: Mapping[str, Sequence[int]], noise: float, generator: torch.Generator) -> dict[str, Tensor]:
-    """Norms near 1, embeddings and `lm_head` of unit variance, and all else small: outputs of variance `noise` squared."""
+    """Norms near 1, embeddings and `lm_head` of unit variance, and all else small:
+    outputs of variance `noise` squared."""
     weights = {}
     for name, shape in shapes.items():
         unit = torch.randn(tuple(shape), generator=generator)

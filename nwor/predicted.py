@@ -42,8 +42,8 @@ def against_measured(
             there are such columns, hold over the model's own.
         shapes: caches by the name in column `model`, for models that `known_shape` does not know.
         attention: table `attention` of `nwor.attention_bench`, for `stage`: its attention kernel is another than
-            vanilla's, and with the time measured of both the prediction is of the whole step, or of vLLM's own where the
-            recorded tuning lets the batch stand aside.
+            vanilla's, and with the time measured of both the prediction is of the whole step, or of vLLM's own where
+            the recorded tuning lets the batch stand aside.
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
@@ -143,8 +143,8 @@ def counters_against_model(counters: pd.DataFrame) -> pd.DataFrame:
             kept. The log was given all nine and held none of them yet, so it is that of nine drafts.
 
     Returns:
-        `op`, `kv_heads`, `cache`, `rows`, `kept`, `read` and `written` as counted, `model` (the formula reads as much as
-        it writes) and `error`, of both ways together.
+        `op`, `kv_heads`, `cache`, `rows`, `kept`, `read` and `written` as counted, `model` (the formula reads as much
+        as it writes) and `error`, of both ways together.
     """
     keys = ["op", "kv_heads", "cache", "rows", "kept"]
     wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()

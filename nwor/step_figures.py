@@ -84,8 +84,8 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
     ax.set(xlabel="engine step", ylabel="dirty slots, all layers", ylim=(-0.04 * rows["value"].max(), None))
     plot.legend(ax, ncols=3)
     caption = (
-        "Slots of the target's paged cache whose bytes a step changed although its row was not kept, summed over layers "
-        f"and ranks. Vanilla leaves every rejected row behind; the modes leave none. Run {plot.runs_of(dirty)}."
+        "Slots of the target's paged cache whose bytes a step changed although its row was not kept, summed over "
+        f"layers and ranks. Vanilla leaves every rejected row behind; the modes leave none. Run {plot.runs_of(dirty)}."
     )
     return plot.save(fig, run, "left_behind", rows, caption)
 

@@ -322,7 +322,8 @@ def _on_ray(directory: Path, notebook: Path, todo: list[Point]) -> Iterator[tupl
 def _run_and_pack(
     source: bytes, file: str, name: str, parameters: dict[str, Any], expected: str
 ) -> tuple[str | None, bytes]:
-    """On a node: run the notebook in a folder of its own; return the reason it failed, or None, and the folder as tar."""
+    """On a node: run the notebook in a folder of its own;
+    return the reason it failed, or None, and the folder as tar."""
     if code() != expected:
         raise RuntimeError(f"the nwor in {paths.ROOT} on this node is not the one that asks: install the same commit")
     with tempfile.TemporaryDirectory() as folder:

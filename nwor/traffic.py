@@ -230,9 +230,10 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
         stage  0, 1
         move   0, 1    L W (r -> r), 1   2 L W (r -> r), 2 L        L K (r -> r), 1
 
-    The log of `cow` keeps a slot's bytes until one of its drafts is accepted. Of a request that keeps K of its rows, K - 1
-    of them drafts, the next window begins K slots on, and so many of its slots are logged for the first time; all D where
-    less than one draft is rejected. That is a batch whose requests stay the same; after another step all D are logged.
+    The log of `cow` keeps a slot's bytes until one of its drafts is accepted. Of a request that keeps K of its rows,
+    K - 1 of them drafts, the next window begins K slots on, and so many of its slots are logged for the first time;
+    all D where less than one draft is rejected. That is a batch whose requests stay the same; after another step all D
+    are logged.
 
     `move` is write-then-move, the emulation of `stage` for attention that cannot read staged rows
     (`nwor.manager.DraftCommitManager`): the old rows are logged, vLLM writes and attends, each layer's new rows are

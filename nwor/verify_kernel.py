@@ -2,8 +2,8 @@
 """The Triton kernel of `nwor.gpu_attention`: attention of verify windows, one launch a layer.
 
 It packs all query heads of a KV head and all rows of the window into one tile, so that a page is read once, and cuts
-the prefix into splits where requests and heads alone do not fill the GPU. Where these rows are few, each warp attends to
-keys of its own (PARTS), and needs to wait for no other between two tiles. The softmax over splits is that of
+the prefix into splits where requests and heads alone do not fill the GPU. Where these rows are few, each warp attends
+to keys of its own (PARTS), and needs to wait for no other between two tiles. The softmax over splits is that of
 Flash-Decoding (Dao et al., 2023): each split leaves its sum of values, its sum of weights and its largest score. When
 all have arrived they are added up: by all of them, each some rows, where there is a multiprocessor for each program
 (a cooperative launch), else by the last.
@@ -204,7 +204,8 @@ def verify_windows(
     if (query_len <= 0) | (query_len > MAX_QUERY) | (prefix < 0):
         return
 
-    # The splits' shares of the prefix, in tiles, as even as they go; the last split has none of the odd ones, but the tail.
+    # The splits' shares of the prefix, in tiles, as even as they go; the last split has none of the odd ones,
+    # but the tail.
     lowest = 0
     if SLIDING_WINDOW > 0:
         lowest = tl.maximum(prefix - SLIDING_WINDOW + 1, 0) // TILE

@@ -148,7 +148,8 @@ def attend(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Causal attention of one request. query: float64 [tail, Hq, D]; rows: [prefix + tail, H, 2 * D], keys then values."""
+    """Causal attention of one request.
+    query: float64 [tail, Hq, D]; rows: [prefix + tail, H, 2 * D], keys then values."""
     group = query.shape[1] // rows.shape[1]
     keys, values = rows.double().repeat_interleave(group, dim=1).chunk(2, dim=-1)
     scores = torch.einsum("thd,phd->htp", query, keys * k_scale) * scale

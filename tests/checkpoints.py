@@ -42,8 +42,8 @@ def random_eagle3(
     """Write a random-weight EAGLE-3 head for a target of `random_pair` to `out`, and return that path.
 
     The head computes what `random_pair`'s head does, a fixed function of the last token. Its token's embedding comes in
-    by the attention alone, so queries equal keys (each row attends to itself), values are the embedding and `hidden_norm`
-    keeps the residual small. Where the KV heads are narrower than the embedding, fewer drafts are right.
+    by the attention alone, so queries equal keys (each row attends to itself), values are the embedding and
+    `hidden_norm` keeps the residual small. Where the KV heads are narrower than the embedding, fewer drafts are right.
 
     target: its checkpoint folder. draft_vocab_size: how many of its tokens the head can draft, all of them if 0.
     """

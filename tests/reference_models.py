@@ -74,7 +74,8 @@ def fresh_rows(cache: PagedCache, rows: int, generator: torch.Generator) -> tupl
 
 
 def make_case(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int, int]], seed: int = 0):
-    """A filled cache and the batch of `(num_computed, drafts, prefill rows)`; a request has either drafts or prefill."""
+    """A filled cache and the batch of `(num_computed, drafts, prefill rows)`;
+    a request has either drafts or prefill."""
     lens = [1 + drafts if drafts else prefill for _, drafts, prefill in requests]
     cache, sequences = paged(shape, dtype, [(r[0], n) for r, n in zip(requests, lens, strict=True)], seed=seed)
     computed = [r[0] for r in requests]

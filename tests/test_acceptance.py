@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance: shares and intervals by hand, one engine a draft length, and counts at scale that may not be there yet."""
+"""Acceptance: shares and intervals by hand, one engine a draft length,
+and counts at scale that may not be there yet."""
 
 import json
 from typing import Any, ClassVar, Self

@@ -131,7 +131,8 @@ def test_a_configuration_that_never_loses_comes_first():
     [(32, 8, 128, True), (8, 3, 128, True), (8, 8, 128, False), (32, 8, 256, False)],
 )
 def test_warps_keep_keys_of_their_own_where_their_sums_fit(heads, k, head_size, apart, monkeypatch):
-    """Tried for windows of few rows alone, and dropped where the nearest tuned shape was smaller than the one at hand."""
+    """Tried for windows of few rows alone,
+    and dropped where the nearest tuned shape was smaller than the one at hand."""
     shape = Shape(32, heads, 4, 512, k=k)
     if head_size == 128:
         assert any(config.apart for config in attention_bench.kernels(shape)) is apart

@@ -244,7 +244,8 @@ def hooks():
 @pytest.mark.parametrize("emulate", [False, True], ids=["stage", "emulated"])
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
 def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, emulate, num_drafts, hooks):
-    """R16, R17, #1, #4: outputs are vanilla's, no held row is in the pages before the commit, and all kept ones after."""
+    """R16, R17, #1, #4: outputs are vanilla's, no held row is in the pages before the commit,
+    and all kept ones after."""
     vanilla = Backend(dtype, kv_cache_dtype, isa)
     prefix = [row for row in range(len(vanilla.slots)) if row not in vanilla.tail_rows.tolist()]
     vanilla.write(vanilla.layer.kv_cache, vanilla.slots[prefix], torch.tensor(prefix))

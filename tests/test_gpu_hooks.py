@@ -23,8 +23,8 @@ class Layer:
         ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
         monkeypatch.setitem(sys.modules, "nwor.gpu_attention", ours)
         manager = SimpleNamespace(
-            width=WIDTH, is_open=is_open, aside=aside, rehearsing=rehearsing, page_slots=torch.full((64,), 7), staging_rows=None,
-            staged=lambda index: None, mark_staged=lambda index: None, attention=None,
+            width=WIDTH, is_open=is_open, aside=aside, rehearsing=rehearsing, page_slots=torch.full((64,), 7),
+            staging_rows=None, staged=lambda index: None, mark_staged=lambda index: None, attention=None,
         )  # fmt: skip
         self.nwor = SimpleNamespace(manager=manager, index=0)
         self._q_scale = self._k_scale = self._v_scale = None
@@ -42,8 +42,8 @@ class Layer:
         return self.calls
 
 
-# A capture or a real step, a window open or not, its longest query, its requests (9 always stand aside, 8 where contexts are
-# long), and what is called.
+# A capture or a real step, a window open or not, its longest query, its requests (9 always stand aside, 8 where
+# contexts are long), and what is called.
 CASES = {
     "windows": (False, True, 4, 8, ["ours"]),
     "no window": (False, False, 4, 8, ["write 7", "vLLM"]),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' recorded samples and what is made of them; on a GPU, the timer and the window themselves (N4, #23, #24)."""
+"""The kernels' recorded samples and what is made of them;
+on a GPU, the timer and the window themselves (N4, #23, #24)."""
 
 import numpy as np
 import pandas as pd

@@ -315,7 +315,8 @@ def test_dummy_runs_rehearse_and_real_steps_do_not(mode, device):
 
 @modes
 def test_a_batch_that_stands_aside_is_vllms_own(mode, device):
-    """N1: where our attention is the slower one, by the requests of the graph and the context; counted, and not for others."""
+    """N1: where our attention is the slower one, by the requests of the graph and the context;
+    counted, and not for others."""
     step = Step("HND", mode, device)
     step.manager.aside = {8: 4096}
     assert not step.begin(padded_requests=8, context=4096)

@@ -88,7 +88,8 @@ class Serving:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_old_bytes_are_logged_once_and_are_right_whoever_has_the_block(seed, device):
-    """R5: every byte after every step of requests that come, go and take over each other's blocks and rows of the batch."""
+    """R5: every byte after every step of requests that come, go and take over each other's blocks
+    and rows of the batch."""
     serving = Serving(seed, device)
     assert serving.serve(60)
     assert serving.logged > 50, "rows that were in the log already"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension as a library: torch's own checks, loading beside vLLM, and the bytes of vLLM's own writers (R12, R15)."""
+"""The extension as a library: torch's own checks, loading beside vLLM,
+and the bytes of vLLM's own writers (R12, R15)."""
 
 import subprocess
 import sys

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log of all layers that outlives its step: what it holds is not read again, and what is wrong with it is said (R11)."""
+"""A log of all layers that outlives its step: what it holds is not read again,
+and what is wrong with it is said (R11)."""
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ PARAMETERS = {"log_all_layers": (*WHERE, "logged"), "restore_all_layers": (*WHER
 @pytest.mark.parametrize("element_size", [0, 2])
 @pytest.mark.parametrize("order", ["LBHN", "BLHN"])
 def test_a_log_that_outlives_its_step(order, element_size, device):
-    """Three windows of six rows that move on by one, seven and no slots over pages of 16: the overlap is not read again."""
+    """Three windows of six rows that move on by one, seven and no slots over pages of 16:
+    the overlap is not read again."""
     if element_size and device == "cuda":
         pytest.skip("a packing describes vLLM's CPU caches")
     pool = Pool(order, 2, 6, 2, 16, 16, device, element_size)
@@ -42,7 +44,8 @@ def test_a_log_that_outlives_its_step(order, element_size, device):
 
 
 def a_log(device: str) -> Arguments:
-    """2 layers of 4 blocks of 4 slots; a window of 3 rows and one of 1, four rows of the log each, one there already."""
+    """2 layers of 4 blocks of 4 slots; a window of 3 rows and one of 1, four rows of the log each,
+    one there already."""
     pool = Pool("LBHN", 2, 4, 2, 4, 16, device)
     slots = torch.tensor([[2, 3, 8], [-1, -1, 0]], device=device)
     rejected, kept = torch.tensor([[1, 0], [9, 9]], dtype=torch.int32, device=device)

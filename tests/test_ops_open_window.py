@@ -35,7 +35,8 @@ def of(device: str, *lists: list[int]) -> tuple:
 
 
 def test_a_mixed_batch_in_words(device):
-    """#4, #8: a verify step of 2 drafts, a prefill of 4, a decode, and a verify step of 1 draft whose slot is missing."""
+    """#4, #8: a verify step of 2 drafts, a prefill of 4, a decode,
+    and a verify step of 1 draft whose slot is missing."""
     batch = of(device, [0, 3, 7, 8, 10], [0, 3, 4, 5, 7], [40, 41, 42, 50, 51, 52, 53, 60, 70, -7, -1, -1])
     (cow, counted), (slots, staging_rows, page_slots, staged) = open_both(batch, 5, 4, device, tokens=13)
     assert cow.tolist() == [[-1, -1, 41, 42], [-1] * 4, [-1] * 4, [-1] * 4, [-1] * 4]

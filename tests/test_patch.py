@@ -173,7 +173,8 @@ def test_the_known_release_is_served(environment, version):
     ids=str,
 )
 def test_what_a_process_is_patched_with(environment, asked, patched):
-    """R18: off is vLLM untouched; whatever was put on comes off by one call, and a second registration changes nothing."""
+    """R18: off is vLLM untouched; whatever was put on comes off by one call,
+    and a second registration changes nothing."""
     from nwor import register
     from nwor.vllm import unregister
 

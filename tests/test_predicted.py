@@ -75,7 +75,8 @@ def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours()
 
 
 def test_a_batch_that_stands_aside_is_predicted_to_take_vanillas_time():
-    """N1: by the recorded tuning, from 4,120 positions on: fp8 cache, k=8, 4 requests on 8 KV heads of 4 query heads each."""
+    """N1: by the recorded tuning, from 4,120 positions on:
+    fp8 cache, k=8, 4 requests on 8 KV heads of 4 query heads each."""
     rows = [
         {"op": op, "value": us, "heads": 32, "kv_heads": 8, "batch": 4, "context": context, "cache": "fp8", "k": 8}
         for op, us in {"nwor": 60.0, "flash": 70.0}.items()

@@ -178,7 +178,7 @@ def test_an_asynchronous_output_is_told_when_it_is_asked_for():
     assert result.nwor_counters == asdict(Counters(windows=1))
 
 
-# -- one step of the V2 runner, up to what needs a stream ----------------------------------------------------------------
+# -- one step of the V2 runner, up to what needs a stream --------------------------------------------------------------
 
 
 class SteppingV2:
@@ -242,7 +242,8 @@ def test_requests_are_named_where_all_other_rows_are_drafts(rows, named, monkeyp
 
 @pytest.mark.parametrize("aside", [3, 4])
 def test_a_batch_that_stands_aside_is_told_by_its_graph(aside, monkeypatch):
-    """Three requests in a graph of four: the graph's number decides, on both runners, as it did when it was captured."""
+    """Three requests in a graph of four: the graph's number decides, on both runners,
+    as it did when it was captured."""
     for made, step in (
         (Stepping(monkeypatch), lambda made: made.run([[1, 2, 3], [4, -1, -1], [5, -1, -1]])),
         (SteppingV2(), lambda made: runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(3))),

@@ -160,7 +160,8 @@ MATRIX = {
         (ON_A_GPU, {"scale_of": 8}),
     ],
 }
-# Seen in a step or while a manager is built: tests/test_manager.py, test_vllm_modes.py and test_gpu_hooks.py hold these.
+# Seen in a step or while a manager is built:
+# tests/test_manager.py, test_vllm_modes.py and test_gpu_hooks.py hold these.
 ELSEWHERE = {
     "steps that the tuning says vLLM attends to faster (GPU)",
     "a batch or a window larger than the held rows",

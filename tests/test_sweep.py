@@ -31,7 +31,10 @@ END = 'run.table("steps", [{"metric": "k", "value": k, "unit": "1"}])\nrun.finis
 
 
 def write_book(folder: Path, name: str = "01_book", more: str = "") -> Path:
-    head = 'mode: str = "cow"  # a mode\nk: int = 4  # drafts\nks: list[int] = [1]  # more drafts\nrun_dir: str = ""  # folder'
+    head = (
+        'mode: str = "cow"  # a mode\nk: int = 4  # drafts\n'
+        'ks: list[int] = [1]  # more drafts\nrun_dir: str = ""  # folder'
+    )
     notebook = nbformat.v4.new_notebook()
     cells = (head, BEGIN, WORK.format(place=str(folder)) + more, END)
     notebook.cells = [nbformat.v4.new_code_cell(text) for text in cells]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes in real vLLM on a GPU: R17-R26 under both runners, both attention backends, CUDA graphs and fp8 caches.
 
-Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch: chunked prefill runs beside decodes throughout.
+Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
+chunked prefill runs beside decodes throughout.
 """
 
 import json

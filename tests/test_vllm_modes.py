@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes in real vLLM on the CPU: R4, R12, R16-R20, R24-R26, hazards 1-4, 8, 10, 12, 15-22.
 
-Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch: chunked prefill runs beside decodes throughout.
+Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
+chunked prefill runs beside decodes throughout.
 """
 
 import json
@@ -159,7 +160,8 @@ def test_off_leaves_vllm_untouched(engines, model):
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, mode):
-    """What is compared with itself must not be treated in both turns: paused, it leaves dirty bytes and counts nothing."""
+    """What is compared with itself must not be treated in both turns:
+    paused, it leaves dirty bytes and counts nothing."""
     paused = engines.run(spec_of(model), Settings(mode=mode, audit=True), paused=True)
     assert not paused.error, paused.error
     assert paused.tokens == vanilla().tokens

@@ -2,7 +2,8 @@
 """`python tools/record.py results/<run>`: keep a run's small tables in `data/recorded/`, with where they came from.
 
 Copies the tables the paper figures and the README are made of, all claims and the first figure. The manifest keeps
-parameters, versions, git state, CPU, GPU and hashes, and leaves out commands, folders and the kernel's name, which are of one machine.
+parameters, versions, git state, CPU, GPU and hashes, and leaves out commands, folders and the kernel's name, which are
+of one machine.
 """
 
 import shutil

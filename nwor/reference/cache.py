@@ -156,13 +156,15 @@ class PagedCache:
             self.layers[layer] = LayerContext(layer, key_cache, value_cache, scale, scale, self.traffic)
 
     def slots(self, block_table: Tensor, positions: Tensor) -> Tensor:
-        """Slots int64 `[T]` of `positions` int64 `[T]`: `block_table[p // block_size] * block_size + p % block_size`."""
+        """Slots int64 `[T]` of `positions` int64 `[T]`:
+        `block_table[p // block_size] * block_size + p % block_size`."""
         if len(positions) and positions.max() >= len(block_table) * self.block_size:
             raise IndexError(f"position {int(positions.max())} is beyond the {len(block_table)} blocks of the request")
         return block_table[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def changed_bytes(self, before: Tensor, kept_slots: Tensor) -> int:
-        """Bytes outside `kept_slots` int64 `[K]` that differ from `before`, an earlier clone of `pool`, in any layer."""
+        """Bytes outside `kept_slots` int64 `[K]` that differ from `before`, an earlier clone of `pool`,
+        in any layer."""
         changed = (self.pool != before).flatten(4).flatten(2, 3)
         slots = changed.any(-1)
         slots[:, :, kept_slots] = False

@@ -151,8 +151,8 @@ def figure(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     plot.legend(left, ncols=len(modes))
     first = frame.iloc[0]
     caption = (
-        f"Reference model, greedy, k={first['k']}, {first['batch']} prompts. Left: share of verify windows in which the "
-        "draft at each position was accepted; off, copy-on-write and stage coincide. Right: bytes outside the kept rows "
-        f"that a step changes in the target's pages and leaves so, mean of a step. Run {first['run_id']}."
+        f"Reference model, greedy, k={first['k']}, {first['batch']} prompts. Left: share of verify windows in which "
+        "the draft at each position was accepted; off, copy-on-write and stage coincide. Right: bytes outside the kept "
+        f"rows that a step changes in the target's pages and leaves so, mean of a step. Run {first['run_id']}."
     )
     return plot.save(fig, run, "reference_policies", frame, caption)

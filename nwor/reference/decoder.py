@@ -259,7 +259,8 @@ class SpeculativeDecoder:
         return request.tokens[start:] + request.drafts
 
     def _verify(self, batch: Batch, requests: list[Request], hidden: Tensor) -> tuple[Tensor, list[list[int]]]:
-        """`num_rejected` int64 `[R]`, and the tokens that each request gains: accepted drafts and one of the target's."""
+        """`num_rejected` int64 `[R]`, and the tokens that each request gains:
+        accepted drafts and one of the target's."""
         num_rejected = torch.zeros_like(batch.num_drafts)
         greedy = self.target.logits(hidden).argmax(-1).split(batch.query_lens.tolist())
         sampled: list[list[int]] = []

@@ -5,9 +5,10 @@ Why: vLLM attends over pages alone, and writes them in a launch of its own befor
 How: where no query is longer than a window, `nwor.gpu_attention.verify_attention` takes the place of writer and
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
 that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), vLLM's writer and
-attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Where the recorded
-tuning says that vLLM is the faster no window opens, and vLLM alone serves the batch: in graphs, by a set of its own.
-FlashAttention and Triton attention share one signature; so do FlashInfer and ROCm AITER, whose metadata differ.
+attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Where the
+recorded tuning says that vLLM is the faster no window opens, and vLLM alone serves the batch: in graphs, by a set of
+its own. FlashAttention and Triton attention share one signature; so do FlashInfer and ROCm AITER, whose metadata
+differ.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 

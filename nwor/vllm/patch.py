@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrap methods and functions of vLLM: only those whose signature is the one this kit was written for, once, and undone by one call."""
+"""Wrap methods and functions of vLLM: only those whose signature is the one this kit was written for, once,
+and undone by one call."""
 
 import functools
 import inspect

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pause a mode in a worker that is up, and resume it: vanilla and treatment in one engine, between requests.
 
-Why: engines of one configuration differ, by up to a percent of a step, in kernels that no mode touches. One engine differs
-from itself, paused, in nothing but where the captures of its graphs put their buffers.
-How: hooks without a manager call vLLM's own code alone. What a FULL graph holds of them was captured, so beside the graphs
-of mode ``stage`` a set of vLLM's own is kept. Two captures of the same kernels do not take quite as long: who compares them
-captures both sets anew now and then.
+Why: engines of one configuration differ, by up to a percent of a step, in kernels that no mode touches. One engine
+differs from itself, paused, in nothing but where the captures of its graphs put their buffers.
+How: hooks without a manager call vLLM's own code alone. What a FULL graph holds of them was captured, so beside the
+graphs of mode ``stage`` a set of vLLM's own is kept. Two captures of the same kernels do not take quite as long: who
+compares them captures both sets anew now and then.
 When it can go: when vLLM can switch a hook off.
 """
 

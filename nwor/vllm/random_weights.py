@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load format ``nwor_random`` for models that are a shape alone: weights at which every layer tells in the logits.
 
-Why: those of vLLM's ``dummy`` format are all within 0.001 of 0, norms too, so that attention could be left out without one
-greedy token changing: parity would say nothing.
-How: a model loader of that name, registered as vLLM registers its own. Each matrix is drawn from a normal distribution that
-keeps the size of what goes through it, queries, keys and values at twice that, so that attention looks at some positions
-more than at others. Norms are 1 and biases 0.
+Why: those of vLLM's ``dummy`` format are all within 0.001 of 0, norms too, so that attention could be left out without
+one greedy token changing: parity would say nothing.
+How: a model loader of that name, registered as vLLM registers its own. Each matrix is drawn from a normal distribution
+that keeps the size of what goes through it, queries, keys and values at twice that, so that attention looks at some
+positions more than at others. Norms are 1 and biases 0.
 When it can go: when vLLM's dummy weights are initialised as a model's are.
 """
 

@@ -4,9 +4,9 @@
 Why: only the runner knows which rows of a batch are drafts and how many of them were rejected, and it knows both on
 the device alone: the scheduler is a step ahead, and a step whose forward is one CUDA graph runs no Python.
 How: `prepare_attn` (real steps) has every tensor the window needs, `prepare_dummy_attn` (dummy runs) and
-`capture_model` hold nothing, `postprocess_sampled` has `num_rejected` before the drafter. Everything runs on vLLM's main
-stream: a commit on another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an H200. But
-the counts go to the host on the stream that vLLM copies its tokens on: on the main one it costs a step 25 us.
+`capture_model` hold nothing, `postprocess_sampled` has `num_rejected` before the drafter. Everything runs on vLLM's
+main stream: a commit on another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an
+H200. But the counts go to the host on the stream that vLLM copies its tokens on: on the main one it costs a step 25 us.
 When it can go: when vLLM offers hooks around the forward.
 """
 

@@ -107,7 +107,8 @@ def stop_audit(worker: Any) -> None:
 
 
 def start_profiler(worker: Any) -> None:
-    """Record this worker's kernels from here on: those of its GPU, or on a CPU torch's operators; sent like `status`."""
+    """Record this worker's kernels from here on: those of its GPU, or on a CPU torch's operators;
+    sent like `status`."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
