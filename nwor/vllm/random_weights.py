@@ -4,8 +4,11 @@
 Why: those of vLLM's ``dummy`` format are all within 0.001 of 0, norms too, so that attention could be left out without
 one greedy token changing: parity would say nothing.
 How: a model loader of that name, registered as vLLM registers its own. Each matrix is drawn from a normal distribution
-that keeps the size of what goes through it, queries, keys and values at twice that, so that attention looks at some
-positions more than at others. Norms are 1 and biases 0.
+that keeps the size of what goes through it, but for two kinds: queries, keys and values are larger by `SHARPER`, so
+that attention looks at some positions more than at others, and what a layer adds is smaller by the root of how many are
+added, as in GPT-2, so that rounding does not grow from layer to layer. Norms are 1 and biases 0. Over 32 layers on a
+CPU, in bf16, log-probabilities then shift by 0.02 nats under ``stage`` (root mean square) and by 0.10 with a planted
+fault; without the second they do by 0.05 and 0.11.
 When it can go: when vLLM's dummy weights are initialised as a model's are.
 """
 
@@ -15,6 +18,7 @@ import zlib
 from typing import Any
 
 FORMAT = "nwor_random"
+SHARPER = 1.7
 
 
 @functools.cache
@@ -25,19 +29,19 @@ def install() -> None:
     class RandomWeights(DummyModelLoader):
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            draw(model)
+            draw(model, model_config.hf_text_config.num_hidden_layers)
 
     register_model_loader(FORMAT)(RandomWeights)
 
 
-def draw(model: Any) -> None:
-    """Fill the parameters of this rank's part of `model`; ranks differ in what they do not share.
+def draw(model: Any, num_layers: int) -> None:
+    """Fill the parameters of this rank's part of `model`, of `num_layers`; ranks differ in what they do not share.
 
     Each matrix [out, in] has a generator of its own, seeded by its name, so that no two layers are alike.
     """
     import torch
     from vllm.distributed import get_tensor_model_parallel_rank
-    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 
     for path, module in model.named_modules():
         rank = 0 if isinstance(module, ReplicatedLinear) else get_tensor_model_parallel_rank()
@@ -46,4 +50,9 @@ def draw(model: Any) -> None:
                 weight.data.fill_(0 if name == "bias" else 1)
                 continue
             generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{path}.{name} of rank {rank}".encode()))
-            weight.data.normal_(std=(2 if "qkv" in path else 1) / math.sqrt(weight.shape[-1]), generator=generator)
+            std = 1 / math.sqrt(getattr(module, "input_size", weight.shape[-1]))
+            if isinstance(module, QKVParallelLinear):
+                std *= SHARPER
+            elif isinstance(module, RowParallelLinear):  # the last of attention and of the MLP: two a layer
+                std /= math.sqrt(2 * num_layers)
+            weight.data.normal_(std=std, generator=generator)
