@@ -105,7 +105,8 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", **changes) -> SimpleNa
     [
         (gpu_layer(), ""),
         (gpu_layer("TritonAttentionImpl", kv_cache_dtype="fp8"), ""),
-        (gpu_layer("FlashInferImpl"), "the attention backend FlashInferImpl: stage has a hook in"),
+        (gpu_layer("FlashInferImpl"), ""),
+        (gpu_layer("FlexAttentionImpl"), "the attention backend FlexAttentionImpl: stage has a hook in"),
         (gpu_layer("FlashAttentionMLAImpl"), "the attention backend FlashAttentionMLAImpl"),
         (gpu_layer(attn_type="encoder_only"), "attention of type encoder_only"),
         (gpu_layer(head_size=80), "heads of size 80"),
@@ -150,8 +151,11 @@ MATRIX = {
         (ON_A_GPU | {f"vllm_config__compilation_config__pass_config__{name}": True}, {}) for name in FUSED
     ],
     "ALiBi, sinks": [(ON_A_GPU, {"alibi_slopes": torch.ones(2)}), (ON_A_GPU, {"sinks": torch.ones(2)})],
-    "FlashInfer, ROCm AITER and other attention backends": [
+    "FlashInfer, ROCm AITER unified attention (not run yet: the hooks are held to vLLM's own classes)": [
         (ON_A_GPU, {"implementation": name}) for name in ("FlashInferImpl", "RocmAiterUnifiedAttentionImpl")
+    ],
+    "other attention backends": [
+        (ON_A_GPU, {"implementation": name}) for name in ("FlexAttentionImpl", "RocmAttentionImpl")
     ],
     "heads of a size other than 64, 96, 128, 256 (GPU)": [(ON_A_GPU, {"head_size": 80})],
     "a cache of fp8 e5m2 or with scales per token or head (GPU)": [

@@ -7,8 +7,9 @@ attention both: held rows go to staging, all others to the pages, by what the ma
 that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), vLLM's writer and
 attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Where the
 recorded tuning says that vLLM is the faster no window opens, and vLLM alone serves the batch: in graphs, by a set of
-its own. FlashAttention and Triton attention share one signature; so do FlashInfer and ROCm AITER, whose metadata
-differ.
+its own. All backends share one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's
+gets that description where it is built. It and ROCm AITER's unified attention have not been run: what the hooks take of
+them is held to vLLM's source.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 
@@ -18,22 +19,35 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from nwor.attention_configs import HEAD_SIZES, slower_batches
-from nwor.vllm.patch import wrap_attention
+from nwor.vllm.patch import wrap, wrap_attention
 from nwor.vllm.runner import attention_metadata
 
 if TYPE_CHECKING:
     from nwor.gpu_attention import Workspace
     from nwor.manager import DraftCommitManager
 
-SERVED = ("FlashAttentionImpl", "TritonAttentionImpl")
+SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl", "RocmAiterUnifiedAttentionImpl")
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 
 
 def install() -> None:
+    from vllm.platforms import current_platform
+    from vllm.utils.flashinfer import has_flashinfer
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-    for implementation in (FlashAttentionImpl, TritonAttentionImpl):
+    implementations: list[type] = [FlashAttentionImpl, TritonAttentionImpl]
+    if has_flashinfer():
+        from vllm.v1.attention.backends.flashinfer import FlashInferImpl, FlashInferMetadataBuilder
+
+        implementations.append(FlashInferImpl)
+        build = ("self", "common_prefix_len", "common_attn_metadata", "fast_build")
+        wrap(FlashInferMetadataBuilder, "build", build, _make_build)
+    if current_platform.is_rocm():
+        from vllm.v1.attention.backends.rocm_aiter_unified_attn import RocmAiterUnifiedAttentionImpl
+
+        implementations.append(RocmAiterUnifiedAttentionImpl)
+    for implementation in implementations:
         wrap_attention(implementation, _make_update, _make_forward)
 
 
@@ -49,15 +63,20 @@ def fused_passes(config: Any) -> str:
 
 def cannot_attend(layer: Any) -> str:
     """Why our attention cannot serve this layer, or an empty string."""
+    from vllm.platforms import current_platform
+
     impl = layer.impl
     if type(impl).__name__ not in SERVED:
-        return f"the attention backend {type(impl).__name__}: stage has a hook in {' and '.join(SERVED)}"
-    if impl.attn_type != "decoder":
-        return f"attention of type {impl.attn_type}"
+        return f"the attention backend {type(impl).__name__}: stage has a hook in {', '.join(SERVED)}"
+    attn_type = getattr(impl, "attn_type", "decoder")  # FlashInfer's knows no other
+    if attn_type != "decoder":
+        return f"attention of type {attn_type}"
     if impl.head_size not in HEAD_SIZES:
         return f"heads of size {impl.head_size}"
     if impl.kv_cache_dtype not in CACHE_DTYPES:
         return f"a cache of type {impl.kv_cache_dtype}"
+    if impl.kv_cache_dtype.startswith("fp8") and current_platform.is_fp8_fnuz():
+        return "a cache of fp8 fnuz"
     if impl.alibi_slopes is not None:
         return "ALiBi"
     if impl.sinks is not None:
@@ -82,6 +101,18 @@ def slower(manager: "DraftCommitManager", layer: Any, max_context: int) -> dict[
     group = impl.num_heads // cache.num_heads
     requests, width = manager.slots.shape
     return slower_batches(requests, max_context, cache.num_heads, group, impl.head_size, element, width)
+
+
+def _make_build(original: Callable) -> Callable:
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        metadata = original(self, common_prefix_len, common_attn_metadata, fast_build)
+        metadata.max_query_len = common_attn_metadata.max_query_len
+        metadata.query_start_loc = common_attn_metadata.query_start_loc
+        metadata.seq_lens = common_attn_metadata.seq_lens
+        metadata.block_table = common_attn_metadata.block_table_tensor
+        return metadata
+
+    return build
 
 
 def _make_update(original: Callable) -> Callable:
@@ -142,7 +173,7 @@ def _make_forward(original: Callable) -> Callable:
             staging_rows=manager.staging_rows,
             max_query_len=manager.width,
             scale=self.scale,
-            softcap=self.logits_soft_cap,
+            softcap=self.logits_soft_cap or 0.0,  # FlashInfer's is None where there is none
             sliding_window=self.sliding_window[0] + 1,
             kv_cache_dtype=self.kv_cache_dtype,
             q_scale=layer._q_scale,
