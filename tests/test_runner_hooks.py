@@ -2,7 +2,6 @@
 """The hooks in vLLM's runner, engine and metrics, on light stand-ins (R4, R16-R20); no engine is started."""
 
 from dataclasses import asdict, fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
