@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes in real vLLM on a GPU: R17-R26 under both runners, both attention backends, CUDA graphs and fp8 caches.
+"""Modes in real vLLM on a GPU: R17-R26 under both runners, the attention backends at hand, CUDA graphs and fp8 caches.
 
 Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
 chunked prefill runs beside decodes throughout.
 """
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 # well, and our kernel does not.
 GAPS = {"auto": 0.25, "fp8": 0.75}
 LAYERS = 3
-# Both runners, both backends, FULL and PIECEWISE graphs (uniform decodes, and everything else) and none.
+# Both runners, all backends, FULL and PIECEWISE graphs (uniform decodes, and everything else) and none.
 STACKS = {
     "v2 FA graphs": {"enforce_eager": False},
     "v2 FA graphs fp8": {"enforce_eager": False, "kv_cache_dtype": "fp8"},
@@ -38,8 +39,13 @@ STACKS = {
     "v2 FA eager": {},
     "v1 FA graphs": {"enforce_eager": False, "runner": "v1"},
     "v1 Triton eager": {"runner": "v1", "attention_backend": "TRITON_ATTN"},
+    "v2 FlashInfer graphs": {"enforce_eager": False, "attention_backend": "FLASHINFER"},
+    "v2 FlashInfer eager fp8": {"attention_backend": "FLASHINFER", "kv_cache_dtype": "fp8"},
 }
-stacks = pytest.mark.parametrize("stack", STACKS)
+no_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="no FlashInfer here")
+stacks = pytest.mark.parametrize(
+    "stack", [pytest.param(name, marks=no_flashinfer if "FlashInfer" in name else ()) for name in STACKS]
+)
 both = pytest.mark.parametrize("mode", ["cow", "stage"])
 
 
