@@ -4,6 +4,7 @@
 import importlib.util
 import itertools
 import json
+import threading
 from pathlib import Path
 
 import pandas as pd
@@ -102,3 +103,29 @@ def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_pat
     said = capsys.readouterr().out
     assert "bad: failed, see" in said and "two: left out, 2 NVIDIA GPUs are needed" in said and "there" not in said
     assert "no_such" in (tmp_path / "bad" / "log.txt").read_text()
+
+
+def test_each_gpu_has_a_measurement_of_its_own(tmp_path, monkeypatch):
+    """Two of one rank are under way at once, on two GPUs; one of two ranks has both, and nobody beside it."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    monkeypatch.setattr(
+        measure_gpu, "MEASUREMENTS", {"two": ["--tp", "2"]} | {name: [] for name in ("a", "b", "c", "d")}
+    )
+    under_way, seen, together = [], [], threading.Barrier(2)
+
+    def run(directory, name, gpus):
+        assert not set(gpus) & set(under_way)
+        under_way.extend(gpus)
+        if name != "two":
+            together.wait(timeout=10)
+            together.wait(timeout=10)
+        seen.append((name, gpus))
+        for gpu in gpus:
+            under_way.remove(gpu)
+        return name != "c"
+
+    monkeypatch.setattr(measure_gpu, "run", run)
+    assert measure_gpu.measure(tmp_path, []) == ["c"]
+    assert {gpus[0] for name, gpus in seen if name != "two"} == {"4", "6"}
+    assert len(seen) == 5 and seen[-1] == ("two", ["4", "6"])

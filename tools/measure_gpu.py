@@ -3,17 +3,21 @@
 
 Not `gpu_cow`, an older run, nor what notebooks leave: `kernel_check` of 02, `gpu_claims` of 04.
 
-Each measurement is one command with a log of its own. One whose table is there already is skipped, so that an
-interrupted run goes on; one that fails does not stop the others, and the end fails. With fewer than two GPUs what needs
-two is left out, and said. A bench of whole steps takes two to four minutes on an H200.
+Each measurement is one command with a log of its own, on a GPU of its own: those of one rank run beside each other,
+as many as there are GPUs, and those of two ranks after them, alone. One whose table is there already is skipped, so
+that an interrupted run goes on; one that fails does not stop the others, and the end fails. With fewer than two GPUs
+what needs two is left out, and said. A bench of whole steps takes two to four minutes on an H200.
 
 `--record` writes no table of which a part is missing: what is recorded stays as it is.
 """
 
 import argparse
 import json
+import os
+import queue
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +88,42 @@ def measure(directory: Path, only: list[str]) -> list[str]:
     """Run what has left no table yet; returns the names of those that failed or were left out."""
     import torch
 
-    missing = []
-    for name, words in MEASUREMENTS.items():
-        if (only and name not in only) or table(directory, name).exists():
-            continue
-        needed = 2 if "--tp" in words else 1
-        if torch.cuda.device_count() < needed:
-            print(f"{name}: left out, {needed} NVIDIA GPUs are needed", flush=True)
-            missing.append(name)
-            continue
-        out = directory / name
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / "log.txt", "w") as log:
-            command = [sys.executable, "-m", *(word.format(out=out, name=name) for word in words)]
-            failed = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT).returncode
-        print(f"{name}: {'failed, see ' + str(out / 'log.txt') if failed else 'done'}", flush=True)
-        missing += [name] * bool(failed)
-    return missing
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = visible.split(",")[: torch.cuda.device_count()]
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def alone(name: str) -> bool:
+        gpu = free.get()
+        try:
+            return run(directory, name, [gpu])
+        finally:
+            free.put(gpu)
+
+    wanted = [name for name in MEASUREMENTS if (not only or name in only) and not table(directory, name).exists()]
+    ranks = {name: 2 if "--tp" in MEASUREMENTS[name] else 1 for name in wanted}
+    done = {}
+    with ThreadPoolExecutor(max(1, len(gpus))) as pool:
+        of_one = [name for name in wanted if ranks[name] == 1 <= len(gpus)]
+        done |= zip(of_one, pool.map(alone, of_one), strict=True)
+    done |= {name: run(directory, name, gpus[:2]) for name in wanted if ranks[name] == 2 <= len(gpus)}
+    for name in wanted:
+        if name not in done:
+            print(f"{name}: left out, {ranks[name]} NVIDIA GPUs are needed", flush=True)
+    return [name for name in wanted if not done.get(name)]
+
+
+def run(directory: Path, name: str, gpus: list[str]) -> bool:
+    """Whether the measurement `name`, on these GPUs, ended well; what it says goes to a log beside its table."""
+    out = directory / name
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", *(word.format(out=out, name=name) for word in MEASUREMENTS[name])]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    with open(out / "log.txt", "w") as log:
+        failed = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, env=environ).returncode
+    print(f"{name}: {'failed, see ' + str(out / 'log.txt') if failed else 'done'}", flush=True)
+    return not failed
 
 
 def made_by(directory: Path, name: str) -> dict[str, Any]:
