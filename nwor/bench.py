@@ -69,8 +69,8 @@ class Plan:
     random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold; none for
         the prompts given.
     profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (on a GPU).
-    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, with
-        graphs captured anew for every repeat.
+    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, in
+        graphs that, where they hold the mode, are captured anew for every repeat.
     audit: hold the first pass, which is not timed, to the whole-cache audit.
     logit_gap: the bound in nats below which a differing token is a near tie, and which no log-probability may shift by.
     """
@@ -146,11 +146,10 @@ def run(
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         session = Session(stack, spec, plan, prompts)
-        session.judge()
+        session.judge(session.few)
         for temperature, repeat in itertools.product(plan.temperatures, range(plan.repeats)):
             if plan.paused:  # where a capture puts its buffers must not pass for the mode's doing
                 session.capture_anew()
-                session.judge()
             rows += session.timed(temperature, repeat)
         reports = {mode: engine.report() for mode, engine in session.engines.items()}
         metrics = {mode: engine.metrics() for mode, engine in session.engines.items()}
@@ -175,14 +174,11 @@ def run(
 class Session:
     """The engines of a plan, all up, and the prompts that they take turns with.
 
-    parity: by turn, the worst of all passes judged so far. given: what the last of them gave.
+    few: prompts of the first pass. parity: by turn, of all passes judged so far. given: what the last of them gave.
     """
 
     def __init__(self, stack: ExitStack, spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> None:
         self.spec, self.plan = spec, plan
-        self.gpus = 0 if on_cpu() else spec.tp
-        with clocks.watched(self.gpus):  # what it lacks is said before engines come up
-            pass
         self.engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
         for mode, engine in self.engines.items():
             engine.wait()
@@ -195,49 +191,51 @@ class Session:
         self.prompts = [prompt[:longest] for prompt in (tokens * plan.most_prompts)[: plan.most_prompts]]
         self.loads = plan.loads(longest, min(engine.capacity() for engine in self.engines.values()))
         self.shortest = min(plan.random_prompts, default=longest)
-        self.parity: dict[str, Parity] = {}
+        # One mode alone has nothing to be compared with: a short pass warms it up.
+        self.alone = len(self.turns) == 1 and not plan.audit
+        self.few = [prompt[: self.shortest] for prompt in self.prompts[: 2 if self.alone else plan.num_prompts]]
+        self.parity = {turn.name: Parity(0, 0, 0.0) for turn in plan.turns}
         self.given: dict[str, Generation] = {}
 
-    def judge(self) -> None:
+    def judge(self, prompts: list[list[int]]) -> None:
         """A greedy pass of every turn, compared with the baseline's; an audit, if there is one, ends with the first."""
-        # One mode alone has nothing to be compared with: a short pass warms it up.
-        alone = len(self.turns) == 1 and not self.plan.audit
-        few = [prompt[: self.shortest] for prompt in self.prompts[: 2 if alone else self.plan.num_prompts]]
-        if self.spec.prefix_caching and not self.given:
+        if self.spec.prefix_caching:
             for engine in self.engines.values():
-                engine.generate(few, 1)  # every pass that is judged finds the prompts cached: sums are as in the others
-        max_tokens, logprobs = (8, 0) if alone else (self.plan.max_tokens, 5)
+                engine.generate(prompts, 1)  # every turn finds the prompts cached: its sums are as in the others
+        max_tokens, logprobs = (8, 0) if self.alone else (self.plan.max_tokens, 5)
         served_first = sorted(self.turns, key=lambda pair: pair[0].paused)  # an audit is over before its mode pauses
         for turn, engine in served_first:
             with turn.on(engine):
                 if turn.paused:
                     require_served("off", engine.report(), turn.engine)
-                self.given[turn.name] = engine.generate(few, max_tokens, logprobs=logprobs)
+                self.given[turn.name] = engine.generate(prompts, max_tokens, logprobs=logprobs)
             engine.stop_audit()
         baseline = self.given[self.turns[0][0].name]
         for turn in self.plan.turns:
-            found = compare(baseline, self.given[turn.name], drafted=self.spec.acceptance_length > 0)
-            self.parity[turn.name] = found.worst(self.parity.get(turn.name, found))
+            self.parity[turn.name] += compare(baseline, self.given[turn.name], drafted=self.spec.acceptance_length > 0)
 
     def capture_anew(self) -> None:
-        """New graphs for every engine whose mode pauses."""
+        """New graphs for every engine whose graphs hold the mode that pauses."""
         for turn, engine in self.turns:
             if turn.paused:
                 engine.capture_anew()
 
     def timed(self, temperature: float, repeat: int) -> list[dict[str, Any]]:
-        """Rows of one repeat: every load, by every turn."""
+        """Rows of one repeat: every load, by every turn.
+
+        What has not been judged is, first: other loads than the first pass's, and all in graphs that are new. And where
+        prompts are cached: else the first turn alone would find none, and the chip cool.
+        """
         rows: list[dict[str, Any]] = []
         plan = self.plan
         for length, size in self.loads:
             cut = [prompt[:length] for prompt in self.prompts[:size]]
-            if self.spec.prefix_caching:  # else the first turn alone finds no prompt cached, and the chip cool
-                for engine in self.engines.values():
-                    engine.generate(cut, plan.max_tokens)
+            if plan.paused or self.spec.prefix_caching or (repeat == 0 and cut != self.few):
+                self.judge(cut)
             load = {"repeat": repeat, "temperature": temperature, "batch": min(size, self.spec.batch)}
             load |= {"prompt": length} if plan.random_prompts else {}
             for turn, engine in self.turns[:: -1 if repeat % 2 else 1]:
-                with turn.on(engine), clocks.watched(self.gpus) as seen:
+                with turn.on(engine), clocks.watched(0 if on_cpu() else self.spec.tp) as seen:
                     generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
                 rows += [{**turn.columns, **load, **row} for row in [*measured(generation), *seen]]
         return rows
@@ -247,9 +245,8 @@ class Session:
         rows: list[dict[str, Any]] = []
         for size, (turn, engine) in itertools.product(self.plan.sizes, self.turns):
             cut = [prompt[: self.shortest] for prompt in self.prompts[:size]]
-            load = {"batch": min(size, self.spec.batch)} | (
-                {"prompt": self.shortest} if self.plan.random_prompts else {}
-            )
+            load = {"batch": min(size, self.spec.batch)}
+            load |= {"prompt": self.shortest} if self.plan.random_prompts else {}
             with turn.on(engine):
                 found = kernel_rows(*engine.kernel_times(cut, self.plan.max_tokens))
             rows += [{**turn.columns, **load, "unit": "us", **row} for row in found]

@@ -27,11 +27,11 @@ class Parity:
     def explained(self, bound: float) -> bool:
         return max(self.largest_gap, self.largest_shift) <= bound
 
-    def worst(self, other: "Parity") -> "Parity":
-        """Of two comparisons, whichever is worse in each respect."""
+    def __add__(self, other: "Parity") -> "Parity":
+        """Of both comparisons together."""
         return Parity(
-            min(self.equal, other.equal),
-            self.requests,
+            self.equal + other.equal,
+            self.requests + other.requests,
             max(self.largest_gap, other.largest_gap),
             max(self.largest_shift, other.largest_shift),
         )
@@ -49,8 +49,7 @@ def compare(baseline: Generation, other: Generation, drafted: bool = False) -> P
         if baseline.top_logprobs and other.top_logprobs:
             both = zip(baseline.top_logprobs[index], other.top_logprobs[index], strict=False)
             for best, beside in itertools.islice(both, None if place is None else place + 1):
-                first = max(best, key=best.__getitem__)
-                shifts.append(abs(best[first] - beside.get(first, math.inf)))
+                shifts.append(_shift(best, beside))
         if ours == theirs:
             equal += 1
             continue
@@ -60,3 +59,10 @@ def compare(baseline: Generation, other: Generation, drafted: bool = False) -> P
         elif not drafted:
             gaps.append(math.inf)
     return Parity(equal, len(baseline.tokens), max(gaps), max(shifts))
+
+
+def _shift(best: dict[int, float], beside: dict[int, float]) -> float:
+    if any(map(math.isnan, (*best.values(), *beside.values()))):  # `max` would pass over it
+        return math.inf
+    first = max(best, key=best.__getitem__)
+    return abs(best[first] - beside.get(first, math.inf))

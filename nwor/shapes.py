@@ -7,7 +7,7 @@ A step's time depends on the shapes and hardly on what the weights say, and acce
 from pathlib import Path
 from typing import Any
 
-from nwor.pair import write_json
+from nwor.results import write_json
 
 _LLAMA_2_7B = {
     "hidden_size": 4096,

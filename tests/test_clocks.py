@@ -5,7 +5,11 @@ import time
 
 import pandas as pd
 import pytest
-import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: it brings NVML")
+
+from vllm.platforms import current_platform
+from vllm.third_party import pynvml
 
 from nwor import bench, clocks
 from nwor.engine import EngineSpec
@@ -14,11 +18,23 @@ from tests.test_bench import Noted
 
 @pytest.fixture
 def chips(monkeypatch) -> None:
-    """Two GPUs: one that slows from 1,980 MHz to 1,500 as it is looked at, and one that draws twice as much."""
-    seen = [1500.0, 1500.0, 1500.0, 1980.0]
+    """Two GPUs of four: one that slows from 1,980 MHz to 1,500 as it is looked at, and one that draws twice as much."""
+    seen = [1500, 1500, 1500, 1980, 1980]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.setattr(type(current_platform), "device_control_env_var", "CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(clocks, "PERIOD", 0.001)
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda rank: 1200 if rank else seen.pop() if seen else 1500)
-    monkeypatch.setattr(torch.cuda, "power_draw", lambda rank: 350_000 * (1 + rank))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda gpu: {3: 350_000, 1: 700_000}[gpu])
+
+    def clock(gpu: int, kind: int) -> int:
+        assert kind == pynvml.NVML_CLOCK_SM
+        return 1200 if gpu == 1 else seen.pop() if seen else 1500
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
+    clocks._sensors.cache_clear()
+    yield
+    clocks._sensors.cache_clear()
 
 
 def test_medians_of_each_gpu_while_something_runs(chips):
@@ -35,27 +51,32 @@ def test_medians_of_each_gpu_while_something_runs(chips):
     assert found.unit.to_dict() == {index: "MHz" if index[0] == "sm_clock" else "W" for index in found.index}
 
 
-def test_what_is_over_at_once_is_sampled_once(chips, monkeypatch):
+def test_what_is_over_at_once_is_sampled_at_its_end(chips, monkeypatch):
     monkeypatch.setattr(clocks, "PERIOD", 60)
     with clocks.watched(1) as rows:
-        pass
-    assert [row["value"] for row in rows] == [1980, 350]
+        assert pynvml.nvmlDeviceGetClockInfo(3, pynvml.NVML_CLOCK_SM) == 1980
+    assert [row["value"] for row in rows] == [1500, 350]
 
 
 def test_nothing_is_sampled_where_there_is_no_gpu(monkeypatch):
-    monkeypatch.delattr(torch.cuda, "clock_rate")
+    monkeypatch.delattr(pynvml, "nvmlInit")
     with clocks.watched(0) as rows:
         pass
     assert rows == []
 
 
-def test_what_cannot_be_sampled_stops_the_run_before_it_is_timed(monkeypatch):
-    def missing(rank: int) -> int:
-        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+def test_a_driver_that_does_not_tell_costs_no_run(chips, monkeypatch, capsys):
+    """Said once, and not with every turn."""
 
-    monkeypatch.setattr(torch.cuda, "clock_rate", missing)
-    with pytest.raises(ModuleNotFoundError, match="nvidia-ml-py"), clocks.watched(1):
-        raise AssertionError("not reached")
+    def refuse(gpu: int) -> int:
+        raise pynvml.NVMLError_NotSupported
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", refuse)
+    for _ in range(3):
+        with clocks.watched(1) as rows:
+            pass
+        assert rows == []
+    assert capsys.readouterr().err == "clock and power are left out: Not Supported\n"
 
 
 def test_each_timed_turn_of_a_bench_has_its_clock(chips, monkeypatch):

@@ -4,6 +4,7 @@
 import importlib.util
 import itertools
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -93,6 +94,22 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     assert found["kv_write_share"].value.tolist() == pytest.approx([0.01] * found["gpu_steps"].kv_heads.nunique())
 
 
+def test_who_made_the_steps_stays_with_them(tmp_path):
+    """Audits measured anew leave the steps as they were, and what is said of their runs."""
+    made, recorded = tmp_path / "gpu", tmp_path / "recorded"
+    results.write_json(recorded / "gpu_runs.json", ["of the steps"])
+    for name in (*measure_gpu.AUDITS, *measure_gpu.AUDITS_OF_TWO):
+        results.write_table(measure_gpu.table(made, name), bench_table({"off": 1.0}))
+    assert "gpu_audit" not in measure_gpu.record(made, recorded)
+    assert json.loads((recorded / "gpu_runs.json").read_text()) == ["of the steps"]
+
+
+def test_a_run_whose_git_did_not_tell(tmp_path):
+    told = {name: "x" for name in ("time", "versions", "python", "gpu", "cpu")} | {"git": "unavailable: no git"}
+    results.write_json(measure_gpu.table(tmp_path, "a").with_suffix(".json"), {"provenance": told})
+    assert measure_gpu.made_by(tmp_path, "a")["git"] == "unavailable: no git"
+
+
 def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(
@@ -112,12 +129,13 @@ def test_each_gpu_has_a_measurement_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(
         measure_gpu, "MEASUREMENTS", {"two": ["--tp", "2"]} | {name: [] for name in ("a", "b", "c", "d")}
     )
-    under_way, seen, together = [], [], threading.Barrier(2)
+    under_way, cores, seen, together = [], {}, [], threading.Barrier(2)
 
     def run(directory, name, gpus):
         assert not set(gpus) & set(under_way)
         under_way.extend(gpus)
         if name != "two":
+            cores[gpus[0]] = os.sched_getaffinity(0)
             together.wait(timeout=10)
             together.wait(timeout=10)
         seen.append((name, gpus))
@@ -129,3 +147,4 @@ def test_each_gpu_has_a_measurement_of_its_own(tmp_path, monkeypatch):
     assert measure_gpu.measure(tmp_path, []) == ["c"]
     assert {gpus[0] for name, gpus in seen if name != "two"} == {"4", "6"}
     assert len(seen) == 5 and seen[-1] == ("two", ["4", "6"])
+    assert not cores["4"] & cores["6"] or len(os.sched_getaffinity(0)) == 1, "one does not slow the other down"

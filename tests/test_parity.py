@@ -46,6 +46,15 @@ def test_parity_is_of_tokens_and_of_what_the_target_says(other, drafted, parity)
     assert found.explained(0.25) == (max(parity[1:]) <= 0.25)
 
 
-def test_of_two_comparisons_the_worse_is_kept():
-    good, bad = Parity(8, 8, 0.1, 0.3), Parity(7, 8, 0.2, 0.0)
-    assert good.worst(bad) == bad.worst(good) == Parity(7, 8, 0.2, 0.3)
+def test_comparisons_add_up():
+    """Tokens are counted, and of what differs the worst is kept."""
+    good, bad = Parity(8, 8, 0.1, 0.3), Parity(3, 4, 0.2, 0.0)
+    assert good + bad == bad + good == Parity(11, 12, 0.2, 0.3)
+
+
+@pytest.mark.parametrize("best", [{7: math.nan, 8: -3.0}, {7: -0.1, 8: math.nan}])
+def test_what_is_no_number_is_explained_by_nothing(best):
+    """#25: `max` passes over a NaN that is not its first."""
+    one, other = said([7, 1], SURE, TIE), said([7, 1], best, TIE)
+    assert compare(one, one).explained(0)
+    assert not any(compare(*pair).explained(1e9) for pair in ((one, other), (other, one), (other, other)))

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
+from vllm.platforms import current_platform
+
 from nwor import paths
 from nwor.vllm import gpu, runner
 
@@ -72,7 +74,7 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
 )
 def test_unsupported(changes, why):
     """R19: each configuration that no mode serves is named, and vLLM's own write serves it."""
-    found = runner.unsupported(make_runner(**changes), {"a": None, "b": None}, "stage")
+    found = runner.unsupported(make_runner(**changes), {"a": gpu_layer(), "b": gpu_layer()}, "stage")
     assert found.startswith(why) and bool(found) == bool(why)
 
 
@@ -96,8 +98,8 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", **changes) -> SimpleNa
         "scale_of": 1,
     } | changes
     impl = type(implementation, (), values)()
-    scale = torch.ones(values["scale_of"])
-    return SimpleNamespace(impl=impl, _k_scale=scale, _v_scale=scale)
+    scale, dtype = torch.ones(values["scale_of"]), values.pop("kv_cache_torch_dtype", torch.bfloat16)
+    return SimpleNamespace(impl=impl, _k_scale=scale, _v_scale=scale, dtype=torch.bfloat16, kv_cache_torch_dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +153,10 @@ MATRIX = {
         (ON_A_GPU | {f"vllm_config__compilation_config__pass_config__{name}": True}, {}) for name in FUSED
     ],
     "ALiBi, sinks": [(ON_A_GPU, {"alibi_slopes": torch.ones(2)}), (ON_A_GPU, {"sinks": torch.ones(2)})],
-    "FlashInfer, ROCm AITER unified attention (not run yet: the hooks are held to vLLM's own classes)": [
-        (ON_A_GPU, {"implementation": name}) for name in ("FlashInferImpl", "RocmAiterUnifiedAttentionImpl")
+    "FlashInfer (not run yet: its hook is held to vLLM's own classes)": [
+        (ON_A_GPU, {"implementation": "FlashInferImpl"})
     ],
+    "a cache of another 16-bit type than the model's": [({}, {"kv_cache_torch_dtype": torch.float16})],
     "other attention backends": [
         (ON_A_GPU, {"implementation": name}) for name in ("FlexAttentionImpl", "RocmAttentionImpl")
     ],
@@ -164,9 +167,10 @@ MATRIX = {
         (ON_A_GPU, {"scale_of": 8}),
     ],
 }
-# Seen in a step or while a manager is built:
+# Seen below, in a step, or while a manager is built:
 # tests/test_manager.py, test_vllm_modes.py and test_gpu_hooks.py hold these.
 ELSEWHERE = {
+    "ROCm (AITER's unified attention has a hook; the operators are not built for it)",
     "steps that the tuning says vLLM attends to faster (GPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
@@ -196,6 +200,14 @@ def test_the_readme_tells_where_a_mode_serves():
             for mode, words in zip(("cow", "stage"), said[name], strict=True):
                 found = runner.unsupported(make_runner(**changes), layers, mode)
                 assert (found == "") == (words == "serves"), (name, mode, found)
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_no_mode_serves_on_rocm(mode, monkeypatch):
+    """R19: told at the start, and not by an operator that fails in the first step."""
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    layers = {"a": gpu_layer("RocmAiterUnifiedAttentionImpl"), "b": gpu_layer()}
+    assert runner.unsupported(make_runner(**ON_A_GPU), layers, mode) == "ROCm: the operators are not built for it"
 
 
 def test_batches_that_stand_aside_are_told(monkeypatch):

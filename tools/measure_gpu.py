@@ -4,14 +4,16 @@
 Not `gpu_cow`, an older run, nor what notebooks leave: `kernel_check` of 02, `gpu_claims` of 04.
 
 Each measurement is one command with a log of its own, on a GPU of its own: those of one rank run beside each other,
-as many as there are GPUs, and those of two ranks after them, alone. One whose table is there already is skipped, so
-that an interrupted run goes on; one that fails does not stop the others, and the end fails. With fewer than two GPUs
-what needs two is left out, and said. A bench of whole steps takes two to four minutes on an H200.
+as many as there are GPUs, each on its share of the cores, and those of two ranks after them, alone. One whose table is
+there already is skipped, so that an interrupted run goes on; one that fails does not stop the others, and the end
+fails. With fewer than two GPUs what needs two is left out, and said. A bench of whole steps takes two to four minutes
+on an H200.
 
 `--record` writes no table of which a part is missing: what is recorded stays as it is.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -35,13 +37,14 @@ def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
     Graphs are captured for these numbers of requests, in verify and draft steps; vLLM's own choice would leave out 64.
     """
     requests = (1, 2, 4, 8, 16, 32, 64)
+    bound = "0.75" if "fp8" in more else "0.15"  # there FlashAttention rounds attention weights as well
     captured = ",".join(map(str, sorted({rows * number for number in requests for rows in (1, k + 1)})))
     return [
         *("nwor", "bench", "--shape", shape, "--k", str(k), "--mode", modes, "--kv-cache-memory", str(mib)),
         *("--acceptance-length", "1.5" if k == 1 else "3", "--batch", "64", "--batches", "1,4,16,64"),
         *("--random-prompts", "512,2048,8192", "--num-prompts", "8", "--max-tokens", "96", "--max-model-len", "8448"),
         *("--max-num-batched-tokens", "8192", "--prefix-caching", "--no-enforce-eager", "--no-audit", "--paused"),
-        *("--cudagraph-capture-sizes", captured, "--repeats", "6"),
+        *("--cudagraph-capture-sizes", captured, "--repeats", "6", "--logit-gap", bound),
         *("--name", "{name}", "--run-dir", "{out}", *more),
     ]
 
@@ -88,29 +91,31 @@ def measure(directory: Path, only: list[str]) -> list[str]:
     """Run what has left no table yet; returns the names of those that failed or were left out."""
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = visible.split(",")[: torch.cuda.device_count()]
-    free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu)
-
-    def alone(name: str) -> bool:
-        gpu = free.get()
-        try:
-            return run(directory, name, [gpu])
-        finally:
-            free.put(gpu)
-
+    gpus = torch.cuda.device_count()
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")[:gpus]
     wanted = [name for name in MEASUREMENTS if (not only or name in only) and not table(directory, name).exists()]
-    ranks = {name: 2 if "--tp" in MEASUREMENTS[name] else 1 for name in wanted}
-    done = {}
-    with ThreadPoolExecutor(max(1, len(gpus))) as pool:
-        of_one = [name for name in wanted if ranks[name] == 1 <= len(gpus)]
-        done |= zip(of_one, pool.map(alone, of_one), strict=True)
-    done |= {name: run(directory, name, gpus[:2]) for name in wanted if ranks[name] == 2 <= len(gpus)}
+    of_two = [name for name in wanted if "--tp" in MEASUREMENTS[name]]
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in wanted if gpus else ():
+        if name not in of_two:
+            waiting.put(name)
+    done: dict[str, bool] = {}
+    cores = sorted(os.sched_getaffinity(0))
+
+    def lane(index: int) -> None:
+        share = max(1, len(cores) // gpus)
+        os.sched_setaffinity(0, cores[index * share :][:share])  # of this thread, and of what it starts
+        with contextlib.suppress(queue.Empty):
+            while True:
+                name = waiting.get_nowait()
+                done[name] = run(directory, name, [visible[index]])
+
+    with ThreadPoolExecutor(max(1, gpus)) as pool:
+        list(pool.map(lane, range(gpus)))
+    done |= {name: run(directory, name, visible[:2]) for name in of_two if gpus >= 2}
     for name in wanted:
         if name not in done:
-            print(f"{name}: left out, {ranks[name]} NVIDIA GPUs are needed", flush=True)
+            print(f"{name}: left out, {1 + (name in of_two)} NVIDIA GPUs are needed", flush=True)
     return [name for name in wanted if not done.get(name)]
 
 
@@ -130,7 +135,8 @@ def made_by(directory: Path, name: str) -> dict[str, Any]:
     """Of the bench `name`: when, from which commit, with what and on what."""
     report = json.loads(table(directory, name).with_suffix(".json").read_text())["provenance"]
     kept = {key: report[key] for key in ("time", "versions", "python", "gpu", "cpu")}
-    kept["git"] = {key: report["git"][key] for key in ("commit", "clean")}
+    git = report["git"]  # a sentence where git did not tell
+    kept["git"] = git if isinstance(git, str) else {key: git[key] for key in ("commit", "clean")}
     return {"run_id": directory.name, "name": name, **kept}
 
 
@@ -139,6 +145,7 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
     made = {name: [name] for name in ALONE}
     made |= {"gpu_audit": [*AUDITS, *AUDITS_OF_TWO], "gpu_steps": [*STEPS, *STEPS_OF_TWO]}
     made["gpu_audited_steps"] = list(AUDITED_STEPS)
+    of_steps = [made_by(directory, part) for part in made["gpu_steps"] if table(directory, part).exists()]
     kept = []
     for name, parts in made.items():
         if all(table(directory, part).exists() for part in parts):
@@ -147,9 +154,8 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
             tables = endtoend.gpu_tables(read) if name == "gpu_steps" else {name: pd.concat(read, ignore_index=True)}
             for one, frame in tables.items():
                 results.write_table(recorded / f"{one}.parquet", frame)
-    benches = [part for name in kept if name not in ALONE for part in made[name]]
-    if benches:
-        results.write_json(recorded / "gpu_runs.json", [made_by(directory, part) for part in benches])
+    if "gpu_steps" in kept:
+        results.write_json(recorded / "gpu_runs.json", of_steps)
     if "kernel_times" in kept:
         counters = results.read_table("kernel_counters", directory / "kernel_times")
         results.write_table(recorded / "kernel_counters.parquet", counters)

@@ -8,12 +8,12 @@ that a captured graph serves whatever step replays it. Where a batch has longer 
 attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Where the
 recorded tuning says that vLLM is the faster no window opens, and vLLM alone serves the batch: in graphs, by a set of
 its own. All backends share one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's
-gets that description where it is built. It and ROCm AITER's unified attention have not been run: what the hooks take of
-them is held to vLLM's source.
+gets that description where it is built. It has not been run, and ROCm AITER's unified attention cannot be before our
+operators are built for ROCm: what the hooks take of the two is held to vLLM's own classes.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,25 +30,15 @@ SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl", "RocmAi
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 
 
-def install() -> None:
-    from vllm.platforms import current_platform
-    from vllm.utils.flashinfer import has_flashinfer
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-
-    implementations: list[type] = [FlashAttentionImpl, TritonAttentionImpl]
-    if has_flashinfer():
-        from vllm.v1.attention.backends.flashinfer import FlashInferImpl, FlashInferMetadataBuilder
-
-        implementations.append(FlashInferImpl)
-        build = ("self", "common_prefix_len", "common_attn_metadata", "fast_build")
-        wrap(FlashInferMetadataBuilder, "build", build, _make_build)
-    if current_platform.is_rocm():
-        from vllm.v1.attention.backends.rocm_aiter_unified_attn import RocmAiterUnifiedAttentionImpl
-
-        implementations.append(RocmAiterUnifiedAttentionImpl)
-    for implementation in implementations:
+def install(layers: Iterable[Any]) -> None:
+    """Wrap the attention backends of these layers; no other is imported."""
+    for implementation in {type(layer.impl) for layer in layers}:
         wrap_attention(implementation, _make_update, _make_forward)
+        if implementation.__name__ == "FlashInferImpl":
+            from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
+
+            build = ("self", "common_prefix_len", "common_attn_metadata", "fast_build")
+            wrap(FlashInferMetadataBuilder, "build", build, _make_build)
 
 
 def fused_passes(config: Any) -> str:
@@ -63,8 +53,6 @@ def fused_passes(config: Any) -> str:
 
 def cannot_attend(layer: Any) -> str:
     """Why our attention cannot serve this layer, or an empty string."""
-    from vllm.platforms import current_platform
-
     impl = layer.impl
     if type(impl).__name__ not in SERVED:
         return f"the attention backend {type(impl).__name__}: stage has a hook in {', '.join(SERVED)}"
@@ -75,8 +63,6 @@ def cannot_attend(layer: Any) -> str:
         return f"heads of size {impl.head_size}"
     if impl.kv_cache_dtype not in CACHE_DTYPES:
         return f"a cache of type {impl.kv_cache_dtype}"
-    if impl.kv_cache_dtype.startswith("fp8") and current_platform.is_fp8_fnuz():
-        return "a cache of fp8 fnuz"
     if impl.alibi_slopes is not None:
         return "ALiBi"
     if impl.sinks is not None:
@@ -175,7 +161,7 @@ def _make_forward(original: Callable) -> Callable:
             scale=self.scale,
             softcap=self.logits_soft_cap or 0.0,  # FlashInfer's is None where there is none
             sliding_window=self.sliding_window[0] + 1,
-            kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_dtype=self.kv_cache_dtype if self.kv_cache_dtype.startswith("fp8") else "auto",
             q_scale=layer._q_scale,
             k_scale=layer._k_scale,
             v_scale=layer._v_scale,

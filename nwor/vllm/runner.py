@@ -29,6 +29,10 @@ def make_initialize(settings: Settings, by_context: bool) -> Callable[[Callable]
             self.nwor_receipts = settings.emit_metrics or settings.debug_sync
             self.nwor_reason = unsupported(self, layers, settings.mode)
             manager = None
+            if not self.nwor_reason and settings.mode == "stage" and self.device.type == "cuda":
+                from nwor.vllm import gpu
+
+                gpu.install(layers.values())
             if not self.nwor_reason:
                 with torch.inference_mode(False):
                     manager, self.nwor_reason = build_manager(self, settings.mode, list(layers.values()), by_context)
@@ -91,7 +95,11 @@ def attention_metadata(layer_name: str) -> Any:
 
 def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     """Why the mode cannot serve this configuration, or an empty string."""
+    from vllm.platforms import current_platform
+
     config = runner.vllm_config
+    if current_platform.is_rocm():
+        return "ROCm: the operators are not built for it"
     if config.speculative_config is None:
         return "no speculative decoding: there are no drafts to hold back"
     if config.kv_transfer_config is not None:
@@ -111,6 +119,9 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     groups = [group for group in names if group & layers.keys()]
     if len(groups) != 1 or not layers.keys() <= groups[0]:
         return f"a hybrid model: its target layers lie in {len(groups)} cache groups"
+    for layer in layers.values() if mode == "stage" else ():
+        if layer.kv_cache_torch_dtype.is_floating_point and layer.kv_cache_torch_dtype != layer.dtype:
+            return f"a cache of {layer.kv_cache_torch_dtype} beside a model of {layer.dtype}"
     if mode == "stage" and runner.device.type == "cuda":
         from nwor.vllm import gpu
 

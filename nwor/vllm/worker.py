@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of the worker: apply the runner's and the attention backends' hooks in this process, and answer for it.
+"""Patch of the worker: apply the runner's and the CPU attention's hooks in this process, and answer for it.
 
 Why: runners and backends are imported only inside workers, after the plugin has been loaded.
 How: `WorkerWrapperBase.init_device` runs once per worker, before either is instantiated.
@@ -38,7 +38,7 @@ def install(settings: Settings) -> None:
 
     def make(original: Callable) -> Callable:
         def init_device(self: Any) -> Any:
-            from nwor.vllm import audit, cpu, cpu_sampling, eagle_bias, gpu, runner_v1, runner_v2
+            from nwor.vllm import audit, cpu, cpu_sampling, eagle_bias, runner_v1, runner_v2
 
             eagle_bias.install()
             if settings.fix_cpu_sampling:
@@ -52,10 +52,10 @@ def install(settings: Settings) -> None:
                 runner_v1.install(settings)
                 if settings.audit:
                     audit.install_v1()
-            if settings.mode == "stage":
-                (cpu if on_cpu else gpu).install()
             if not on_cpu:
                 _reset_after_warm_up()
+            elif settings.mode == "stage":
+                cpu.install()
             return original(self)
 
         return init_device
