@@ -74,6 +74,64 @@ def test_each_claim_of_the_audit_can_fail(report, tmp_path, mode, changed, broke
     assert {claim.removeprefix("here: ") for claim, holds in found.items() if not holds} == broken
 
 
+@pytest.fixture
+def whole(report) -> dict:
+    """The same report with all that notebook 04 judges; every claim of it holds."""
+    for mode, ranks in report["ranks"].items():
+        for rank in ranks:
+            rank |= {"serving": mode}
+            rank["counters"] |= {"bytes_avoided": 4 * 5 * 512 if mode == "stage" else 0}
+    for mode in ("cow", "stage"):
+        report["metrics"].setdefault(mode, {})
+        report["metrics"][mode] |= {"nwor_scheduler_checks": 3.0, "nwor_scheduler_mismatches": 0.0}
+    report["plan"] = {"logit_gap": 0.25, "modes": ["off", "cow", "stage"]}
+    report["parity"] = {
+        "off": asdict(Parity(8, 8, 0.0)), "cow": asdict(Parity(8, 8, 0.0)), "stage": asdict(Parity(7, 8, 0.2, 0.1)),
+    }  # fmt: skip
+    return report
+
+
+def bench_of(accepted: dict[str, int]) -> pd.DataFrame:
+    """What each mode accepted of 10,000 drafts."""
+    rows = [(mode, 0, "accepted_tokens", count) for mode, count in accepted.items()]
+    rows += [(mode, 0, "draft_tokens", 10_000) for mode in accepted]
+    return pd.DataFrame(rows, columns=["mode", "repeat", "metric", "value"])
+
+
+EQUAL = {"off": 5000, "cow": 5000, "stage": 5010}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "broken"),
+    [
+        ("ranks stage 1 serving", "off", "every rank serves the mode asked for"),
+        ("parity cow equal", 7, "cow's greedy tokens are vanilla's"),
+        ("parity stage largest_gap", 0.3, "a token of stage that differs is a near tie (nats)"),
+        ("parity stage largest_shift", 0.3, "stage shifts no log-probability of vanilla's best tokens further (nats)"),
+        ("ranks cow 1 counters rejected_tokens", 5, "cow's counts are the same on every rank"),
+        ("metrics stage nwor_scheduler_mismatches", 1.0, "stage's commits are the scheduler's in every step"),
+        ("metrics cow nwor_scheduler_checks", 0.0, "cow's commits are the scheduler's in every step"),
+        ("metrics stage spec_decode_num_accepted_tokens", 7.0, "stage avoids the rejected rows' bytes, no more"),
+        ("accepted", {**EQUAL, "stage": 5400}, "stage accepts as many drafts as vanilla (|z|)"),
+        ("", None, ""),
+    ],
+)
+def test_each_claim_of_a_run_can_fail(whole, tmp_path, path, value, broken):
+    accepted, run = EQUAL, results.Run(tmp_path, "04")
+    if path == "accepted":
+        accepted = value
+    elif path:
+        *owners, name = path.split()
+        owner = whole
+        for key in owners:
+            owner = owner[int(key) if key.isdigit() else key]
+        owner[name] = value
+    endtoend.claim(run, bench_of(accepted), whole)
+    found = results.claims(run.directory)
+    assert len(found) == 13
+    assert [text.partition(": ")[2] for text in found.claim[~found.holds]] == ([broken] if broken else [])
+
+
 def test_rejected_rows_that_the_scheduler_never_hears_of(report):
     """#18: a GPU's last windows, of requests that have just finished, each of at most k rejected rows."""
     row = 5 * 512
