@@ -104,7 +104,7 @@ def measure(directory: Path, only: list[str]) -> list[str]:
 
     def lane(index: int) -> None:
         share = max(1, len(cores) // gpus)
-        os.sched_setaffinity(0, cores[index * share :][:share])  # of this thread, and of what it starts
+        os.sched_setaffinity(0, cores[index * share % len(cores) :][:share])  # of this thread, and of what it starts
         with contextlib.suppress(queue.Empty):
             while True:
                 name = waiting.get_nowait()
