@@ -64,16 +64,20 @@ def test_reference() -> None:
 
 
 def test_end_to_end() -> None:
-    cow, gaps, dirty = (
+    cow, gaps, shifts, dirty = (
         [measured(f"TP={tp}, bfloat16: {claim}") for tp in (1, 2)]
         for claim in (
             "cow's greedy tokens are vanilla's",
             "a token of stage that differs is a near tie (nats)",
+            "stage shifts no log-probability of vanilla's best tokens further (nats)",
             "vanilla leaves dirty layer-steps behind",
         )
     )
     assert f"| {cow[0]}/{cow[0]}, {cow[1]}/{cow[1]} requests |" in line("`cow` gives vanilla's")
-    assert f"| {gaps[0]}, {gaps[1]} nats" in line("`stage` gives them")
+    shifted = ", ".join(f"{float(shift):.2f}" for shift in shifts)
+    assert f"| {gaps[0]}, {gaps[1]} nats (bound 0.25); log-probabilities shift by up to {shifted} |" in line(
+        "`stage` gives them"
+    )
     assert f"| {dirty[0]} / 0 / 0, {dirty[1]} / 0 / 0 |" in line("Layer-steps")
 
 
