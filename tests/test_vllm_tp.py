@@ -62,7 +62,7 @@ def test_an_engine_whose_mode_pauses_is_vanilla_and_treated_in_turns(small, tmp_
     assert bench.main([*small, *more]) == 0
     report = json.loads((tmp_path / "paused.json").read_text())
     assert list(report["parity"]) == ["stage paused", "stage"], "vanilla is what tokens are compared with"
-    assert all(found["equal"] == found["requests"] == 6 for found in report["parity"].values())
+    assert all(found["equal"] == found["requests"] == 2 * 6 for found in report["parity"].values())
     table = pd.read_parquet(tmp_path / "paused.parquet")
     assert set(table["engine"]) == {"stage"}
     steps = table[table.metric == "step_ms"].groupby("mode").size()
