@@ -64,7 +64,7 @@ def _sensors(gpus: int) -> list[tuple[functools.partial[int], functools.partial[
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             clock = functools.partial(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
             power = functools.partial(pynvml.nvmlDeviceGetPowerUsage, handle)
-            clock(), power()
+            clock(), power()  # a driver that does not tell says so here, before anything is timed
             found.append((clock, power))
     except pynvml.NVMLError as error:
         print(f"clock and power are left out: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from nwor.settings import Settings
+from nwor.vllm import pause, worker
 from nwor.vllm.random_weights import FORMAT
 
 
@@ -234,7 +235,7 @@ class Engine:
 
     def report(self) -> list[dict[str, Any]]:
         """Every rank's status (`nwor.vllm.worker.Status`) as a dict."""
-        return self._call("report")
+        return self._call("on_every_rank", worker.status)
 
     def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
         """Microseconds by kernel name on each rank over a few decode steps, and how many steps those were.
@@ -245,19 +246,19 @@ class Engine:
 
     def stop_audit(self) -> None:
         """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
-        self._call("stop_audit")
+        self._call("on_every_rank", worker.stop_audit)
 
     def pause(self) -> None:
         """Let vLLM alone serve, until `resume`; see `nwor.vllm.pause`. An audit that is not over counts on."""
-        self._call("pause")
+        self._call("on_every_rank", pause.pause)
 
     def resume(self) -> None:
         """Let the mode serve again."""
-        self._call("resume")
+        self._call("on_every_rank", pause.resume)
 
     def capture_anew(self) -> None:
         """Capture the graphs that a pause exchanges again; see `nwor.vllm.pause`."""
-        self._call("capture_anew")
+        self._call("on_every_rank", pause.capture_anew)
 
     def metrics(self) -> dict[str, float]:
         """The ``vllm:nwor_*``, ``vllm:spec_decode_*`` and ``vllm:num_preemptions`` values of ``LLM.get_metrics()``."""
@@ -380,17 +381,15 @@ class _Served:
         return names
 
     def kernel_times(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
-        from nwor.vllm.worker import start_profiler, stop_profiler
-
         self._add(prompts, max_tokens)
         chunks = sum(map(len, prompts)) // self.spec.max_num_batched_tokens
         for _ in range(chunks + 4):  # every request is decoding from then on
             self.engine.step()
         steps = 8
-        self.llm.collective_rpc(start_profiler)
+        self.on_every_rank(worker.start_profiler)
         for _ in range(steps):
             self.engine.step()
-        times = self.llm.collective_rpc(stop_profiler)
+        times = self.on_every_rank(worker.stop_profiler)
         while self.engine.has_unfinished_requests():
             self.engine.step()
         return times, steps
@@ -399,30 +398,9 @@ class _Served:
         cache = self.engine.vllm_config.cache_config
         return cache.num_gpu_blocks * cache.block_size
 
-    def report(self) -> list[dict[str, Any]]:
-        from nwor.vllm.worker import status
-
-        return self.llm.collective_rpc(status)
-
-    def stop_audit(self) -> None:
-        from nwor.vllm.worker import stop_audit
-
-        self.llm.collective_rpc(stop_audit)
-
-    def pause(self) -> None:
-        from nwor.vllm.pause import pause
-
-        self.llm.collective_rpc(pause)
-
-    def resume(self) -> None:
-        from nwor.vllm.pause import resume
-
-        self.llm.collective_rpc(resume)
-
-    def capture_anew(self) -> None:
-        from nwor.vllm.pause import capture_anew
-
-        self.llm.collective_rpc(capture_anew)
+    def on_every_rank(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What `function` of the worker gives on each rank."""
+        return self.llm.collective_rpc(function)
 
     def metrics(self) -> dict[str, float]:
         wanted = ("vllm:nwor_", "vllm:spec_decode_", "vllm:num_preemptions")

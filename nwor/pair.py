@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nwor.llama import EagleHead, LlamaConfig, LlamaTarget
 from nwor.paths import PAIR_EAGLE, PAIR_TARGET, PROMPTS
+from nwor.results import write_json
 
 END_OF_TEXT = "<|endoftext|>"
 ARCHITECTURES = {
@@ -176,10 +177,6 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

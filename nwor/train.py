@@ -25,7 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nwor.llama import EagleHead, LlamaConfig, LlamaTarget, causal_attention
-from nwor.pair import END_OF_TEXT, hf_config, save_checkpoint, save_tokenizer, target_weights, write_json, write_prompts
+from nwor.pair import END_OF_TEXT, hf_config, save_checkpoint, save_tokenizer, target_weights, write_prompts
+from nwor.results import write_json
 
 TARGET = LlamaConfig(
     vocab_size=4096,

@@ -10,6 +10,7 @@ from typing import Any
 
 from nwor.engine import EngineSpec, Generation, _Served
 from nwor.settings import Settings
+from nwor.vllm import pause, worker
 
 PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i in range(13)]
 
@@ -107,12 +108,12 @@ def _run(
             if fault is not None:
                 fault(patch)
             served = _Served(spec)
-            outcome.counters_after_start = dict(served.report()[0]["counters"])
+            outcome.counters_after_start = dict(served.on_every_rank(worker.status)[0]["counters"])
             for call in calls:
                 if "abandon" in call:
                     _abandon(served, call["prompts"], call["abandon"])
                 if call.get("paused"):
-                    served.pause()
+                    served.on_every_rank(pause.pause)
                 outcome.generations.append(
                     served.generate(
                         call["prompts"],
@@ -124,8 +125,8 @@ def _run(
                     )
                 )
                 if call.get("paused"):
-                    served.resume()
-            outcome.ranks, outcome.metrics = served.report(), served.metrics()
+                    served.on_every_rank(pause.resume)
+            outcome.ranks, outcome.metrics = served.on_every_rank(worker.status), served.metrics()
         except BaseException:  # noqa: BLE001  (what tests look at)
             outcome.error = traceback.format_exc()
         finally:

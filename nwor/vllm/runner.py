@@ -29,11 +29,11 @@ def make_initialize(settings: Settings, by_context: bool) -> Callable[[Callable]
             self.nwor_receipts = settings.emit_metrics or settings.debug_sync
             self.nwor_reason = unsupported(self, layers, settings.mode)
             manager = None
-            if not self.nwor_reason and settings.mode == "stage" and self.device.type == "cuda":
-                from nwor.vllm import gpu
-
-                gpu.install(layers.values())
             if not self.nwor_reason:
+                if settings.mode == "stage" and self.device.type == "cuda":
+                    from nwor.vllm import gpu
+
+                    gpu.install(layers.values())
                 with torch.inference_mode(False):
                     manager, self.nwor_reason = build_manager(self, settings.mode, list(layers.values()), by_context)
             if self.nwor_reason:
@@ -109,20 +109,22 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return "pipeline parallelism: only the last stage knows what was rejected"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism"
-    if mode == "stage" and parallel.use_ubatching:
-        return "micro-batches: stage's attention takes a batch whole"
-    if mode == "stage" and parallel.enable_elastic_ep:
-        return "elastic expert parallelism: it gives up graphs that hold the mode"
     if any(getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers.values()):
         return "layers that share another layer's KV cache"
     names = [set(spec.layer_names) for spec in runner.kv_cache_config.kv_cache_groups]
     groups = [group for group in names if group & layers.keys()]
     if len(groups) != 1 or not layers.keys() <= groups[0]:
         return f"a hybrid model: its target layers lie in {len(groups)} cache groups"
-    for layer in layers.values() if mode == "stage" else ():
+    if mode == "cow":
+        return ""
+    if parallel.use_ubatching:
+        return "micro-batches: stage's attention takes a batch whole"
+    if parallel.enable_elastic_ep:
+        return "elastic expert parallelism: it gives up graphs that hold the mode"
+    for layer in layers.values():
         if layer.kv_cache_torch_dtype.is_floating_point and layer.kv_cache_torch_dtype != layer.dtype:
             return f"a cache of {layer.kv_cache_torch_dtype} beside a model of {layer.dtype}"
-    if mode == "stage" and runner.device.type == "cuda":
+    if runner.device.type == "cuda":
         from nwor.vllm import gpu
 
         return gpu.fused_passes(config) or next(filter(None, map(gpu.cannot_attend, layers.values())), "")
