@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -72,6 +73,7 @@ class Plan:
     paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, in
         graphs that, where they hold the mode, are captured anew for every repeat.
     audit: hold the first pass, which is not timed, to the whole-cache audit.
+    max_minutes: into the run, from when on no repeat but the first begins; 0 for no limit.
     logit_gap: the bound in nats below which a differing token is a near tie, and which no log-probability may shift by.
     """
 
@@ -82,6 +84,7 @@ class Plan:
     random_prompts: tuple[int, ...] = ()
     max_tokens: int = 64
     repeats: int = 5
+    max_minutes: float = 0.0
     logit_gap: float = 0.25
     seed: int = 0
     profile: bool = False
@@ -128,6 +131,8 @@ class Plan:
             raise ValueError(f"modes repeat: {','.join(self.modes)}")
         if self.repeats < 0 or min(self.num_prompts, *self.sizes, *self.random_prompts) < 1:
             raise ValueError("repeats must be at least 0, num_prompts, batches and random_prompts at least 1")
+        if self.max_minutes < 0:
+            raise ValueError(f"max_minutes must be at least 0, no limit, got {self.max_minutes}")
 
 
 def run(
@@ -144,13 +149,18 @@ def run(
     if plan.profile and on_cpu():
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
     rows: list[dict[str, Any]] = []
+    begin = time.monotonic()
     with ExitStack() as stack:
         session = Session(stack, spec, plan, prompts)
-        session.judge(session.few)
-        for temperature, repeat in itertools.product(plan.temperatures, range(plan.repeats)):
-            if plan.paused:  # where a capture puts its buffers must not pass for the mode's doing
-                session.capture_anew()
-            rows += session.timed(temperature, repeat)
+        session.judge(session.few, session.shortest)
+        for repeat in range(plan.repeats):
+            if repeat and 0 < 60 * plan.max_minutes < time.monotonic() - begin:
+                print(f"{plan.max_minutes:g} minutes are over: {repeat} of {plan.repeats} repeats", file=sys.stderr)
+                break
+            for temperature in plan.temperatures:
+                if plan.paused:  # where a capture puts its buffers must not pass for the mode's doing
+                    session.capture_anew()
+                rows += session.timed(temperature, repeat)
         reports = {mode: engine.report() for mode, engine in session.engines.items()}
         metrics = {mode: engine.metrics() for mode, engine in session.engines.items()}
         failed = ""
@@ -158,13 +168,17 @@ def run(
             rows += session.profiled() if plan.profile else []
         except RuntimeError as error:  # a probe that fails must not cost the run its times
             failed = str(error)
+    parity: dict[str, Parity] = {}
     for turn in plan.turns:
+        by_load = session.parity[turn.name]
+        rows += [{**turn.columns, **session.load(*load), **row} for load in by_load for row in judged(by_load[load])]
         ranks = [] if turn.paused else reports[turn.engine]
-        rows += [{**turn.columns, "batch": spec.batch, **row} for row in judged(session.parity[turn.name], ranks)]
+        rows += [{**turn.columns, "batch": spec.batch, **row} for row in counted(ranks)]
+        parity[turn.name] = sum(by_load.values(), Parity(0, 0, 0.0))
     report = {
         "ranks": reports,
         "metrics": metrics,
-        "parity": {name: asdict(found) for name, found in session.parity.items()},
+        "parity": {name: asdict(found) for name, found in parity.items()},
         "answers": {turn.engine: session.given[turn.name].text[:4] for turn in plan.turns if not turn.paused},
         "profile_failed": failed,
     }
@@ -174,7 +188,8 @@ def run(
 class Session:
     """The engines of a plan, all up, and the prompts that they take turns with.
 
-    few: prompts of the first pass. parity: by turn, of all passes judged so far. given: what the last of them gave.
+    few: prompts of the first pass. parity: by turn and load, of all passes judged so far.
+    given: what the last of them gave, by turn.
     """
 
     def __init__(self, stack: ExitStack, spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> None:
@@ -194,11 +209,19 @@ class Session:
         # One mode alone has nothing to be compared with: a short pass warms it up.
         self.alone = len(self.turns) == 1 and not plan.audit
         self.few = [prompt[: self.shortest] for prompt in self.prompts[: 2 if self.alone else plan.num_prompts]]
-        self.parity = {turn.name: Parity(0, 0, 0.0) for turn in plan.turns}
+        self.parity: dict[str, dict[tuple[int, int], Parity]] = {turn.name: {} for turn in plan.turns}
         self.given: dict[str, Generation] = {}
 
-    def judge(self, prompts: list[list[int]]) -> None:
-        """A greedy pass of every turn, compared with the baseline's; an audit, if there is one, ends with the first."""
+    def load(self, length: int, size: int) -> dict[str, int]:
+        """What rows of `size` prompts of this length are told by."""
+        load = {"batch": min(size, self.spec.batch)}
+        return load | ({"prompt": length} if self.plan.random_prompts else {})
+
+    def judge(self, prompts: list[list[int]], length: int) -> None:
+        """A greedy pass of every turn, compared with the baseline's; an audit, if there is one, ends with the first.
+
+        length: of the prompts, none of which is longer.
+        """
         if self.spec.prefix_caching:
             for engine in self.engines.values():
                 engine.generate(prompts, 1)  # every turn finds the prompts cached: its sums are as in the others
@@ -212,7 +235,9 @@ class Session:
             engine.stop_audit()
         baseline = self.given[self.turns[0][0].name]
         for turn in self.plan.turns:
-            self.parity[turn.name] += compare(baseline, self.given[turn.name], drafted=self.spec.acceptance_length > 0)
+            found = compare(baseline, self.given[turn.name], drafted=self.spec.acceptance_length > 0)
+            by_load, load = self.parity[turn.name], (length, len(prompts))
+            by_load[load] = by_load[load] + found if load in by_load else found
 
     def capture_anew(self) -> None:
         """New graphs for every engine whose graphs hold the mode that pauses."""
@@ -231,9 +256,8 @@ class Session:
         for length, size in self.loads:
             cut = [prompt[:length] for prompt in self.prompts[:size]]
             if plan.paused or self.spec.prefix_caching or (repeat == 0 and cut != self.few):
-                self.judge(cut)
-            load = {"repeat": repeat, "temperature": temperature, "batch": min(size, self.spec.batch)}
-            load |= {"prompt": length} if plan.random_prompts else {}
+                self.judge(cut, length)
+            load = {"repeat": repeat, "temperature": temperature, **self.load(length, size)}
             for turn, engine in self.turns[:: -1 if repeat % 2 else 1]:
                 with turn.on(engine), clocks.watched(0 if on_cpu() else self.spec.tp) as seen:
                     generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
@@ -245,8 +269,7 @@ class Session:
         rows: list[dict[str, Any]] = []
         for size, (turn, engine) in itertools.product(self.plan.sizes, self.turns):
             cut = [prompt[: self.shortest] for prompt in self.prompts[:size]]
-            load = {"batch": min(size, self.spec.batch)}
-            load |= {"prompt": self.shortest} if self.plan.random_prompts else {}
+            load = self.load(self.shortest, size)
             with turn.on(engine):
                 found = kernel_rows(*engine.kernel_times(cut, self.plan.max_tokens))
             rows += [{**turn.columns, **load, "unit": "us", **row} for row in found]
@@ -309,14 +332,19 @@ def kernel_rows(ranks: Sequence[dict[str, float]], steps: int) -> list[dict[str,
     return [{"metric": "kernel_us", "value": value, "kind": kind} for kind, value in sums.items()]
 
 
-def judged(parity: Parity, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tidy rows of what holds for the whole run: parity, and each rank's counters and audit."""
-    rows: list[dict[str, Any]] = [
+def judged(parity: Parity) -> list[dict[str, Any]]:
+    """Tidy rows of how tokens compare."""
+    return [
         {"metric": "equal_requests", "value": parity.equal, "unit": "requests"},
         {"metric": "requests", "value": parity.requests, "unit": "requests"},
         {"metric": "largest_gap", "value": parity.largest_gap, "unit": "nats"},
         {"metric": "largest_shift", "value": parity.largest_shift, "unit": "nats"},
     ]
+
+
+def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tidy rows of what holds for the whole run: each rank's counters and audit."""
+    rows: list[dict[str, Any]] = []
     for rank in ranks:
         for kind in ("counters", "audit"):
             for name, value in rank[kind].items():
@@ -331,7 +359,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
     """One line a turn, batch and length of prompts: parity, acceptance, step time and its ratio to the baseline's.
 
     That is the first mode, and for an engine that takes turns with its mode paused, itself so. A step's time is the
-    median over steps; repeats give its spread. Without parity the speed columns stay empty.
+    median over steps; repeats give its spread. Where a turn is without parity its speed columns stay empty.
     """
     lines: list[dict[str, Any]] = []
     timed = frame[frame.metric == "step_ms"]
@@ -341,14 +369,10 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
         for turn in plan.turns:
             part = frame[(frame[list(turn.columns)] == pd.Series(turn.columns)).all(axis=1)]
             here = part[(part[found.index] == found).all(axis=1)]
-
-            def total(metric: str, of: pd.DataFrame) -> float:
-                return float(of.loc[of.metric == metric, "value"].sum())
-
-            parity = Parity(
-                *(int(total(metric, part)) for metric in ("equal_requests", "requests")),
-                *(total(metric, part) for metric in ("largest_gap", "largest_shift")),
-            )
+            values = here.groupby("metric")["value"]
+            total, most = values.sum(), values.max()
+            equal, requests = int(total["equal_requests"]), int(total["requests"])
+            parity = Parity(equal, requests, most["largest_gap"], most["largest_shift"])
             steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
             clock = here.loc[here.metric == "sm_clock", "value"]
             good = parity.explained(plan.logit_gap)
@@ -361,7 +385,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
                     "equal": f"{parity.equal}/{parity.requests}",
                     "gap_nats": parity.largest_gap,
                     "shift_nats": parity.largest_shift,
-                    "acceptance_length": 1 + total("accepted_tokens", here) / max(1.0, total("windows", here)),
+                    "acceptance_length": 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0)),
                     "step_ms": steps.median() if good else math.nan,
                     "spread_ms": steps.max() - steps.min() if good else math.nan,
                     "ratio": steps.median() / base if good else math.nan,

@@ -92,12 +92,14 @@ def _run(
 ) -> Outcome:
     import pytest
     import vllm.plugins
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.distributed import cleanup_dist_env_and_memory
 
     import nwor.vllm
 
     nwor.vllm.unregister()
     vllm.plugins.plugins_loaded = False
+    set_cudagraph_capturing_enabled(True)  # an engine of the V1 runner leaves it off, and the V2 runner as it is
     environ = {**spec.environ(), **settings.environ(), "VLLM_CPU_KVCACHE_SPACE": "1"}
     outcome, served = Outcome(), None
     with pytest.MonkeyPatch.context() as patch:

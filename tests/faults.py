@@ -131,7 +131,7 @@ def changed_v2_signature(patch: pytest.MonkeyPatch) -> None:
 def gpu_layer_without_hook(patch: pytest.MonkeyPatch) -> None:
     from nwor.vllm import gpu
 
-    patch.setattr(gpu, "install", lambda: None)
+    patch.setattr(gpu, "install", lambda layers: None)
 
 
 def v2_scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:

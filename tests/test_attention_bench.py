@@ -108,20 +108,20 @@ def swept(times: dict[int, float], vanilla: float = 100.0) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("times", "slower_from"),
     [
-        ({512: 60, 2048: 100.2, 8192: 100.4}, 0),
-        ({512: 60, 2048: 90, 8192: 103}, 8192),
-        ({512: 60, 2048: 110, 8192: 103}, 2048),
+        ({512: 60, 2048: 97, 8192: 97.9}, 0),
+        ({512: 60, 2048: 90, 8192: 98.1}, 8192),
+        ({512: 60, 2048: 99, 8192: 97}, 2048),
     ],
 )
 def test_where_the_kernel_loses_is_told(times, slower_from):
-    """N1: beyond what two medians differ by."""
+    """N1: where it wins less than a launch takes longer in a step than in a sample, too."""
     (entry,) = attention_bench.best(swept(times))
     assert entry["slower_from"] == slower_from
 
 
 def test_a_configuration_that_never_loses_comes_first():
     """N1: even where another would be faster at most contexts."""
-    steady = swept({512: 80, 8192: 99}).assign(tile=32)
+    steady = swept({512: 80, 8192: 97}).assign(tile=32)
     (entry,) = attention_bench.best(pd.concat([swept({512: 60, 8192: 105}), steady]))
     assert (entry["tile"], entry["slower_from"]) == (32, 0)
 

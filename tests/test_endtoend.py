@@ -149,7 +149,7 @@ def test_a_vanilla_that_cleans_up_is_no_control(report, tmp_path):
 
 def test_what_is_counted_by_step_is_no_row_of_the_benchs_table(report):
     rank = report["ranks"]["off"][0] | {"counters": {"bytes_avoided": 3}}
-    table = results.tidy(bench.judged(Parity(1, 1, 0.0), [rank])).set_index("metric")
+    table = results.tidy(bench.counted([rank])).set_index("metric")
     assert table.value["audit.dirty_slots"] == 8
     assert "audit.dirty_by_step" not in table.index
 
