@@ -23,6 +23,7 @@ import pandas as pd
 from nwor import clocks, pair, paths, results, shapes
 from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.parity import Parity, compare
+from nwor.ratios import crossover
 from nwor.settings import MODES, Settings
 from nwor.vllm.random_weights import FORMAT
 
@@ -225,7 +226,7 @@ class Session:
         if self.spec.prefix_caching:
             for engine in self.engines.values():
                 engine.generate(prompts, 1)  # every turn finds the prompts cached: its sums are as in the others
-        max_tokens, logprobs = (8, 0) if self.alone else (self.plan.max_tokens, 5)
+        max_tokens, logprobs = (8, 0) if self.alone else (self.plan.max_tokens, 20)  # as many as vLLM gives
         served_first = sorted(self.turns, key=lambda pair: pair[0].paused)  # an audit is over before its mode pauses
         for turn, engine in served_first:
             with turn.on(engine):
@@ -359,13 +360,14 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
     """One line a turn, batch and length of prompts: parity, acceptance, step time and its ratio to the baseline's.
 
     That is the first mode, and for an engine that takes turns with its mode paused, itself so. A step's time is the
-    median over steps; repeats give its spread. Where a turn is without parity its speed columns stay empty.
+    median over steps; repeats give its spread, and the ratio is their `crossover`. Where a turn is without
+    parity its speed columns stay empty.
     """
     lines: list[dict[str, Any]] = []
     timed = frame[frame.metric == "step_ms"]
     load = [name for name in ("prompt", "batch") if name in timed]
     for _, found in timed[load].drop_duplicates().iterrows() if len(timed) else [(0, pd.Series())]:
-        bases: dict[str, float] = {}
+        bases: dict[str, pd.Series] = {}
         for turn in plan.turns:
             part = frame[(frame[list(turn.columns)] == pd.Series(turn.columns)).all(axis=1)]
             here = part[(part[found.index] == found).all(axis=1)]
@@ -376,7 +378,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
             steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
             clock = here.loc[here.metric == "sm_clock", "value"]
             good = parity.explained(plan.logit_gap)
-            base = bases.setdefault(turn.columns["engine"], steps.median())
+            base = bases.setdefault(turn.columns["engine"], steps)
             line = {name: int(value) for name, value in found.items()}
             lines.append(
                 {
@@ -388,7 +390,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
                     "acceptance_length": 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0)),
                     "step_ms": steps.median() if good else math.nan,
                     "spread_ms": steps.max() - steps.min() if good else math.nan,
-                    "ratio": steps.median() / base if good else math.nan,
+                    "ratio": crossover(steps / base) if good and len(steps) else math.nan,
                     **({"clock_mhz": clock.median()} if len(clock) else {}),
                 }
             )

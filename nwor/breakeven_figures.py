@@ -11,7 +11,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 
-from nwor import breakeven, plot, predicted, results
+from nwor import breakeven, plot, ratios, results
 from nwor.breakeven import H200, MODELS, Chip
 
 MAPS = (
@@ -108,7 +108,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         left.plot(rows["predicted"], rows["us"], marker, color=color, markerfacecolor="none", markersize=3, label=label)
     left.set(xscale="log", yscale="log", xlabel="predicted (us)", ylabel="measured (us)", title="kernels, all layers")
     left.legend(loc="upper left", fontsize=6)
-    steady = predicted.steady(steps)
+    steady = ratios.steady(steps)
     drawn = steps["with_attention"].fillna(steps["predicted"])
     seen = steps.loc[steady, ["low", "high"]].assign(drawn=drawn)
     edges = np.array([seen.min().min() - 0.01, seen.max().max() + 0.01])
@@ -132,9 +132,9 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     caption = (
         f"The model of launches and bytes against all that was measured on a GPU. Left: {len(kernels)} kernels, "
         "medians, cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at "
-        f"once. Right: {steady.sum()} settings of whole steps, median over repeats of the ratio to vanilla's, whiskers "
-        f"from least to greatest; the largest error is {worst:.3f}. The model knows the write alone: neither the "
-        "host's bookkeeping nor another attention kernel."
+        f"once. Right: {steady.sum()} settings of whole steps, median over pairs of repeats of the ratio to "
+        f"vanilla's, whiskers from least to greatest; the largest error is {worst:.3f}. The model knows the write alone: "
+        "neither the host's bookkeeping nor another attention kernel."
     )
     if steps["with_attention"].notna().any():
         caption += (
@@ -143,7 +143,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         )
     if not steady.all():
         caption += (
-            f" Left out, since their repeats lay more than {predicted.UNSTEADY:.0%} apart: {(~steady).sum()} settings, "
+            f" Left out, since their repeats lay more than {ratios.UNSTEADY:.0%} apart: {(~steady).sum()} settings, "
             f"with medians of {', '.join(f'{ratio:.2f}' for ratio in steps.loc[~steady, 'measured'])}."
         )
     data = pd.concat([kernels.assign(panel="kernels"), steps.assign(panel="steps")], ignore_index=True)

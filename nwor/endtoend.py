@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from nwor.acceptance import same_share
 from nwor.bench import Plan, from_options, summary
 from nwor.parity import Parity
-from nwor.predicted import steady
+from nwor.ratios import crossover, steady
 from nwor.results import Run, tidy
 from nwor.traffic import Shape
 
@@ -216,16 +216,26 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         steps, kernels: tables `gpu_steps` and `gpu_kernels`, of the same settings.
 
     Returns:
-        `step` is the median over repeats of the ratio of median steps, `low` and `high` their range; `steady` says
-        whether every mode of the setting is, by `predicted.steady`; `gpu_ms` is the sum of all kernels of a decode
-        step, `gpu` its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
+        `step` is the `ratios.crossover` of the ratios of median steps, `low` and `high` their range over repeats;
+        `steady` says whether every mode of the setting is, by `ratios.steady`; `equal_requests`, `requests`,
+        `largest_gap` and `largest_shift` are those of `nwor.parity`, NaN where the setting was not judged;
+        `gpu_ms` is the sum of all kernels of a decode step, `gpu` its ratio to vanilla's, and `write_us`,
+        `attention_us`, `nwor_us` parts of it.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
-    ratios = (
-        medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"]).agg(["median", "min", "max"])
+    every = medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"])
+    ratios = pd.DataFrame(
+        {
+            "step": every.apply(lambda setting: crossover(setting.droplevel([*BESIDE, "mode"]))),
+            "low": every.min(),
+            "high": every.max(),
+        }
     )
-    ratios.columns = pd.Index(["step", "low", "high"])
     ratios["steady"] = steady(ratios).groupby(BESIDE).transform("all")
+    for aggregate, names in {"sum": ["equal_requests", "requests"], "max": ["largest_gap", "largest_shift"]}.items():
+        judged = steps[steps["metric"].isin(names)]
+        found = judged.pivot_table("value", [*BESIDE, "mode"], "metric", aggregate).reindex(columns=names)
+        ratios = ratios.join(found)
     parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value", aggfunc="sum")
     total = parts.sum(axis=1).unstack("mode")
     found = pd.DataFrame(

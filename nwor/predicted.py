@@ -10,19 +10,12 @@ import pandas as pd
 
 from nwor.attention_configs import slower_batches
 from nwor.breakeven import H200, MODELS, Chip, known_shape, pays_published, step_difference_us
+from nwor.ratios import crossover, steady
 from nwor.results import Run
 from nwor.traffic import Shape, Window, served_traffic, step_traffic
 
 NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not tell one setting from another."""
-
-UNSTEADY = 0.1
-"""Range of a step's ratio over repeats from which on its median says nothing."""
-
-
-def steady(points: pd.DataFrame) -> pd.Series:
-    """Whether each point's median says something: its range over repeats, `low` to `high`, is less than `UNSTEADY`."""
-    return points["high"] - points["low"] < UNSTEADY
 
 
 def against_measured(
@@ -34,8 +27,8 @@ def against_measured(
     """Predicted and measured step-time ratio of every point of a bench table, none left out.
 
     A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
-    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the median over
-    repeats of (median step of the mode / median step of vanilla in the same repeat).
+    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the `crossover` of
+    (median step of the mode / median step of vanilla in the same repeat).
 
     Args:
         bench: tidy rows as `nwor.bench` writes them. `kv_heads`, `num_layers` and `kv_cache_dtype` (or `cache`), where
@@ -70,7 +63,7 @@ def against_measured(
         for mode in sorted(set(part["mode"]) - {"off"}):
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
             difference = step_difference_us(mode, shape, window, chip)
-            predicted = 1 + difference / 1e3 / steps.median()
+            predicted, measured = 1 + difference / 1e3 / steps.median(), crossover(ratios)
             whole = _with_attention(where, shape, window, chip, attention) if mode == "stage" else math.nan
             points.append(
                 {
@@ -82,10 +75,10 @@ def against_measured(
                     "rejected": window.rejected_rows,
                     "difference_us": difference,
                     "predicted": predicted,
-                    "measured": ratios.median(),
+                    "measured": measured,
                     "low": ratios.min(),
                     "high": ratios.max(),
-                    "error": predicted - ratios.median(),
+                    "error": predicted - measured,
                     "with_attention": 1 + whole / 1e3 / steps.median(),
                 }
             )

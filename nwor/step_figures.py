@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nwor import plot, predicted, results
+from nwor import plot, predicted, ratios, results
 
 CACHE = {"kv_heads": "{} KV heads", "tp": "TP={}", "kv_cache_dtype": "{}"}
 """Columns that tell one cache from another, and how each is named."""
@@ -23,7 +23,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
         steps: rows of table `gpu_steps`.
     """
     every = predicted.against_measured(steps)
-    points = every[predicted.steady(every)].copy()
+    points = every[ratios.steady(every)].copy()
     points["cache"] = _caches(points, ", ")
     points["prompt"] = points["prompt"].astype(int) if "prompt" in points else 0
     points = points.sort_values([name for name in ("tp", "kv_heads", "kv_cache_dtype", "k") if name in points])
@@ -52,9 +52,10 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     named = {label: handle for ax in axes.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     fig.legend(named.values(), named.keys(), loc="outside upper center", ncols=3)
     caption = (
-        "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over repeats, "
-        f"whiskers from least to greatest. Below one the mode is faster. Left out, since their repeats lay more than "
-        f"{predicted.UNSTEADY:.0%} apart: {len(every) - len(points)} of {len(every)}. Run {plot.runs_of(steps)}."
+        "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over pairs of "
+        "repeats, one in each order of turns, whiskers from the least to the greatest repeat. Below one the mode is "
+        f"faster. Left out, since their repeats lay more than {ratios.UNSTEADY:.0%} apart: "
+        f"{len(every) - len(points)} of {len(every)}. Run {plot.runs_of(steps)}."
     )
     return plot.save(fig, run, "step_ratio", points, caption)
 

@@ -91,8 +91,8 @@ def test_turns_of_a_repeat_differ_in_the_mode_alone(monkeypatch):
 
     def judged(size: int) -> list[tuple]:
         made = [(mode, "generate", mode, size, 1, 0.0, 0, 0) for mode in plan.modes]
-        made += [(mode, "generate", mode, size, 5, 0.0, 0, 5) for mode in plan.modes]  # an audit ends before a pause
-        return made + [(mode, "generate", "off", size, 5, 0.0, 0, 5) for mode in plan.modes]
+        made += [(mode, "generate", mode, size, 5, 0.0, 0, 20) for mode in plan.modes]  # an audit ends before a pause
+        return made + [(mode, "generate", "off", size, 5, 0.0, 0, 20) for mode in plan.modes]
 
     expected = judged(plan.num_prompts)
     for repeat in range(2):

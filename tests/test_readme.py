@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from nwor import attention_configs, attention_figures, endtoend, kernel_figures, paths, predicted, results
+from nwor import attention_configs, attention_figures, endtoend, kernel_figures, paths, predicted, ratios, results
 from nwor.acceptance import survival
 
 README = (paths.ROOT / "README.md").read_text()
@@ -249,7 +249,7 @@ def test_steps_are_predicted_from_layers_between_their_neighbours() -> None:
     saved = attention_figures.saved(times)
     less = (saved.alone - saved.between).median()
     points = predicted.against_measured(steps, attention=times)
-    points["off"] = (points["measured"] - points["with_attention"])[predicted.steady(points)]
+    points["off"] = (points["measured"] - points["with_attention"])[ratios.steady(points)]
     off = points["off"].dropna()
     flat = README.replace("\n  ", " ")
     assert f"a layer saves {less:.1f} us less at the median" in flat
