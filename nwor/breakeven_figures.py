@@ -132,9 +132,9 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     caption = (
         f"The model of launches and bytes against all that was measured on a GPU. Left: {len(kernels)} kernels, "
         "medians, cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at "
-        f"once. Right: {steady.sum()} settings of whole steps, median over pairs of repeats of the ratio to "
-        f"vanilla's, whiskers from least to greatest; the largest error is {worst:.3f}. The model knows the write alone: "
-        "neither the host's bookkeeping nor another attention kernel."
+        f"once. Right: {steady.sum()} settings of whole steps, the ratio to vanilla's, median over pairs of repeats, "
+        f"whiskers from least to greatest; the largest error is {worst:.3f}. The model knows the write alone: neither "
+        "the host's bookkeeping nor another attention kernel."
     )
     if steps["with_attention"].notna().any():
         caption += (
