@@ -250,6 +250,30 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     return ratios.join(found).reset_index().astype({"prompt": int})  # beside rows without one it is read as a float
 
 
+def clocks(steps: pd.DataFrame) -> pd.DataFrame:
+    """Median SM clock (MHz) and power (W) of timed turns, by ranks and mode, and by batch.
+
+    Args:
+        steps: table `gpu_steps`.
+    """
+    rows = steps[steps["metric"].isin(["sm_clock", "power"])]
+    return rows.pivot_table("value", ["tp", "mode"], ["metric", "batch"], "median").round()
+
+
+def claim_timed(run: Run, table: pd.DataFrame) -> None:
+    """Record what must hold of the timed loads of `gpu_steps`, in the very graphs that were timed.
+
+    An fp8 cache has a bound of its own: FlashAttention rounds attention weights to fp8 there.
+    """
+    cow, stage = (table[table["mode"] == mode] for mode in ("cow", "stage"))
+    judged = int(table["requests"].notna().sum())
+    run.claim("recorded on GPUs: settings timed are judged", len(table), judged, judged == len(table))
+    equal, requests = int(cow["equal_requests"].sum()), int(cow["requests"].sum())
+    run.claim("recorded on GPUs: cow's tokens in all timed loads are vanilla's", requests, equal, equal == requests > 0)
+    shift = stage.loc[stage["kv_cache_dtype"] == "auto", "largest_shift"].max()
+    run.claim("recorded on GPUs: stage shifts a log-probability, bf16, at most (nats)", 0.15, shift, shift <= 0.15)
+
+
 def engines_apart(steps: pd.DataFrame) -> pd.DataFrame:
     """How far apart vanilla's median steps lie in the engines of one setting: largest over least, less 1.
 

@@ -23,12 +23,10 @@ get the same rows to write and nothing else: rejected rows have slot -1, or are 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +36,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from nwor import ops, paths, results
+from nwor import nsight, ops, paths, results
 from nwor.traffic import Shape
 
 LAYERS, HEAD_SIZE, BLOCK_SIZE, BLOCKS, QUERY = 32, 128, 16, 1024, 9
@@ -384,28 +382,20 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
     Raises:
         RuntimeError: the profiler failed, or saw other launches than the cases make.
     """
-    command = [ncu, "--csv", "--clock-control", "none", "--cache-control", "none", "--kernel-name", "regex:move_rows"]
-    command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "nwor.kernel_bench", "--counted"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{ncu} failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    lines = done.stdout.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith('"ID"'))
-    seen = [line for line in csv.DictReader(lines[begin:]) if line["Metric Name"] in METRICS]
+    seen = nsight.read(
+        "nwor.kernel_bench", "--counted", metrics=list(METRICS), kernels="move_rows",
+        options=("--cache-control", "none"), ncu=ncu,
+    )  # fmt: skip
     cases = counted()
-    if len(seen) != len(METRICS) * len(cases):
-        raise RuntimeError(f"{ncu} saw {len(seen)} values, expected {len(METRICS)} for each of {len(cases)} launches")
-    launches = sorted({int(line["ID"]) for line in seen})
-    scale = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+    if len(seen) != len(cases):
+        raise RuntimeError(f"{ncu} saw {len(seen)} launches, expected {len(cases)}")
     found = []
-    for line in seen:
-        kv_heads, cache, rows, kept, op = cases[launches.index(int(line["ID"]))]
-        value = float(line["Metric Value"].replace(",", "")) * scale[line["Metric Unit"]]
+    for (kv_heads, cache, rows, kept, op), launch in zip(cases, seen, strict=True):
         half = bytes_moved(op, shape_of(kv_heads, cache), rows, kept) // 2
-        found.append(
-            {"op": op, "kv_heads": kv_heads, "cache": cache, "rows": rows, "kept": kept, "bytes": half}
-            | {"metric": METRICS[line["Metric Name"]], "value": value, "unit": "bytes"}
-        )
+        case = {"op": op, "kv_heads": kv_heads, "cache": cache, "rows": rows, "kept": kept, "bytes": half}
+        found += [
+            case | {"metric": name, "value": launch[metric][0], "unit": "bytes"} for metric, name in METRICS.items()
+        ]
     return results.tidy(found, mode="", model="")
 
 

@@ -6,6 +6,7 @@ The predicted bytes of 04 come from the model's own config, not from the counter
 
 import copy
 import json
+import math
 from dataclasses import asdict
 
 import pandas as pd
@@ -209,6 +210,54 @@ def test_steps_on_a_gpu_beside_the_kernels_they_are_made_of():
         (7.0, 0.875, 0.0, 20.0)
     )
     assert table["steady"]
+
+
+def test_parity_stands_beside_the_time_of_its_load():
+    """#24: of this setting's passes alone; NaN where it was not judged."""
+    steps, kernels = gpu_tables((9.4, 9.6))
+    judged = {
+        "equal_requests": (3.0, 2.0),
+        "requests": (4.0, 4.0),
+        "largest_gap": (0.0, 0.1),
+        "largest_shift": (0.2, 0.0),
+    }
+    common = steps[steps["mode"] == "stage"].head(1).drop(columns="repeat")
+    more = [common.assign(metric=name, value=value) for name, values in judged.items() for value in values]
+    elsewhere = common.assign(metric="largest_gap", value=9.0, batch=64)
+    table = endtoend.gpu_steps(pd.concat([steps, *more, elsewhere]), kernels).set_index("mode")
+    assert table.loc["stage", list(judged)].tolist() == [5, 8, 0.1, 0.2]
+    assert table.loc["off", list(judged)].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "column", "value"),
+    [
+        ("off", "requests", None),
+        ("cow", "equal_requests", 7),
+        ("stage", "largest_shift", 0.16),
+        ("stage", "largest_shift", math.inf),
+    ],
+)
+def test_timed_loads_that_are_not_at_parity_are_told(mode, column, value, tmp_path):
+    """Each of the three claims can fail, and an fp8 cache's shift is held to none of them."""
+    table = pd.DataFrame({"mode": ["off", "cow", "stage", "stage"], "kv_cache_dtype": ["auto", "auto", "auto", "fp8"]})
+    table = table.assign(requests=8.0, equal_requests=[8.0, 8.0, 1.0, 0.0], largest_shift=[0.0, 0.0, 0.1, math.inf])
+    run = results.Run(tmp_path, "04")
+    endtoend.claim_timed(run, table)
+    assert results.claims(run.directory).holds.tolist() == 3 * [True]
+    table.loc[table[(table["mode"] == mode) & (table["kv_cache_dtype"] == "auto")].index, column] = value
+    endtoend.claim_timed(run, table)
+    assert results.claims(run.directory).holds.tolist().count(False) == 1
+
+
+def test_clocks_are_of_each_mode_and_batch():
+    rows = [
+        {"tp": 1, "mode": mode, "batch": 4, "metric": metric, "value": value}
+        for mode, values in {"off": (1980, 1970), "stage": (1500, 1501)}.items()
+        for metric, value in (("sm_clock", values[0]), ("sm_clock", values[1]), ("power", 600.2), ("step_ms", 1.0))
+    ]
+    found = endtoend.clocks(pd.DataFrame(rows))
+    assert found.loc[(1, "off")].to_dict() == {("power", 4): 600, ("sm_clock", 4): 1975}
 
 
 def test_a_mode_that_a_setting_did_not_run_has_no_line():

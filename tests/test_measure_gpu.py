@@ -78,7 +78,14 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
         results.write_json(measure_gpu.table(made, name).with_suffix(".json"), {"provenance": provenance})
     results.write_table(measure_gpu.table(made, "audit"), bench_table({"off": 1.0}))
     missing = measure_gpu.record(made, recorded)
-    assert missing == ["kernel_times", "attention", "gpu_acceptance", "gpu_audit", "gpu_audited_steps"]
+    assert missing == [
+        "kernel_times",
+        "attention_counters",
+        "attention",
+        "gpu_acceptance",
+        "gpu_audit",
+        "gpu_audited_steps",
+    ]
     assert sorted(path.stem for path in recorded.iterdir()) == [
         "gpu_kernels",
         "gpu_runs",

@@ -172,11 +172,18 @@ def test_the_walk_on_two_gpus() -> None:
     assert f"| {len(claims)} of {len(claims)} |" in line("This walk's own end-to-end notebook")
 
 
-def test_steps_on_a_gpu() -> None:
-    recorded = (results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels"))
-    table = endtoend.gpu_steps(*recorded)
-    cells = table.set_index(["tp", "kv_cache_dtype", "mode", "k", "kv_heads", "prompt", "batch"]).sort_index()
+@pytest.fixture(scope="module")
+def table() -> pd.DataFrame:
+    """Whole steps on a GPU, one line a setting and mode."""
+    return endtoend.gpu_steps(*(results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels")))
 
+
+@pytest.fixture(scope="module")
+def cells(table) -> pd.DataFrame:
+    return table.set_index(["tp", "kv_cache_dtype", "mode", "k", "kv_heads", "prompt", "batch"]).sort_index()
+
+
+def test_steps_on_a_gpu(cells) -> None:
     def said(tp: int, dtype: str, modes: tuple[str, ...], batches: tuple[int, ...], column: str = "step") -> str:
         return ", ".join(
             f"`{mode}` " + " / ".join(f"{cells.loc[(tp, dtype, mode, 8, 32, 512, n), column]:.3f}" for n in batches)
@@ -192,56 +199,110 @@ def test_steps_on_a_gpu() -> None:
     shown = apart.loc[(1, "auto", "stage", 8, 32, 512)]
     within = f"`stage`'s repeats within {shown[[1, 4, 16]].max():.1f} % of it, at batch 64 {shown[64]:.1f} %"
     assert within in line("A whole engine step")
-    stage, cow = (table[table.steady & (table["mode"] == mode)].step for mode in ("stage", "cow"))
+
+
+def test_where_stage_wins_and_does_not(table, cells) -> None:
+    stage = table[table.steady & (table["mode"] == "stage")]
     flat = README.replace("\n  ", " ")
+    least, most = stage.step.min(), stage.step.max()
     assert f"Of {len(stage)} settings measured whole" in flat
-    assert f"in {(stage < 1).sum()}, from {stage.min():.3f} to {stage.max():.3f} times vanilla's" in flat
-    unsteady = table[~table.steady & (table["mode"] == "stage")]
-    assert list(unsteady.batch) == [64, 64], "README says: two more"
-    (dear,) = table[table.steady & (table["mode"] == "stage") & (table.step >= 1)].itertuples()
-    assert (dear.tp, dear.kv_heads, dear.prompt, dear.batch) == (2, 8, 2048, 16)
+    assert f"in {(stage.step < 1).sum()}, from {least:.3f} to {most:.3f} times vanilla's" in flat
+    (unsteady,) = table[~table.steady & (table["mode"] != "off")].itertuples()
+    assert (unsteady.mode, unsteady.k, unsteady.batch) == ("stage", 1, 64), "README says: one more"
+    *beside_itself, dear = stage[stage.step >= 1].sort_values("step").itertuples()
+    aside = {width: attention_configs.slower_batches(64, 8448, 8, 4, 128, width, 9) for width in (1, 2)}
+    assert all(one.batch in aside[1 if one.kv_cache_dtype == "fp8" else 2] for one in beside_itself)
+    assert {(one.tp, one.kv_heads, one.prompt) for one in beside_itself} == {(1, 8, 8192)} and len(beside_itself) == 3
+    assert f"In three of the others ({beside_itself[0].step:.3f} to {beside_itself[-1].step:.3f})" in flat
+    assert (dear.tp, dear.kv_heads, dear.prompt, dear.batch) == (2, 32, 8192, 16)
+    times = results.read_table("attention", paths.RECORDED)
+    rank = times.query("metric == 'between' and kv_heads == 16 and batch == 16 and context == 8192 and k == 8")
+    rank = rank[rank.cache == "bf16"].groupby("op").value.median()
+    assert f"as its attention took {rank.nwor / rank.flash:.2f} of vLLM's time between its neighbours" in flat
     eight = cells.xs((8, "stage", 8), level=("k", "mode", "kv_heads")).step
-    one, two, fp8 = (eight[key].round(3) for key in ((1, "auto"), (2, "auto"), (1, "fp8")))
-    assert f"({one[512, 64]:.3f} in bf16)" in flat
+    one, fp8 = (eight[1, cache].round(3) for cache in ("auto", "fp8"))
     late = pd.concat([one, fp8]).loc[[8192]].drop(1, level="batch")
-    assert f"({late.min():.3f} to {late.max():.3f} from batch 4 on)" in flat
-    missed = [cells.loc[(1, "auto", "stage", 8, 32, 512, 1)].step, one[512, 1], one[512, 64], two[512, 1], two[512, 4]]
-    first, *others = (f"{ratio:.3f}" for ratio in missed)
-    assert f"it misses 0.97 at batch 1 ({first})" in flat
-    alone, ranks = (" and ".join(pair) for pair in (others[:2], others[2:]))
-    assert f"with 8 KV heads 0.98 at batch 1 and 64 ({alone})," in flat
-    assert f"over two ranks 0.97 at batch 1 and 4 ({ranks})" in flat
-    aside = attention_configs.slower_batches(64, 8448, 8, 4, 128, 1, 9)
-    assert {4, 16, 64} < aside.keys() and 1 not in aside and set(aside.values()) == {4120}
+    assert f"({late.min():.3f} to {late.max():.3f} with k=8 from batch 4 on)" in flat
+    assert {4, 16, 64} < aside[1].keys() and 1 not in aside[1] and {aside[1][n] for n in (4, 16, 64)} == {4120}
     assert f"pays at batch 16: {fp8[512, 16]:.3f} and {fp8[2048, 16]:.3f} with prompts of 512 and 2k" in flat
     assert f"{fp8[8192, 16]:.3f} with prompts of 8k, where vLLM's own graphs" in flat
-    low, high, median = (100 * (ratio - 1) for ratio in (cow.min(), cow.max(), cow.median()))
+
+
+def test_goals_of_stage(cells) -> None:
+    eight = cells.xs((8, "stage", 8), level=("k", "mode", "kv_heads")).step
+    one, two = (eight[key] for key in ((1, "auto"), (2, "auto")))
+    flat = README.replace("\n  ", " ")
+    of = cells.xs((8, 32, 512), level=("k", "kv_heads", "prompt")).step
+    alone, ranks, cached = (
+        of[key].map("{:.3f}".format) for key in ((1, "auto", "stage"), (2, "auto", "stage"), (1, "fp8", "stage"))
+    )
+    assert f"it misses 0.97 at batch 1 ({alone[1]}, over two ranks {ranks[1]})" in flat
+    assert f"0.96 at batch 64 with an fp8 cache ({cached[64]})" in flat
+    assert f"with 8 KV heads 0.98 at batch 1 ({one[512, 1]:.3f})" in flat
+    assert f"with these over two ranks 0.97 at batch 1 and 4 ({two[512, 1]:.3f} and {two[512, 4]:.3f})" in flat
+    goals = {(1, "auto", 32): {1: 0.97, 16: 0.96, 64: 0.96}, (2, "auto", 32): dict.fromkeys((1, 4, 16, 64), 0.97)}
+    goals |= {(1, "fp8", 32): goals[1, "auto", 32], (2, "auto", 8): goals[2, "auto", 32]}
+    goals |= {(1, cache, 8): dict.fromkeys((1, 4, 16, 64), 0.98) for cache in ("auto", "fp8")}
+    missed = [
+        (tp, cache, kv_heads, batch)
+        for (tp, cache, kv_heads), wanted in goals.items()
+        for batch, ratio in wanted.items()
+        if cells.loc[(tp, cache, "stage", 8, kv_heads, 512, batch)].step > ratio
+    ]
+    told = [
+        (1, "auto", 32, 1),
+        (2, "auto", 32, 1),
+        (1, "fp8", 32, 64),
+        (1, "auto", 8, 1),
+        (2, "auto", 8, 1),
+        (2, "auto", 8, 4),
+    ]
+    assert sorted(missed) == sorted(told)
+
+
+def test_what_cow_costs(table, cells) -> None:
+    cow = table[table.steady & (table["mode"] == "cow")]
+    flat = README.replace("\n  ", " ")
+    low, high, median = (100 * (ratio - 1) for ratio in (cow.step.min(), cow.step.max(), cow.step.median()))
     assert f"costs {low:.1f} to {high:.1f} % of a step, at the median {median:.1f} %" in flat
-    assert f"in {(cow <= 1.005).sum()} of {len(cow)} settings at most the 0.5 %" in flat
-    (unsteady,) = table[~table.steady & (table["mode"] == "cow")].itertuples()
-    assert (unsteady.tp, unsteady.kv_heads, unsteady.batch, unsteady.prompt) == (2, 8, 1, 512)
-    assert f"repeated too far apart to say anything ({unsteady.step:.3f})" in flat
-    dear = table.loc[cow.index[cow > 1.005]]
-    assert ((dear.batch >= 16) | ((dear.tp == 2) & (dear.kv_heads == 8))).all()
+    assert f"in {(cow.step <= 1.005).sum()} of {len(cow)} settings at most the 0.5 %" in flat
+    dear = cow[cow.step > 1.005]
+    assert ((dear.tp == 2) | ((dear.kv_heads == 32) & (dear.batch >= 16))).all()
     own = cells.loc[(1, "auto", "cow", 8, 32, 512)]
     parts = own.nwor_us / own.gpu_ms / 10
     assert f"its own kernels take {parts[16]:.2f} % and {parts[64]:.2f} % of a step" in flat
 
 
-def test_how_exact_the_steps_are() -> None:
-    """Between engines, between repeats of one, and between the turns of a profile."""
-    steps, kernels = (results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels"))
-    apart = endtoend.engines_apart(steps).loc[1].max().max()
+def test_parity_of_all_that_is_timed(table) -> None:
+    assert table.requests.notna().all(), "each timed setting was judged"
+    cow, stage = (table[table["mode"] == mode] for mode in ("cow", "stage"))
+    shift = stage.replace({"largest_shift": {float("inf"): float("nan")}}).groupby("kv_cache_dtype").largest_shift.max()
+    equal = f"{cow.equal_requests.sum():.0f}/{cow.requests.sum():.0f}"
+    assert f"| {equal}; at most {shift['auto']:.2f} / {shift['fp8']:.2f} nats" in line("In every load so timed")
+    (unknown,) = stage[stage.largest_shift > 1].itertuples()
+    assert (unknown.kv_heads, unknown.kv_cache_dtype, unknown.batch, unknown.prompt) == (8, "fp8", 64, 2048)
+
+
+def test_how_exact_the_steps_are(table) -> None:
+    """Between engines, between repeats of one, and between orders of turns."""
+    steps = results.read_table("gpu_steps", paths.RECORDED)
+    apart = endtoend.engines_apart(steps).max().max()
     flat = README.replace("\n  ", " ")
-    assert f"the vanilla steps of those of two runs lie up to {100 * apart:.1f} % apart on one rank" in flat
-    anew = endtoend.gpu_steps(steps[steps.run_id.isin(["steps-7", "steps-8"])], kernels)
-    anew = anew[(anew["mode"] == "stage") & (anew.batch <= 16)]
-    far = pd.concat([anew.high / anew.step, anew.step / anew.low]).max() - 1
-    assert f"up to batch 16 repeats lie within {100 * far:.1f} % of their median" in flat
-    products = kernels.query("kind == 'matmul' and batch == 64 and tp == 1")
-    turns = products.groupby([*endtoend.BESIDE, "mode"]).value.sum().unstack("mode")
-    apart = 100 * (turns.div(turns["off"], axis=0).drop(columns="off").stack() - 1)
-    assert f"differ by {apart.min():.0f} to {apart.max():.0f} % from turn to turn" in flat
+    assert f"the vanilla steps of two engines of one setting lie up to {100 * apart:.1f} % apart" in flat
+    few = table.query("mode == 'stage' and batch <= 16")
+    far = 100 * (pd.concat([few.high / few.step, few.step / few.low], axis=1).max(axis=1) - 1)
+    assert f"repeats lie within {far.max():.1f} % of their ratio, nine of ten within {far.quantile(0.9):.1f} %" in flat
+    medians = steps[steps.metric == "step_ms"].groupby([*endtoend.BESIDE, "repeat", "mode"]).value.median().unstack()
+    ratio = (medians["stage"] / medians["off"]).dropna().rename("ratio").reset_index()
+    orders = ratio.groupby([*endtoend.BESIDE, ratio.repeat % 2])["ratio"].median().unstack()
+    more = (orders[0] / orders[1] - 1).xs((512, 64), level=("prompt", "batch")).median()
+    assert f"the one order says {100 * more:.1f} % more than the other at the median" in flat
+    alone = steps[(steps.tp == 1) & (steps.batch == 64)]
+    power, clock = (alone[alone.metric == name].value.mean() for name in ("power", "sm_clock"))
+    assert f"({power:.0f} W on average at batch 64, of 1,980 MHz {round(clock, -1):,.0f} left)" in flat
+    clocks = steps[steps.metric == "sm_clock"].groupby([*endtoend.BESIDE, "mode"]).value.median().unstack()
+    faster = (clocks["stage"] / clocks["off"] - 1).xs((8192, 32), level=("prompt", "kv_heads")).max()
+    assert f"it is up to {100 * faster:.0f} % higher under `stage`" in flat
 
 
 def test_steps_are_predicted_from_layers_between_their_neighbours() -> None:

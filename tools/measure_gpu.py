@@ -76,6 +76,7 @@ AUDITS_OF_TWO = {
 }
 ALONE = {
     "kernel_times": ["nwor.kernel_bench", "--counters", "--out", "{out}"],
+    "attention_counters": ["nwor.attention_counters", "--out", "{out}"],
     "attention": ["nwor.attention_bench", "--repeats", "11", "--ks", "1,3,8", "--out", "{out}"],
     "gpu_acceptance": ["nwor", "acceptance", "--run-dir", "{out}"],
 }

@@ -8,8 +8,8 @@ that a captured graph serves whatever step replays it. Where a batch has longer 
 attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Where the
 recorded tuning says that vLLM is the faster no window opens, and vLLM alone serves the batch: in graphs, by a set of
 its own. All backends share one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's
-gets that description where it is built. It has not been run, and ROCm AITER's unified attention cannot be before our
-operators are built for ROCm: what the hooks take of the two is held to vLLM's own classes.
+gets that description where it is built. ROCm AITER's unified attention cannot be run before our operators are built for
+ROCm: what the hooks take of it, and of FlashInfer, is held to vLLM's own classes.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hardware counters of kernels, read by Nsight Compute's command line from a Python module that launches them."""
+
+import csv
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+BASE = {"Kbyte": ("byte", 1e3), "Mbyte": ("byte", 1e6), "Gbyte": ("byte", 1e9), "ns": ("us", 1e-3), "ms": ("us", 1e3)}
+"""Units in which it may print a value: the one that stands for them here, and by what to multiply."""
+
+
+def read(
+    module: str, *arguments: str, metrics: Sequence[str], kernels: str, options: Sequence[str] = (), ncu: str = "ncu"
+) -> list[dict[str, Any]]:
+    """Run `python -m module arguments` under the profiler and read `metrics` of each launch.
+
+    Clocks are left as they are.
+
+    Args:
+        kernels: regular expression of the kernels' whole names, template arguments included.
+        options: further ones of `ncu`.
+
+    Returns:
+        A dict a launch, in order: `kernel`, its name, and each metric as (value, unit), bytes in ``byte`` and times in
+        ``us``.
+
+    Raises:
+        RuntimeError: the profiler failed, or a launch lacks a metric.
+    """
+    command = [ncu, "--csv", "--clock-control", "none", "--kernel-name-base", "demangled"]
+    command += ["--kernel-name", f"regex:{kernels}", *options]
+    command += ["--metrics", ",".join(metrics), sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{ncu} failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    return parse(done.stdout, metrics)
+
+
+def parse(text: str, metrics: Sequence[str]) -> list[dict[str, Any]]:
+    """Launches from what `ncu --csv` prints: a line a launch and metric. Returns and raises as `read`."""
+    lines = text.splitlines()
+    begin = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    launches: dict[int, dict[str, Any]] = {}
+    for line in csv.DictReader(lines[begin:]):
+        launch = launches.setdefault(int(line["ID"]), {"kernel": line["Kernel Name"]})
+        if line["Metric Name"] in metrics:
+            unit, factor = BASE.get(line["Metric Unit"], (line["Metric Unit"], 1.0))
+            launch[line["Metric Name"]] = float(line["Metric Value"].replace(",", "")) * factor, unit
+    for number, launch in launches.items():
+        if missing := set(metrics) - launch.keys():
+            raise RuntimeError(f"the profiler gave no {', '.join(sorted(missing))} of launch {number}")
+    return [launches[number] for number in sorted(launches)]
