@@ -48,9 +48,7 @@ HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 an
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 SWEPT = (560, 2096, 8240)  # no multiples of a tile, as most are not
 NOISE = 1.02  # two medians of a sweep that are no further apart are called equal when configurations are chosen
-LOST = (
-    0.98  # of vLLM's time: from here on a batch is left to vLLM. A launch takes 1.2 us more in a step than in a sample
-)
+LOST = 0.98  # of vLLM's time: from here on a batch is left to vLLM, as a launch takes longer in a step than alone
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------

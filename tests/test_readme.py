@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README's numbers are those of the recorded run, and what it names exists (#23)."""
 
+import math
 import re
 
 import pandas as pd
@@ -258,6 +259,9 @@ def test_goals_of_stage(cells) -> None:
         (2, "auto", 8, 4),
     ]
     assert sorted(missed) == sorted(told)
+    counters = results.read_table("attention_counters", paths.RECORDED)
+    short = counters.query("unit == '%' and context == 512 and batch == 1 and op in ('nwor', 'flash')")
+    assert f"no unit of the chip is busy by more than {math.ceil(short.value.max())} % of its peak" in flat
 
 
 def test_what_cow_costs(table, cells) -> None:
