@@ -88,10 +88,11 @@ def choose(requests: int, kv_heads: int, group: int, head_size: int, cache_bytes
 def slower_batches(
     max_requests: int, max_context: int, kv_heads: int, group: int, head_size: int, cache_bytes: int, max_query_len: int
 ) -> dict[int, int]:
-    """Batches, in requests, whose nearest tuned shape loses to vLLM's write and attention at a context they may reach.
+    """Batches, in requests, with which little or nothing is to be won at a context they may reach,
+    by the nearest tuned shape beside vLLM's write and attention.
 
     Returns:
-        For each the context from which on it does: half of the least one swept at which it did, since the one swept
+        For each the context from which on that is so: half of the least one swept at which it was, since the one swept
         before is a fourth of that.
     """
     found = {}

@@ -9,7 +9,6 @@ Needs a GPU, vLLM and Nsight Compute. Each kernel runs with its caches flushed, 
 import argparse
 import itertools
 import re
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -83,7 +82,8 @@ def table(seen: list[dict[str, Any]]) -> pd.DataFrame:
             value, unit = launched[metric]
             found.append({**shape, "op": op, "metric": name, "value": value, "unit": unit or "count"})
     frame = pd.DataFrame(found, columns=[*KEYS, "op", "metric", "value", "unit"])
-    whole = frame.groupby(KEYS)["op"].agg(lambda ops: {"nwor", "write", "flash"} <= set(ops))
+    each = frame[frame["metric"] == "time"].groupby(KEYS)["op"].agg(sorted)
+    whole = each.map(lambda ops: [op for op in ops if op != "combine"] == ["flash", "nwor", "write"])
     if len(whole) != len(every) or not whole.all() or frame["heads"].isna().any():
         wanted = f"this kit's kernel, vLLM's write and FlashAttention of {len(every)} shapes"
         raise RuntimeError(f"the profiler saw {len(seen)} launches, which are not {wanted}")
@@ -95,14 +95,17 @@ def obtain(run: results.Run, source: str = "") -> pd.DataFrame:
 
     Args:
         run: where measured ones go.
-        source: see `nwor.kernel_bench.measures`, whose errors are raised. Without `ncu` they are the recorded ones.
+        source: see `nwor.kernel_bench.measures`, whose errors are raised. If it is empty and there is no profiler, or
+            none that may read counters, they are the recorded ones.
     """
-    if not measures(source):
-        return results.read_table("attention_counters", paths.RECORDED)
-    if not shutil.which("ncu"):
-        print("no ncu on the PATH: the counters are those recorded on an H200")
-        return results.read_table("attention_counters", paths.RECORDED)
-    return run.table("attention_counters", measure())
+    if measures(source):
+        try:
+            return run.table("attention_counters", measure())
+        except RuntimeError as error:
+            if source:
+                raise
+            print(f"the counters are those recorded on an H200, since {error}")
+    return results.read_table("attention_counters", paths.RECORDED)
 
 
 def shown(frame: pd.DataFrame) -> pd.DataFrame:

@@ -3,7 +3,8 @@
 
 Every mode's engine is up at once and they take turns within each repeat, in an order that is turned round from one to
 the next, so that a slow minute of the machine hits all of them alike. Parity comes first: a mode whose tokens are
-neither the baseline's nor explained gets no step time.
+neither the baseline's nor explained gets no step time. An engine that takes turns with its mode paused is its own
+baseline.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,7 +65,7 @@ class Turn:
 class Plan:
     """What is run on the engines.
 
-    modes: the first is the baseline the others are compared with.
+    modes: the first is the baseline that engines without turns of their own as vanilla are compared with.
     temperatures: 0 is greedy; parity of tokens is judged there alone.
     num_prompts: prompts of the first pass, and of the timed ones where `batches` is empty.
     batches: prompts of each timed generation, one after the other; the engine's `batch` is the most that run at once.
@@ -94,7 +95,7 @@ class Plan:
 
     @property
     def turns(self) -> list[Turn]:
-        """Those of each repeat, in order; the first is the baseline that tokens are compared with."""
+        """Those of each repeat, in order."""
         turns = []
         for mode in self.modes:
             pauses = self.paused and mode != "off"
@@ -219,7 +220,9 @@ class Session:
         return load | ({"prompt": length} if self.plan.random_prompts else {})
 
     def judge(self, prompts: list[list[int]], length: int) -> None:
-        """A greedy pass of every turn, compared with the baseline's; an audit, if there is one, ends with the first.
+        """A greedy pass of every turn, compared with the baseline's, for an engine that pauses with its own paused.
+
+        An audit, if there is one, ends with the first.
 
         length: of the prompts, none of which is longer.
         """
@@ -234,9 +237,10 @@ class Session:
                     require_served("off", engine.report(), turn.engine)
                 self.given[turn.name] = engine.generate(prompts, max_tokens, logprobs=logprobs)
             engine.stop_audit()
-        baseline = self.given[self.turns[0][0].name]
         for turn in self.plan.turns:
-            found = compare(baseline, self.given[turn.name], drafted=self.spec.acceptance_length > 0)
+            baseline = replace(turn, paused=True) if turn.pauses else self.plan.turns[0]
+            drafted = self.spec.acceptance_length > 0
+            found = compare(self.given[baseline.name], self.given[turn.name], drafted=drafted)
             by_load, load = self.parity[turn.name], (length, len(prompts))
             by_load[load] = by_load[load] + found if load in by_load else found
 
@@ -343,6 +347,14 @@ def judged(parity: Parity) -> list[dict[str, Any]]:
     ]
 
 
+def parity_of(rows: pd.DataFrame) -> Parity:
+    """What rows of `judged` say together; of none that nothing differs."""
+    values = rows.groupby("metric")["value"]
+    total, most = values.sum(), values.max()
+    counts = (int(total.get(name, 0)) for name in ("equal_requests", "requests"))
+    return Parity(*counts, *(float(most.get(name, 0.0)) for name in ("largest_gap", "largest_shift")))
+
+
 def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tidy rows of what holds for the whole run: each rank's counters and audit."""
     rows: list[dict[str, Any]] = []
@@ -361,23 +373,22 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
 
     That is the first mode, and for an engine that takes turns with its mode paused, itself so. A step's time is the
     median over steps; repeats give its spread, and the ratio is their `crossover`. Where a turn is without
-    parity its speed columns stay empty.
+    parity its speed columns stay empty, and everywhere if a pass that is not timed, as the first, is without.
     """
     lines: list[dict[str, Any]] = []
     timed = frame[frame.metric == "step_ms"]
     load = [name for name in ("prompt", "batch") if name in timed]
-    for _, found in timed[load].drop_duplicates().iterrows() if len(timed) else [(0, pd.Series())]:
+    loads = timed[load].drop_duplicates()
+    for _, found in loads.iterrows() if len(timed) else [(0, pd.Series())]:
         bases: dict[str, pd.Series] = {}
         for turn in plan.turns:
             part = frame[(frame[list(turn.columns)] == pd.Series(turn.columns)).all(axis=1)]
             here = part[(part[found.index] == found).all(axis=1)]
-            values = here.groupby("metric")["value"]
-            total, most = values.sum(), values.max()
-            equal, requests = int(total["equal_requests"]), int(total["requests"])
-            parity = Parity(equal, requests, most["largest_gap"], most["largest_shift"])
+            untimed = part.merge(loads, on=load, how="left", indicator=True)["_merge"].eq("left_only").to_numpy()
+            parity, total = parity_of(here), here.groupby("metric")["value"].sum()
             steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
             clock = here.loc[here.metric == "sm_clock", "value"]
-            good = parity.explained(plan.logit_gap)
+            good = (parity + parity_of(part[untimed])).explained(plan.logit_gap)
             base = bases.setdefault(turn.columns["engine"], steps)
             line = {name: int(value) for name, value in found.items()}
             lines.append(

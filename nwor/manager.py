@@ -179,7 +179,7 @@ class DraftCommitManager:
         staging_rows, page_slots: int64 [max_tokens], ``stage`` only: for each row of the batch its row in `rows`, or
             -1; and the slot vLLM's writer is to take, -1 for held rows.
         aside: for batches, in requests as padded for a graph, the context from which on vLLM's own write and attention
-            serve them because they are the faster; counted as fallbacks. 0: at every context.
+            serve them because little or nothing is to be won; counted as fallbacks. 0: at every context.
         rehearsing: the next forward is a dummy run or a capture, which has to launch all that a replay may need.
     """
 

@@ -2,12 +2,17 @@
 """Hardware counters of kernels, read by Nsight Compute's command line from a Python module that launches them."""
 
 import csv
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-BASE = {"Kbyte": ("byte", 1e3), "Mbyte": ("byte", 1e6), "Gbyte": ("byte", 1e9), "ns": ("us", 1e-3), "ms": ("us", 1e3)}
+BASE = {
+    **{unit: ("byte", factor) for unit, factor in {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}.items()},
+    **{unit: ("us", factor) for unit, factor in {"ns": 1e-3, "us": 1, "ms": 1e3}.items()},
+    **{unit: (unit, 1) for unit in ("", "%", "warp")},
+}
 """Units in which it may print a value: the one that stands for them here, and by what to multiply."""
 
 
@@ -27,8 +32,10 @@ def read(
         ``us``.
 
     Raises:
-        RuntimeError: the profiler failed, or a launch lacks a metric.
+        RuntimeError: there is no such profiler, it failed, or a launch lacks a metric or has it in an unknown unit.
     """
+    if not shutil.which(ncu):
+        raise RuntimeError(f"no {ncu} on the PATH: install Nsight Compute, or say where it is")
     command = [ncu, "--csv", "--clock-control", "none", "--kernel-name-base", "demangled"]
     command += ["--kernel-name", f"regex:{kernels}", *options]
     command += ["--metrics", ",".join(metrics), sys.executable, "-m", module, *arguments]
@@ -46,7 +53,9 @@ def parse(text: str, metrics: Sequence[str]) -> list[dict[str, Any]]:
     for line in csv.DictReader(lines[begin:]):
         launch = launches.setdefault(int(line["ID"]), {"kernel": line["Kernel Name"]})
         if line["Metric Name"] in metrics:
-            unit, factor = BASE.get(line["Metric Unit"], (line["Metric Unit"], 1.0))
+            if line["Metric Unit"] not in BASE:
+                raise RuntimeError(f"{line['Metric Name']} is in {line['Metric Unit']}, not in {', '.join(BASE)}")
+            unit, factor = BASE[line["Metric Unit"]]
             launch[line["Metric Name"]] = float(line["Metric Value"].replace(",", "")) * factor, unit
     for number, launch in launches.items():
         if missing := set(metrics) - launch.keys():

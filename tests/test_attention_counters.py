@@ -23,6 +23,10 @@ def test_what_the_profiler_prints_is_read():
     assert nsight.parse("==PROF== no kernels were profiled", (TIME,)) == []
     with pytest.raises(RuntimeError, match="gave no lost of launch 0"):
         nsight.parse(PRINTED, (TIME, "lost"))
+    with pytest.raises(RuntimeError, match="is in fortnight, not in byte"):
+        nsight.parse(PRINTED.replace('"us"', '"fortnight"'), (TIME,))
+    with pytest.raises(RuntimeError, match="no lost/ncu on the PATH: install Nsight Compute"):
+        nsight.read("a.module", metrics=(TIME,), kernels="x", ncu="lost/ncu")
 
 
 def test_a_profiler_that_fails_says_why(tmp_path):
@@ -72,8 +76,25 @@ def test_launches_that_are_not_those_of_the_shapes_are_an_error(wrong):
         RuntimeError, match="which are not this kit's kernel, vLLM's write and FlashAttention of 13 shapes"
     ):
         attention_counters.table(wrong(launches()))
-    with pytest.raises(RuntimeError, match="which are not"):
-        attention_counters.table(launches() + launches()[:4])
+    for more in (launches()[:4], launches()[-2:]):  # of a shape too many, and a kernel of the last seen twice
+        with pytest.raises(RuntimeError, match="which are not"):
+            attention_counters.table(launches() + more)
+
+
+@pytest.mark.parametrize("source", ["", "measure"])
+def test_a_profiler_that_may_not_read_falls_back_unless_asked(source, tmp_path, monkeypatch, capsys):
+    def refuse(ncu: str = "ncu"):
+        raise RuntimeError("no permission")
+
+    monkeypatch.setattr(attention_counters, "measures", lambda source: True)
+    monkeypatch.setattr(attention_counters, "measure", refuse)
+    run = results.Run(tmp_path, "07")
+    if source:
+        with pytest.raises(RuntimeError, match="no permission"):
+            attention_counters.obtain(run, source)
+    else:
+        assert len(attention_counters.obtain(run, source))
+        assert "recorded on an H200, since no permission" in capsys.readouterr().out
 
 
 def test_what_is_recorded_is_of_every_shape():

@@ -153,9 +153,7 @@ MATRIX = {
         (ON_A_GPU | {f"vllm_config__compilation_config__pass_config__{name}": True}, {}) for name in FUSED
     ],
     "ALiBi, sinks": [(ON_A_GPU, {"alibi_slopes": torch.ones(2)}), (ON_A_GPU, {"sinks": torch.ones(2)})],
-    "FlashInfer (not run yet: its hook is held to vLLM's own classes)": [
-        (ON_A_GPU, {"implementation": "FlashInferImpl"})
-    ],
+    "FlashInfer (its hook is held to vLLM's own classes)": [(ON_A_GPU, {"implementation": "FlashInferImpl"})],
     "a cache of another 16-bit type than the model's": [({}, {"kv_cache_torch_dtype": torch.float16})],
     "other attention backends": [
         (ON_A_GPU, {"implementation": name}) for name in ("FlexAttentionImpl", "RocmAttentionImpl")
@@ -171,7 +169,7 @@ MATRIX = {
 # tests/test_manager.py, test_vllm_modes.py and test_gpu_hooks.py hold these.
 ELSEWHERE = {
     "ROCm (AITER's unified attention has a hook; the operators are not built for it)",
-    "steps that the tuning says vLLM attends to faster (GPU)",
+    "steps in which little or nothing is to be won, by the tuning (GPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
     "a CPU packing that is no permutation",

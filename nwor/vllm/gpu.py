@@ -5,8 +5,8 @@ Why: vLLM attends over pages alone, and writes them in a launch of its own befor
 How: where no query is longer than a window, `nwor.gpu_attention.verify_attention` takes the place of writer and
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
 that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), vLLM's writer and
-attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Where the
-recorded tuning says that vLLM is the faster no window opens, and vLLM alone serves the batch: in graphs, by a set of
+attention run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. Where, by the
+recorded tuning, little or nothing is to be won no window opens, and vLLM alone serves the batch: in graphs, by a set of
 its own. All backends share one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's
 gets that description where it is built. ROCm AITER's unified attention cannot be run before our operators are built for
 ROCm: what the hooks take of it, and of FlashInfer, is held to vLLM's own classes.
@@ -81,7 +81,7 @@ def workspace(manager: "DraftCommitManager", layer: Any) -> "Workspace":
 
 
 def slower(manager: "DraftCommitManager", layer: Any, max_context: int) -> dict[int, int]:
-    """Batches that vLLM's own write and attention serve faster, by the recorded tuning, and from which context on."""
+    """Batches with which little or nothing is to be won, by the recorded tuning, and from which context on."""
     impl, cache = layer.impl, manager.layout
     element = 1 if impl.kv_cache_dtype.startswith("fp8") else 2
     group = impl.num_heads // cache.num_heads

@@ -2,7 +2,7 @@
 """Sets of FULL graphs of the target's forward under the V2 runner: with mode ``stage`` in them, and vLLM's own.
 
 Why: a FULL graph replays the attention that was captured, and who attends is decided anew in each step: where contexts
-are long vLLM's attention may be the faster, and a mode may be paused.
+are long vLLM's attention may be as good, and a mode may be paused.
 How: vLLM's graph manager replays out of one dict, which is exchanged for that of the set wanted. Sets are captured by
 vLLM's own `capture_model`, with the hooks going through the manager or not.
 When it can go: when the key of a graph can say who attends.

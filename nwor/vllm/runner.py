@@ -169,7 +169,7 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
                 where = f"from contexts of {min(aside.values())} on" if by_context else "at every context"
                 notice = (
                     f"{len(aside)} batch sizes from {min(aside)} to {max(aside)} requests stand aside {where}: "
-                    "by the recorded tuning vLLM's own attention is faster there"
+                    "by the recorded tuning little or nothing is to be won there"
                 )
     except torch.cuda.OutOfMemoryError as error:
         needed = layout.num_layers * layout.slot_bytes * max_requests * rows_held(mode, max_drafts, layout.block_size)
