@@ -270,14 +270,18 @@ class Session:
         return rows
 
     def profiled(self) -> list[dict[str, Any]]:
-        """Rows `kernel_us` of every turn and batch: GPU microseconds of a decode step by kind of kernel."""
+        """Rows `kernel_us` of every turn and batch: GPU microseconds of a decode step by kind of kernel.
+
+        Once in each order of turns.
+        """
         rows: list[dict[str, Any]] = []
-        for size, (turn, engine) in itertools.product(self.plan.sizes, self.turns):
+        for size, repeat in itertools.product(self.plan.sizes, range(2)):
             cut = [prompt[: self.shortest] for prompt in self.prompts[:size]]
-            load = self.load(self.shortest, size)
-            with turn.on(engine):
-                found = kernel_rows(*engine.kernel_times(cut, self.plan.max_tokens))
-            rows += [{**turn.columns, **load, "unit": "us", **row} for row in found]
+            load = {"repeat": repeat, **self.load(self.shortest, size)}
+            for turn, engine in self.turns[:: -1 if repeat else 1]:
+                with turn.on(engine):
+                    found = kernel_rows(*engine.kernel_times(cut, self.plan.max_tokens))
+                rows += [{**turn.columns, **load, "unit": "us", **row} for row in found]
         return rows
 
 

@@ -202,7 +202,7 @@ def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
     kernels = every[profiled].drop(columns=["step", "position", "rank", "temperature"], errors="ignore")
     steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
     keys = ["run_id", "mode", "model", "seed", *BESIDE]
-    writes = kernels[(kernels["mode"] == "off") & (kernels["kind"] == "KV write")].groupby(keys)["value"].sum()
+    writes = kernels[(kernels["mode"] == "off") & (kernels["kind"] == "KV write")].groupby(keys)["value"].mean()
     runs = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
     whole = runs.median()
     told = steady(pd.DataFrame({"low": runs.min() / whole, "high": runs.max() / whole}))
@@ -241,7 +241,7 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         ratios = ratios.join(found)
     bound = ratios.index.get_level_values("kv_cache_dtype").map(BOUNDS)
     ratios["step"] = ratios["step"].mask(ratios[["largest_gap", "largest_shift"]].max(axis=1) > bound)
-    parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value", aggfunc="sum")
+    parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value")
     total = parts.sum(axis=1).unstack("mode")
     found = pd.DataFrame(
         {

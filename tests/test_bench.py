@@ -171,6 +171,25 @@ def test_a_ratio_is_of_both_orders_of_turns():
     assert table.ratio.to_dict() == pytest.approx({"stage paused": 1.0, "stage": 0.9})
 
 
+def test_kernels_are_profiled_in_both_orders(monkeypatch):
+    """A turn that comes first finds a cooler chip, and its kernels are the faster: the table has the mean of both."""
+
+    class Profiled(Noted):
+        def kernel_times(self, prompts, max_tokens):
+            self.calls.append((self.mode, "kernel_times", self.served_by, len(prompts)))
+            return [{"nvjet": 8.0 * len(self.calls), "reshape_and_cache": 4.0}], 4
+
+    monkeypatch.setattr(bench, "Engine", Profiled)
+    monkeypatch.setattr(bench, "on_cpu", lambda: False)
+    monkeypatch.setattr(Noted, "calls", [])
+    plan = bench.Plan(modes=("stage",), paused=True, repeats=0, profile=True, audit=False)
+    rows, _ = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
+    assert [call[2] for call in Noted.calls if call[1] == "kernel_times"] == ["off", "stage", "stage", "off"]
+    found = pd.DataFrame(rows).query("metric == 'kernel_us' and kind == 'KV write'")
+    assert found.groupby("mode").size().to_dict() == {"off": 2, "stage": 2} and (found.value == 1).all()
+    assert sorted(found.repeat) == [0, 0, 1, 1]
+
+
 def test_no_repeat_begins_when_the_minutes_are_over(monkeypatch, capsys):
     """A lent GPU goes back at its time: what is whole by then is kept. The first repeat is always run."""
     monkeypatch.setattr(bench, "Engine", Noted)

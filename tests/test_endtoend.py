@@ -212,6 +212,16 @@ def test_steps_on_a_gpu_beside_the_kernels_they_are_made_of():
     assert table["steady"]
 
 
+def test_profiles_in_both_orders_count_once():
+    steps, kernels = gpu_tables((9.4, 9.6))
+    again = kernels.assign(value=kernels["value"] * 1.1)
+    table = endtoend.gpu_steps(steps, pd.concat([kernels.assign(repeat=0), again.assign(repeat=1)])).set_index("mode")
+    assert table.loc["off", "gpu_ms"] == pytest.approx(1.05 * 8.0) and table.loc["off", "write_us"] == pytest.approx(
+        210
+    )
+    assert table.loc["stage", "gpu"] == pytest.approx(7 / 8)
+
+
 def test_parity_stands_beside_the_time_of_its_load():
     """#24: of this setting's passes alone; NaN where it was not judged."""
     steps, kernels = gpu_tables((9.4, 9.6))

@@ -83,6 +83,7 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
         "attention_counters",
         "attention",
         "gpu_acceptance",
+        "gpu_tests",
         "gpu_audit",
         "gpu_audited_steps",
     ]

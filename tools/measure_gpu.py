@@ -79,6 +79,7 @@ ALONE = {
     "attention_counters": ["nwor.attention_counters", "--out", "{out}"],
     "attention": ["nwor.attention_bench", "--repeats", "11", "--ks", "1,3,8", "--out", "{out}"],
     "gpu_acceptance": ["nwor", "acceptance", "--run-dir", "{out}"],
+    "gpu_tests": ["tools.gpu_tests", "--out", "{out}"],
 }
 MEASUREMENTS = {**ALONE, **AUDITS, **AUDITED_STEPS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
 
@@ -127,7 +128,9 @@ def run(directory: Path, name: str, gpus: list[str]) -> bool:
     command = [sys.executable, "-m", *(word.format(out=out, name=name) for word in MEASUREMENTS[name])]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with open(out / "log.txt", "w") as log:
-        failed = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, env=environ).returncode
+        failed = subprocess.run(
+            command, check=False, stdout=log, stderr=subprocess.STDOUT, env=environ, cwd=paths.ROOT
+        ).returncode
     print(f"{name}: {'failed, see ' + str(out / 'log.txt') if failed else 'done'}", flush=True)
     return not failed
 

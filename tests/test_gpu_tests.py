@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of the tests that need a GPU, made of tests that need none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from nwor import paths
+
+TESTS = """
+import os, pytest
+pytestmark = pytest.mark.gpu
+
+def test_good(): pass
+def test_bad(): assert not {bad}
+@pytest.mark.skip
+def test_not_here(): pass
+@pytest.fixture
+def lost(): raise OSError
+def test_without_its_fixture(lost): pass
+def test_last(): os._exit(9) if {dies} else None
+"""
+
+
+def run(folder: Path, text: str) -> tuple[int, pd.DataFrame]:
+    (folder / "test_some.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: a GPU\n")
+    code = f"from pathlib import Path; from tools import gpu_tests; gpu_tests.paths.ROOT = Path({str(folder.parent)!r})"
+    code += f"; f = gpu_tests.run(Path({str(folder / 'out')!r}), Path({str(folder)!r}))"
+    code += "; raise SystemExit(int((f.outcome == 'failed').any()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=paths.ROOT, check=False, env=os.environ | {"PYTHONPATH": "."}
+    )
+    return done.returncode, pd.read_parquet(folder / "out" / "gpu_tests.parquet").set_index("test").outcome
+
+
+def test_what_came_of_each_is_kept(tmp_path):
+    code, outcome = run(tmp_path, TESTS.format(bad=True, dies=False))
+    names = [name.partition("::")[2].removeprefix("test_") for name in outcome.index]
+    assert dict(zip(names, outcome, strict=True)) == {
+        "good": "passed", "bad": "failed", "not_here": "skipped", "without_its_fixture": "failed", "last": "passed"
+    }  # fmt: skip
+    assert code == 1
+
+
+def test_a_process_that_ends_too_early_leaves_what_had_ended(tmp_path):
+    code, outcome = run(tmp_path, TESTS.format(bad=False, dies=True))
+    assert code == 9 and outcome.value_counts().to_dict() == {"passed": 2, "skipped": 1, "failed": 1}
+
+
+def test_a_folder_without_such_tests_is_an_error(tmp_path):
+    from tools import gpu_tests
+
+    with pytest.raises(RuntimeError, match="no test below"):
+        gpu_tests.run(tmp_path / "out", tmp_path / "nothing")

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tools.gpu_tests --out DIR`: run the tests that need a GPU, and keep what came of each.
+
+The table, `gpu_tests.parquet`, is whole after every test, so that a machine that goes back too early leaves what had
+ended. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, where pytest-xdist is installed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from nwor import paths, results
+
+
+class Outcomes:
+    """A pytest plugin that writes a row a test: `test`, its `outcome` (passed, failed, skipped), and its time in s."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows = path, list[dict[str, Any]]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:  # a test is skipped, or its fixtures fail, before it is called
+            row = {"test": report.nodeid, "outcome": report.outcome}
+            self.rows.append(row | {"metric": "test_time", "value": report.duration, "unit": "s"})
+            results.write_table(self.path, results.tidy(self.rows, mode="", model=""))
+
+
+def run(out: Path, tests: Path = paths.ROOT / "tests") -> pd.DataFrame:
+    """Run the tests marked `gpu` below `tests` and return what came of each.
+
+    Raises:
+        RuntimeError: there are none.
+    """
+    outcomes = Outcomes(out / "gpu_tests.parquet")
+    pytest.main(["-q", "-m", "gpu", "-p", "no:cacheprovider", str(tests)], plugins=[outcomes])
+    if not outcomes.rows:
+        raise RuntimeError(f"no test below {tests} was run; what pytest says is above")
+    return pd.read_parquet(outcomes.path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_tests", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_tests.parquet")
+    counts = run(parser.parse_args(argv).out)["outcome"].value_counts()
+    print(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
+    return int(counts.get("failed", 0) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
