@@ -82,7 +82,7 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[str]) -> tuple[list[di
         RuntimeError: an engine failed.
         ValueError: no prompt, or one that does not fit beside `max_tokens` and a window.
     """
-    from nwor import bench
+    from nwor import bench, bench_table
     from nwor.engine import Engine, on_cpu
 
     if plan.num_prompts > len(prompts) or not prompts:
@@ -110,7 +110,7 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[str]) -> tuple[list[di
             for temperature, repeat, seed in plan.passes(spec.seed):
                 done = engines[k].generate(tokens, plan.max_tokens, temperature, seed, sampling=until)
                 common = {"mode": "off", "k": k, "temperature": temperature, "repeat": repeat, "seed": seed}
-                rows += [{**common, **row} for row in bench.measured(done) if row["metric"] in COUNTS]
+                rows += [{**common, **row} for row in bench_table.measured(done) if row["metric"] in COUNTS]
             return rows
 
         with ThreadPoolExecutor(1 if on_cpu() else len(engines)) as pool:

@@ -9,132 +9,25 @@ baseline.
 
 import argparse
 import itertools
-import math
-import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
 
 from nwor import clocks, pair, paths, results, shapes
+from nwor.bench_table import counted, kernel_rows, measured, summary
 from nwor.engine import Engine, EngineSpec, Generation, on_cpu
 from nwor.parity import Parity, compare
-from nwor.ratios import crossover
+from nwor.plan import Plan
 from nwor.settings import MODES, Settings
 from nwor.vllm.random_weights import FORMAT
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What takes a turn: the engine of a mode, as it is or with its mode paused, which makes it vanilla.
-
-    engine: the mode of the engine that serves. pauses: whether this engine takes turns of both kinds.
-    """
-
-    engine: str
-    pauses: bool = False
-    paused: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.engine + " paused" * self.paused
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """What its rows are told by: the mode that serves, and an engine that is to be compared with itself."""
-        return {"mode": "off" if self.paused else self.engine, "engine": self.engine if self.pauses else ""}
-
-    @contextmanager
-    def on(self, engine: Engine) -> Iterator[None]:
-        """The mode of `engine` paused, if this is such a turn."""
-        if self.paused:
-            engine.pause()
-        yield
-        if self.paused:
-            engine.resume()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is run on the engines.
-
-    modes: the first is the baseline that engines without turns of their own as vanilla are compared with.
-    temperatures: 0 is greedy; parity of tokens is judged there alone.
-    num_prompts: prompts of the first pass, and of the timed ones where `batches` is empty.
-    batches: prompts of each timed generation, one after the other; the engine's `batch` is the most that run at once.
-    random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold; none for
-        the prompts given.
-    profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (on a GPU).
-    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, in
-        graphs that, where they hold the mode, are captured anew for every repeat.
-    audit: hold the first pass, which is not timed, to the whole-cache audit.
-    max_minutes: into the run, from when on no repeat but the first begins; 0 for no limit.
-    logit_gap: the bound in nats below which a differing token is a near tie, and which no log-probability may shift by.
-    """
-
-    modes: tuple[str, ...] = ("off", "cow", "stage")
-    temperatures: tuple[float, ...] = (0.0,)
-    num_prompts: int = 8
-    batches: tuple[int, ...] = ()
-    random_prompts: tuple[int, ...] = ()
-    max_tokens: int = 64
-    repeats: int = 5
-    max_minutes: float = 0.0
-    logit_gap: float = 0.25
-    seed: int = 0
-    profile: bool = False
-    paused: bool = False
-    audit: bool = True
-
-    @property
-    def turns(self) -> list[Turn]:
-        """Those of each repeat, in order."""
-        turns = []
-        for mode in self.modes:
-            pauses = self.paused and mode != "off"
-            turns += [Turn(mode, pauses, paused) for paused in ((True, False) if pauses else (False,))]
-        return turns
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Prompts of each timed generation."""
-        return self.batches or (self.num_prompts,)
-
-    @property
-    def most_prompts(self) -> int:
-        return max(self.num_prompts, *self.sizes)
-
-    def loads(self, longest: int, capacity: int) -> list[tuple[int, int]]:
-        """Length of the prompts (at most `longest`) and number of them, of each timed generation.
-
-        Those that the caches (`capacity` positions) would not hold at once are left out, and said.
-        """
-        lengths = [min(longest, length) for length in self.random_prompts] or [longest]
-        every = list(itertools.product(lengths, self.sizes))
-        if not self.random_prompts:
-            return every
-        fits = [(length, size) for length, size in every if size * (length + self.max_tokens) <= capacity]
-        for length, size in every:
-            if (length, size) not in fits:
-                print(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", file=sys.stderr)
-        return fits
-
-    def __post_init__(self) -> None:
-        for mode in self.modes:
-            Settings(mode=mode)
-        if len(set(self.modes)) != len(self.modes):
-            raise ValueError(f"modes repeat: {','.join(self.modes)}")
-        if self.repeats < 0 or min(self.num_prompts, *self.sizes, *self.random_prompts) < 1:
-            raise ValueError("repeats must be at least 0, num_prompts, batches and random_prompts at least 1")
-        if self.max_minutes < 0:
-            raise ValueError(f"max_minutes must be at least 0, no limit, got {self.max_minutes}")
 
 
 def run(
@@ -154,7 +47,7 @@ def run(
     begin = time.monotonic()
     with ExitStack() as stack:
         session = Session(stack, spec, plan, prompts)
-        session.judge(session.few, session.shortest)
+        session.judge(*session.first)
         for repeat in range(plan.repeats):
             if repeat and 0 < 60 * plan.max_minutes < time.monotonic() - begin:
                 print(f"{plan.max_minutes:g} minutes are over: {repeat} of {plan.repeats} repeats", file=sys.stderr)
@@ -173,10 +66,10 @@ def run(
     parity: dict[str, Parity] = {}
     for turn in plan.turns:
         by_load = session.parity[turn.name]
-        rows += [{**turn.columns, **session.load(*load), **row} for load in by_load for row in judged(by_load[load])]
+        rows += [{**turn.columns, **session.load(*load), **row} for load in by_load for row in by_load[load].rows()]
         ranks = [] if turn.paused else reports[turn.engine]
         rows += [{**turn.columns, "batch": spec.batch, **row} for row in counted(ranks)]
-        parity[turn.name] = sum(by_load.values(), Parity(0, 0, 0.0))
+        parity[turn.name] = sum(by_load.values(), Parity())
     report = {
         "ranks": reports,
         "metrics": metrics,
@@ -190,8 +83,9 @@ def run(
 class Session:
     """The engines of a plan, all up, and the prompts that they take turns with.
 
-    few: prompts of the first pass. parity: by turn and load, of all passes judged so far.
-    given: what the last of them gave, by turn.
+    A load is the length of prompts, none of which is longer, and their number; first is that of the first pass.
+
+    parity: by turn and load, of all passes judged so far. given: what the last of them gave, by turn.
     """
 
     def __init__(self, stack: ExitStack, spec: EngineSpec, plan: Plan, prompts: Sequence[str | list[int]]) -> None:
@@ -210,22 +104,24 @@ class Session:
         self.shortest = min(plan.random_prompts, default=longest)
         # One mode alone has nothing to be compared with: a short pass warms it up.
         self.alone = len(self.turns) == 1 and not plan.audit
-        self.few = [prompt[: self.shortest] for prompt in self.prompts[: 2 if self.alone else plan.num_prompts]]
+        self.first = (self.shortest, 2 if self.alone else plan.num_prompts)
         self.parity: dict[str, dict[tuple[int, int], Parity]] = {turn.name: {} for turn in plan.turns}
         self.given: dict[str, Generation] = {}
 
+    def cut(self, length: int, size: int) -> list[list[int]]:
+        """The prompts of a load."""
+        return [prompt[:length] for prompt in self.prompts[:size]]
+
     def load(self, length: int, size: int) -> dict[str, int]:
-        """What rows of `size` prompts of this length are told by."""
+        """What rows of a load are told by."""
         load = {"batch": min(size, self.spec.batch)}
         return load | ({"prompt": length} if self.plan.random_prompts else {})
 
-    def judge(self, prompts: list[list[int]], length: int) -> None:
-        """A greedy pass of every turn, compared with the baseline's, for an engine that pauses with its own paused.
-
-        An audit, if there is one, ends with the first.
-
-        length: of the prompts, none of which is longer.
+    def judge(self, length: int, size: int) -> None:
+        """A greedy pass of a load by every turn, compared with the baseline's, for an engine that pauses with its own
+        paused. An audit, if there is one, ends with the first.
         """
+        prompts = self.cut(length, size)
         if self.spec.prefix_caching:
             for engine in self.engines.values():
                 engine.generate(prompts, 1)  # every turn finds the prompts cached: its sums are as in the others
@@ -241,8 +137,8 @@ class Session:
             baseline = replace(turn, paused=True) if turn.pauses else self.plan.turns[0]
             drafted = self.spec.acceptance_length > 0
             found = compare(self.given[baseline.name], self.given[turn.name], drafted=drafted)
-            by_load, load = self.parity[turn.name], (length, len(prompts))
-            by_load[load] = by_load[load] + found if load in by_load else found
+            by_load = self.parity[turn.name]
+            by_load[length, size] = by_load.get((length, size), Parity()) + found
 
     def capture_anew(self) -> None:
         """New graphs for every engine whose graphs hold the mode that pauses."""
@@ -259,9 +155,9 @@ class Session:
         rows: list[dict[str, Any]] = []
         plan = self.plan
         for length, size in self.loads:
-            cut = [prompt[:length] for prompt in self.prompts[:size]]
-            if plan.paused or self.spec.prefix_caching or (repeat == 0 and cut != self.few):
-                self.judge(cut, length)
+            if plan.paused or self.spec.prefix_caching or (repeat == 0 and (length, size) != self.first):
+                self.judge(length, size)
+            cut = self.cut(length, size)
             load = {"repeat": repeat, "temperature": temperature, **self.load(length, size)}
             for turn, engine in self.turns[:: -1 if repeat % 2 else 1]:
                 with turn.on(engine), clocks.watched(0 if on_cpu() else self.spec.tp) as seen:
@@ -276,7 +172,7 @@ class Session:
         """
         rows: list[dict[str, Any]] = []
         for size, repeat in itertools.product(self.plan.sizes, range(2)):
-            cut = [prompt[: self.shortest] for prompt in self.prompts[:size]]
+            cut = self.cut(self.shortest, size)
             load = {"repeat": repeat, **self.load(self.shortest, size)}
             for turn, engine in self.turns[:: -1 if repeat else 1]:
                 with turn.on(engine):
@@ -300,116 +196,6 @@ def require_served(mode: str, ranks: list[dict[str, Any]], asked: str = "") -> N
         raise RuntimeError(
             f"mode {mode} is not active on every rank, so nothing may be measured under its name: {wrong}"
         )
-
-
-def measured(generation: Generation) -> list[dict[str, Any]]:
-    """Tidy rows of one generation: step times, tokens, acceptance by position."""
-    count = generation.counters
-    rows = [
-        {"metric": "step_ms", "value": 1e3 * seconds, "unit": "ms", "step": step}
-        for step, seconds in enumerate(generation.step_seconds)
-    ]
-    rows += [
-        {"metric": "tokens", "value": sum(map(len, generation.tokens)), "unit": "tokens"},
-        {"metric": "wall", "value": sum(generation.step_seconds), "unit": "s"},
-        {"metric": "windows", "value": count["drafts"], "unit": "windows"},
-        {"metric": "draft_tokens", "value": count["draft_tokens"], "unit": "tokens"},
-        {"metric": "accepted_tokens", "value": count["accepted_tokens"], "unit": "tokens"},
-    ]
-    rows += [
-        {"metric": "accepted_at", "value": accepted, "unit": "windows", "position": position}
-        for position, accepted in enumerate(generation.accepted_at)
-    ]
-    return rows
-
-
-KINDS = {
-    "KV write": r"reshape_and_cache",
-    "attention": r"flash|unified_attention|verify_windows|fmha|FlashAttn",
-    "NWOR": r"nwor::",
-    "communication": r"nccl|(?i:all_?reduce)|cross_device_reduce|multimem",
-    "matmul": r"gemm|nvjet|cutlass|cublas|splitK",
-}
-
-
-def kernel_rows(ranks: Sequence[dict[str, float]], steps: int) -> list[dict[str, Any]]:
-    """GPU microseconds of a step by kind of kernel, mean of the ranks; what a name does not tell is ``other``."""
-    sums = dict.fromkeys([*KINDS, "other"], 0.0)
-    for name, microseconds in itertools.chain.from_iterable(times.items() for times in ranks):
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
-        sums[kind] += microseconds / steps / len(ranks)
-    return [{"metric": "kernel_us", "value": value, "kind": kind} for kind, value in sums.items()]
-
-
-def judged(parity: Parity) -> list[dict[str, Any]]:
-    """Tidy rows of how tokens compare."""
-    return [
-        {"metric": "equal_requests", "value": parity.equal, "unit": "requests"},
-        {"metric": "requests", "value": parity.requests, "unit": "requests"},
-        {"metric": "largest_gap", "value": parity.largest_gap, "unit": "nats"},
-        {"metric": "largest_shift", "value": parity.largest_shift, "unit": "nats"},
-    ]
-
-
-def parity_of(rows: pd.DataFrame) -> Parity:
-    """What rows of `judged` say together; of none that nothing differs."""
-    values = rows.groupby("metric")["value"]
-    total, most = values.sum(), values.max()
-    counts = (int(total.get(name, 0)) for name in ("equal_requests", "requests"))
-    return Parity(*counts, *(float(most.get(name, 0.0)) for name in ("largest_gap", "largest_shift")))
-
-
-def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tidy rows of what holds for the whole run: each rank's counters and audit."""
-    rows: list[dict[str, Any]] = []
-    for rank in ranks:
-        for kind in ("counters", "audit"):
-            for name, value in rank[kind].items():
-                if isinstance(value, list):
-                    continue
-                unit = "bytes" if name.startswith("bytes") else "count"
-                rows.append({"metric": f"{kind}.{name}", "value": value, "unit": unit, "rank": rank["rank"]})
-    return rows
-
-
-def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
-    """One line a turn, batch and length of prompts: parity, acceptance, step time and its ratio to the baseline's.
-
-    That is the first mode, and for an engine that takes turns with its mode paused, itself so. A step's time is the
-    median over steps; repeats give its spread, and the ratio is their `crossover`. Where a turn is without
-    parity its speed columns stay empty, and everywhere if a pass that is not timed, as the first, is without.
-    """
-    lines: list[dict[str, Any]] = []
-    timed = frame[frame.metric == "step_ms"]
-    load = [name for name in ("prompt", "batch") if name in timed]
-    loads = timed[load].drop_duplicates()
-    for _, found in loads.iterrows() if len(timed) else [(0, pd.Series())]:
-        bases: dict[str, pd.Series] = {}
-        for turn in plan.turns:
-            part = frame[(frame[list(turn.columns)] == pd.Series(turn.columns)).all(axis=1)]
-            here = part[(part[found.index] == found).all(axis=1)]
-            untimed = part.merge(loads, on=load, how="left", indicator=True)["_merge"].eq("left_only").to_numpy()
-            parity, total = parity_of(here), here.groupby("metric")["value"].sum()
-            steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
-            clock = here.loc[here.metric == "sm_clock", "value"]
-            good = (parity + parity_of(part[untimed])).explained(plan.logit_gap)
-            base = bases.setdefault(turn.columns["engine"], steps)
-            line = {name: int(value) for name, value in found.items()}
-            lines.append(
-                {
-                    "mode": turn.name,
-                    **line,
-                    "equal": f"{parity.equal}/{parity.requests}",
-                    "gap_nats": parity.largest_gap,
-                    "shift_nats": parity.largest_shift,
-                    "acceptance_length": 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0)),
-                    "step_ms": steps.median() if good else math.nan,
-                    "spread_ms": steps.max() - steps.min() if good else math.nan,
-                    "ratio": crossover(steps / base) if good and len(steps) else math.nan,
-                    **({"clock_mhz": clock.median()} if len(clock) else {}),
-                }
-            )
-    return pd.DataFrame(lines)
 
 
 def parser(command: str = "bench") -> argparse.ArgumentParser:

@@ -2,14 +2,17 @@
 """What the end-to-end runs must show, judged from a bench run's table and report."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pandas as pd
 from transformers import AutoConfig
 
 from nwor.acceptance import same_share
-from nwor.bench import Plan, from_options, summary
-from nwor.parity import Parity
+from nwor.bench import from_options
+from nwor.bench_table import summary
+from nwor.parity import Parity, of_rows
+from nwor.plan import Plan
 from nwor.ratios import crossover, steady
 from nwor.results import Run, tidy
 from nwor.traffic import Shape
@@ -185,10 +188,10 @@ def examples(report: Mapping[str, Any], mode: str = "off") -> pd.DataFrame:
 
 SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that tell one measured setting of whole steps on a GPU from another."""
-BOUNDS = {"auto": 0.15, "fp8": 0.75}
-"""Nats of a near tie under random weights, by `kv_cache_dtype`: FlashAttention rounds attention weights to fp8 too."""
 BESIDE = [*SETTING, "engine"]
 """The same, and the engine where it is compared with itself, its mode paused."""
+BOUNDS = {"auto": 0.15, "fp8": 0.75}
+"""Nats of a near tie under random weights, by `kv_cache_dtype`: FlashAttention rounds attention weights to fp8 too."""
 
 
 def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -219,11 +222,10 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         `step` is the `ratios.crossover` of the ratios of median steps, NaN where the mode is not at parity by `BOUNDS`,
-        `low` and `high` their range over repeats;
-        `steady` says whether every mode of the setting is, by `ratios.steady`; `equal_requests`, `requests`,
-        `largest_gap` and `largest_shift` are those of `nwor.parity`, NaN where the setting was not judged;
-        `gpu_ms` is the sum of all kernels of a decode step, `gpu` its ratio to vanilla's, and `write_us`,
-        `attention_us`, `nwor_us` parts of it.
+        `low` and `high` their range over repeats; `steady` says whether every mode of the setting is, by
+        `ratios.steady`; `equal_requests`, `requests`, `largest_gap` and `largest_shift` are those of `nwor.parity`, NaN
+        where the setting was not judged; `gpu_ms` is the sum of all kernels of a decode step, `gpu` its ratio to
+        vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
     every = medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"])
@@ -235,15 +237,14 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         }
     )
     ratios["steady"] = steady(ratios).groupby(BESIDE).transform("all")
-    for aggregate, names in {"sum": ["equal_requests", "requests"], "max": ["largest_gap", "largest_shift"]}.items():
-        judged = steps[steps["metric"].isin(names)]
-        found = judged.pivot_table("value", [*BESIDE, "mode"], "metric", aggregate).reindex(columns=names)
-        ratios = ratios.join(found)
+    judged = steps.groupby([*BESIDE, "mode"])[["metric", "value"]].apply(of_rows)
+    found = pd.DataFrame(map(asdict, judged), judged.index).rename(columns={"equal": "equal_requests"})
+    ratios = ratios.join(found[found["requests"] > 0])
     bound = ratios.index.get_level_values("kv_cache_dtype").map(BOUNDS)
     ratios["step"] = ratios["step"].mask(ratios[["largest_gap", "largest_shift"]].max(axis=1) > bound)
     parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value")
     total = parts.sum(axis=1).unstack("mode")
-    found = pd.DataFrame(
+    kinds = pd.DataFrame(
         {
             "gpu_ms": total.stack() / 1e3,
             "gpu": total.div(total["off"], axis=0).stack(),
@@ -252,7 +253,7 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
             "nwor_us": parts["NWOR"],
         }
     )
-    return ratios.join(found).reset_index().astype({"prompt": int})  # beside rows without one it is read as a float
+    return ratios.join(kinds).reset_index().astype({"prompt": int})  # beside rows without one it is read as a float
 
 
 def clocks(steps: pd.DataFrame) -> pd.DataFrame:

@@ -4,6 +4,9 @@
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
 
 from nwor.engine import Generation
 
@@ -19,9 +22,9 @@ class Parity:
         both give to the baseline's best token; infinite where it is not among the other's best.
     """
 
-    equal: int
-    requests: int
-    largest_gap: float
+    equal: int = 0
+    requests: int = 0
+    largest_gap: float = 0.0
     largest_shift: float = 0.0
 
     def explained(self, bound: float) -> bool:
@@ -35,6 +38,23 @@ class Parity:
             max(self.largest_gap, other.largest_gap),
             max(self.largest_shift, other.largest_shift),
         )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """It as tidy rows."""
+        return [
+            {"metric": "equal_requests", "value": self.equal, "unit": "requests"},
+            {"metric": "requests", "value": self.requests, "unit": "requests"},
+            {"metric": "largest_gap", "value": self.largest_gap, "unit": "nats"},
+            {"metric": "largest_shift", "value": self.largest_shift, "unit": "nats"},
+        ]
+
+
+def of_rows(rows: pd.DataFrame) -> Parity:
+    """What all of `Parity.rows` among these say together."""
+    values = rows.groupby("metric")["value"]
+    total, most = values.sum(), values.max()
+    counts = (int(total.get(name, 0)) for name in ("equal_requests", "requests"))
+    return Parity(*counts, *(float(most.get(name, 0.0)) for name in ("largest_gap", "largest_shift")))
 
 
 def compare(baseline: Generation, other: Generation, drafted: bool = False) -> Parity:

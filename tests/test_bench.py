@@ -6,8 +6,9 @@ from typing import ClassVar
 import pandas as pd
 import pytest
 
-from nwor import bench
+from nwor import bench, bench_table
 from nwor.engine import EngineSpec, Generation
+from nwor.plan import Plan
 
 
 def test_kernels_of_a_step_are_the_mean_of_the_ranks():
@@ -20,19 +21,19 @@ def test_kernels_of_a_step_are_the_mean_of_the_ranks():
             "nvjet_tst_64x8": 176.0,
         },
     ]
-    found = {row["kind"]: row["value"] for row in bench.kernel_rows(ranks, steps=8)}
+    found = {row["kind"]: row["value"] for row in bench_table.kernel_rows(ranks, steps=8)}
     told = {"KV write": 10.5, "communication": 3.0, "matmul": 21.0, "other": 1.0, "attention": 0.0, "NWOR": 0.0}
     assert found == pytest.approx(told)
 
 
 def test_loads_are_those_that_the_caches_hold(capsys):
     """Every length with every batch, but for 8 prompts of 100 tokens and 28 more: 1,024 slots are needed."""
-    plan = bench.Plan(batches=(1, 8), random_prompts=(32, 100), max_tokens=28)
+    plan = Plan(batches=(1, 8), random_prompts=(32, 100), max_tokens=28)
     assert plan.loads(longest=200, capacity=1024) == [(32, 1), (32, 8), (100, 1), (100, 8)]
     assert plan.loads(longest=200, capacity=1023) == [(32, 1), (32, 8), (100, 1)]
     assert "left out: 8 prompts of 100 tokens, the cache has 1023 slots" in capsys.readouterr().err
     assert plan.loads(longest=50, capacity=1024) == [(32, 1), (32, 8), (50, 1), (50, 8)]
-    assert bench.Plan(batches=(1, 8)).loads(longest=200, capacity=1) == [(200, 1), (200, 8)]
+    assert Plan(batches=(1, 8)).loads(longest=200, capacity=1) == [(200, 1), (200, 8)]
 
 
 class Noted:
@@ -87,7 +88,7 @@ def test_turns_of_a_repeat_differ_in_the_mode_alone(monkeypatch):
     """A capture's luck, a prefill or a cool chip in the first turn would be taken for the mode's doing."""
     monkeypatch.setattr(bench, "Engine", Noted)
     monkeypatch.setattr(Noted, "calls", [])
-    plan = bench.Plan(modes=("cow", "stage"), paused=True, batches=(1, 2), repeats=2, max_tokens=5, audit=False)
+    plan = Plan(modes=("cow", "stage"), paused=True, batches=(1, 2), repeats=2, max_tokens=5, audit=False)
     rows, _ = bench.run(EngineSpec("shape", prefix_caching=True), plan, [[1, 2, 3]])
     asked = [call for call in Noted.calls if call[1] in ("capture_anew", "generate")]
 
@@ -118,7 +119,7 @@ def test_a_load_that_the_first_pass_was_not_is_judged_once(batches, judged, monk
     """Engines beside each other: their graphs stay, so that once will do; and not again what the first pass was."""
     monkeypatch.setattr(bench, "Engine", Noted)
     monkeypatch.setattr(Noted, "calls", [])
-    plan = bench.Plan(modes=("off", "stage"), batches=batches, repeats=3)
+    plan = Plan(modes=("off", "stage"), batches=batches, repeats=3)
     bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
     passes = [call[3] for call in Noted.calls if call[:2] == ("stage", "generate") and call[-1]]
     assert passes == [8] + [1] * judged
@@ -137,12 +138,12 @@ def test_all_that_is_timed_is_held_to_parity(broken, without, monkeypatch):
     monkeypatch.setattr(Noted, "calls", [])
     monkeypatch.setattr(Noted, "good_captures", 1 if broken == "capture" else 9)
     monkeypatch.setattr(Noted, "bad_batch", {"batch": 2, "first pass": 8}.get(broken, 0))
-    plan = bench.Plan(modes=("stage",), paused=True, batches=(1, 2, 4), repeats=2, max_tokens=5, audit=False)
+    plan = Plan(modes=("stage",), paused=True, batches=(1, 2, 4), repeats=2, max_tokens=5, audit=False)
     rows, report = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
     all_of_them = 8 + 2 * (1 + 2 + 4)
     equal = all_of_them - {"": 0, "capture": 7, "batch": 4, "first pass": 8}[broken]
     assert [found["equal"] for found in report["parity"].values()] == [all_of_them, equal]
-    table = bench.summary(pd.DataFrame(rows), plan).set_index(["mode", "batch"])
+    table = bench_table.summary(pd.DataFrame(rows), plan).set_index(["mode", "batch"])
     assert (table.step_ms["stage paused"] == 2).all() and (table.equal["stage paused"] == ["2/2", "4/4", "8/8"]).all()
     assert table.step_ms["stage"].isna().pipe(lambda bad: bad.index[bad].tolist()) == without
     assert table.step_ms["stage"].dropna().eq(1).all()
@@ -154,20 +155,20 @@ def test_an_engine_that_pauses_is_its_own_baseline(monkeypatch):
     monkeypatch.setattr(Noted, "calls", [])
     monkeypatch.setattr(Noted, "of_its_own", True)
     for paused, equal in ((True, 8), (False, 0)):
-        plan = bench.Plan(modes=("cow", "stage"), paused=paused, repeats=0, audit=False)
+        plan = Plan(modes=("cow", "stage"), paused=paused, repeats=0, audit=False)
         _, report = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
         assert report["parity"]["stage"]["equal"] == equal, "nor is it compared with the first where none is paused"
 
 
 def test_a_ratio_is_of_both_orders_of_turns():
     """The turn that comes second takes a tenth longer, whichever it is; `stage` takes 0.9 times vanilla's."""
-    plan = bench.Plan(modes=("stage",), paused=True, repeats=2)
+    plan = Plan(modes=("stage",), paused=True, repeats=3)
     rows = [
         {**turn.columns, "batch": 8, "repeat": repeat, "metric": "step_ms", "unit": "ms", "value": value * late}
-        for repeat in (0, 1)
-        for turn, value, late in zip(plan.turns, (10.0, 9.0), (1.0, 1.1) if repeat == 0 else (1.1, 1.0), strict=True)
+        for repeat in range(3)
+        for turn, value, late in zip(plan.turns, (10.0, 9.0), (1.1, 1.0) if repeat == 1 else (1.0, 1.1), strict=True)
     ]
-    table = bench.summary(pd.DataFrame(rows), plan).set_index("mode")
+    table = bench_table.summary(pd.DataFrame(rows), plan).set_index("mode")
     assert table.ratio.to_dict() == pytest.approx({"stage paused": 1.0, "stage": 0.9})
 
 
@@ -182,7 +183,7 @@ def test_kernels_are_profiled_in_both_orders(monkeypatch):
     monkeypatch.setattr(bench, "Engine", Profiled)
     monkeypatch.setattr(bench, "on_cpu", lambda: False)
     monkeypatch.setattr(Noted, "calls", [])
-    plan = bench.Plan(modes=("stage",), paused=True, repeats=0, profile=True, audit=False)
+    plan = Plan(modes=("stage",), paused=True, repeats=0, profile=True, audit=False)
     rows, _ = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
     assert [call[2] for call in Noted.calls if call[1] == "kernel_times"] == ["off", "stage", "stage", "off"]
     found = pd.DataFrame(rows).query("metric == 'kernel_us' and kind == 'KV write'")
@@ -195,10 +196,10 @@ def test_no_repeat_begins_when_the_minutes_are_over(monkeypatch, capsys):
     monkeypatch.setattr(bench, "Engine", Noted)
     monkeypatch.setattr(Noted, "calls", [])
     for minutes, repeats in ((1e-9, 1), (0.0, 3), (9.0, 3)):
-        plan = bench.Plan(modes=("off", "stage"), temperatures=(0.0, 1.0), repeats=3, max_minutes=minutes)
+        plan = Plan(modes=("off", "stage"), temperatures=(0.0, 1.0), repeats=3, max_minutes=minutes)
         rows, _ = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
         steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby(["mode", "temperature"])["repeat"].nunique()
         assert (steps == repeats).all() and len(steps) == 4
         assert ("minutes are over: 1 of 3 repeats" in capsys.readouterr().err) == (repeats == 1)
     with pytest.raises(ValueError, match="max_minutes"):
-        bench.Plan(max_minutes=-1)
+        Plan(max_minutes=-1)

@@ -11,8 +11,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: it brings NVML")
 from vllm.platforms import current_platform
 from vllm.third_party import pynvml
 
-from nwor import bench, clocks
+from nwor import bench, bench_table, clocks
 from nwor.engine import EngineSpec
+from nwor.plan import Plan
 from tests.test_bench import Noted
 
 
@@ -82,10 +83,10 @@ def test_a_driver_that_does_not_tell_costs_no_run(chips, monkeypatch, capsys):
 def test_each_timed_turn_of_a_bench_has_its_clock(chips, monkeypatch):
     monkeypatch.setattr(bench, "Engine", Noted)
     monkeypatch.setattr(bench, "on_cpu", lambda: False)
-    plan = bench.Plan(modes=("off", "stage"), batches=(1, 2), repeats=3, audit=False)
+    plan = Plan(modes=("off", "stage"), batches=(1, 2), repeats=3, audit=False)
     rows = pd.DataFrame(bench.run(EngineSpec("shape", tp=2), plan, [[1, 2, 3]])[0])
     sampled = rows[rows.metric == "sm_clock"].groupby(["mode", "batch", "repeat", "rank"]).size()
     assert len(sampled) == 2 * 2 * 3 * 2 and (sampled == 1).all()
-    shown = bench.summary(rows[rows["rank"] != 0], plan).set_index(["mode", "batch"])
+    shown = bench_table.summary(rows[rows["rank"] != 0], plan).set_index(["mode", "batch"])
     assert (shown.clock_mhz == 1200).all()
-    assert "clock_mhz" not in bench.summary(rows[~rows.metric.isin(["sm_clock", "power"])], plan)
+    assert "clock_mhz" not in bench_table.summary(rows[~rows.metric.isin(["sm_clock", "power"])], plan)

@@ -29,12 +29,12 @@ def test_last(): os._exit(9) if {dies} else None
 def run(folder: Path, text: str) -> tuple[int, pd.DataFrame]:
     (folder / "test_some.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: a GPU\n")
-    code = f"from pathlib import Path; from tools import gpu_tests; gpu_tests.paths.ROOT = Path({str(folder.parent)!r})"
-    code += f"; f = gpu_tests.run(Path({str(folder / 'out')!r}), Path({str(folder)!r}))"
-    code += "; raise SystemExit(int((f.outcome == 'failed').any()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=paths.ROOT, check=False, env=os.environ | {"PYTHONPATH": "."}
+    code = (
+        "import sys; from pathlib import Path; from tools import gpu_tests; f = gpu_tests.run(*map(Path, sys.argv[1:]))"
     )
+    code += "; raise SystemExit(int((f.outcome == 'failed').any()))"
+    command = [sys.executable, "-c", code, str(folder / "out"), str(folder)]
+    done = subprocess.run(command, cwd=paths.ROOT, check=False, env=os.environ | {"PYTHONPATH": "."})
     return done.returncode, pd.read_parquet(folder / "out" / "gpu_tests.parquet").set_index("test").outcome
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from nwor import acceptance, attention_bench, bench, paths, results
+from nwor.plan import Plan
 
 spec = importlib.util.spec_from_file_location("measure_gpu", paths.ROOT / "tools" / "measure_gpu.py")
 assert spec and spec.loader
@@ -32,7 +33,7 @@ def test_every_bench_is_one(name, tmp_path, monkeypatch):
     if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
         assert {size * rows for size in plan.sizes for rows in (1, engine.k + 1)} <= {*engine.cudagraph_capture_sizes}
     assert len(prompts) >= 1 and plan.turns[0].columns["mode"] == "off"
-    left = bench.Plan(**{**vars(plan), "profile": False}).loads(engine.max_model_len, 10**9)
+    left = Plan(**{**vars(plan), "profile": False}).loads(engine.max_model_len, 10**9)
     assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in left if plan.random_prompts)
 
 

@@ -3,10 +3,11 @@
 
 import math
 
+import pandas as pd
 import pytest
 
 from nwor.engine import Generation
-from nwor.parity import Parity, compare
+from nwor.parity import Parity, compare, of_rows
 
 
 def said(tokens: list[int], *best: dict[int, float]) -> Generation:
@@ -50,6 +51,8 @@ def test_comparisons_add_up():
     """Tokens are counted, and of what differs the worst is kept."""
     good, bad = Parity(8, 8, 0.1, 0.3), Parity(3, 4, 0.2, 0.0)
     assert good + bad == bad + good == Parity(11, 12, 0.2, 0.3)
+    assert of_rows(pd.DataFrame(good.rows() + bad.rows())) == good + bad
+    assert of_rows(pd.DataFrame(bad.rows()).query("metric == 'none'")) == Parity()
 
 
 @pytest.mark.parametrize("best", [{7: math.nan, 8: -3.0}, {7: -0.1, 8: math.nan}])

@@ -304,9 +304,8 @@ def test_parity_of_all_that_is_timed(table) -> None:
     (unknown,) = stage[stage.largest_shift > 1].itertuples()
     assert (unknown.kv_heads, unknown.kv_cache_dtype, unknown.batch, unknown.prompt) == (8, "fp8", 64, 2048)
     other = table[(table["mode"] == "off") & (table.engine == "stage") & (table.tp == 2)].largest_shift.max()
-    assert f"another engine's vanilla, which is {other:.2f} nats from the engine's own as well" in README.replace(
-        "\n  ", " "
-    )
+    flat = README.replace("\n  ", " ")
+    assert f"another engine's vanilla, which is {other:.2f} nats from the engine's own as well" in flat
 
 
 def test_how_exact_the_steps_are(table) -> None:
@@ -327,9 +326,8 @@ def test_how_exact_the_steps_are(table) -> None:
     power, clock = (alone[alone.metric == name].value.mean() for name in ("power", "sm_clock"))
     assert f"({power:.0f} W and {round(clock, -1):,.0f} of 1,980 MHz on average at batch 64 over one rank)" in flat
     clocks = steps[steps.metric == "sm_clock"].groupby([*endtoend.BESIDE, "mode"]).value.median().unstack()
-    moved = 100 * (clocks["stage"] / clocks["off"] - 1).xs(
-        (8192, 32, 16, 1), level=("prompt", "kv_heads", "batch", "tp")
-    )
+    moved = 100 * (clocks["stage"] / clocks["off"] - 1)
+    moved = moved.xs((8192, 32, 16, 1), level=("prompt", "kv_heads", "batch", "tp"))
     assert f"by {moved.min():.0f} to {moved.max():.0f} % under `stage`" in flat
 
 

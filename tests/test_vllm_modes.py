@@ -15,6 +15,7 @@ import torch
 from nwor import bench, pair, shapes
 from nwor.engine import Engine, EngineSpec
 from nwor.parity import compare
+from nwor.plan import Plan
 from nwor.settings import Settings
 from nwor.vllm.random_weights import FORMAT
 from tests import checkpoints, faults, request_kinds
@@ -88,7 +89,7 @@ def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, explained):
     """#24: under vLLM's own dummy weights both faults gave vanilla's tokens, request for request."""
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
     spec = EngineSpec(str(target), str(head), load_format=FORMAT, num_blocks=64)
-    prompts = bench.random_prompts(bench.Plan(num_prompts=6, random_prompts=(100,)))
+    prompts = bench.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
     plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
     settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
     outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
