@@ -6,7 +6,7 @@ the prefix into splits where requests and heads alone do not fill the GPU. Where
 to keys of its own (PARTS), and needs to wait for no other between two tiles. The softmax over splits is that of
 Flash-Decoding (Dao et al., 2023): each split leaves its sum of values, its sum of weights and its largest score. When
 all have arrived they are added up: by all of them, each some rows, where there is a multiprocessor for each program
-(a cooperative launch), else by the last.
+(a cooperative launch, and the barrier of CUDA's cooperative groups), else by the last.
 
 Importing this module imports Triton.
 """
@@ -198,9 +198,11 @@ def verify_windows(
     # Splits come last, so that those without work leave no multiprocessor with less than its share.
     kv_head, split, splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     request, row_tile = tl.program_id(1) // ROW_TILES, tl.program_id(1) % ROW_TILES
-    first = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - first
-    prefix = tl.load(seq_lens + request) - query_len
+    # Every layer waits for these lines, and its weights pass through the L2 cache between two of them.
+    KEPT: tl.constexpr = "evict_last"
+    first = tl.load(query_start_loc + request, eviction_policy=KEPT)
+    query_len = tl.load(query_start_loc + request + 1, eviction_policy=KEPT) - first
+    prefix = tl.load(seq_lens + request, eviction_policy=KEPT) - query_len
     if (query_len <= 0) | (query_len > MAX_QUERY) | (prefix < 0):
         return
 
@@ -223,7 +225,9 @@ def verify_windows(
     position = begin * TILE + tl.arange(0, TILE)
     if PARTS > 1:
         position = tl.reshape(position, (PARTS, TILE // PARTS))
-    next_block = tl.load(table + position.to(tl.uint32) // BLOCK_SIZE, mask=position < prefix, other=0)
+    next_block = tl.load(
+        table + position.to(tl.uint32) // BLOCK_SIZE, mask=position < prefix, other=0, eviction_policy=KEPT
+    )
 
     packed = row_tile * ROWS + tl.arange(0, ROWS)
     row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
@@ -343,8 +347,10 @@ def verify_windows(
             tl.debug_barrier()  # every thread's stores come before the one thread's release
             arrival = arrivals + 2 * (window * ROW_TILES + row_tile)
             if MEET:  # all wait for all, and each combines some rows
-                tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-                while tl.atomic_add(arrival, 0, sem="acquire", scope="gpu") < active:
+                # All together add 2^31, whatever their number: the sign turns, and nobody has to set anything back.
+                added = tl.where(split == 0, 0x7FFFFFFF - (active - 2), 1)
+                before = tl.atomic_add(arrival + 1, added, sem="release", scope="gpu")
+                while (tl.atomic_add(arrival + 1, 0, sem="acquire", scope="gpu") ^ before) >= 0:
                     pass
                 worker, workers = split, active
             else:  # the last to arrive combines all rows
@@ -374,10 +380,6 @@ def verify_windows(
                     MOST,
                     FP8,
                 )
-            if MEET:  # noqa: SIM102 - known when compiled
-                if tl.atomic_add(arrival + 1, 1, sem="acq_rel", scope="gpu") == active - 1:  # the last to leave
-                    tl.store(arrival, 0)
-                    tl.store(arrival + 1, 0)
             return
 
     result = summed * (1 / total)[:, None]

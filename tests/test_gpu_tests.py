@@ -52,6 +52,12 @@ def test_a_process_that_ends_too_early_leaves_what_had_ended(tmp_path):
     assert code == 9 and outcome.value_counts().to_dict() == {"passed": 2, "skipped": 1, "failed": 1}
 
 
+def test_a_file_that_cannot_be_read_is_a_failure(tmp_path):
+    (tmp_path / "test_other.py").write_text("import nothing_of_this_name")
+    code, outcome = run(tmp_path, TESTS.format(bad=False, dies=False))
+    assert code == 1 and outcome.to_dict() == {"test_other.py": "failed"}
+
+
 def test_a_folder_without_such_tests_is_an_error(tmp_path):
     from tools import gpu_tests
 
