@@ -26,7 +26,7 @@ def test_last(): os._exit(9) if {dies} else None
 """
 
 
-def run(folder: Path, text: str) -> tuple[int, pd.DataFrame]:
+def run(folder: Path, text: str, **environ: str) -> tuple[int, pd.DataFrame]:
     (folder / "test_some.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: a GPU\n")
     code = (
@@ -34,7 +34,7 @@ def run(folder: Path, text: str) -> tuple[int, pd.DataFrame]:
     )
     code += "; raise SystemExit(int((f.outcome == 'failed').any()))"
     command = [sys.executable, "-c", code, str(folder / "out"), str(folder)]
-    done = subprocess.run(command, cwd=paths.ROOT, check=False, env=os.environ | {"PYTHONPATH": "."})
+    done = subprocess.run(command, cwd=paths.ROOT, check=False, env=os.environ | {"PYTHONPATH": "."} | environ)
     return done.returncode, pd.read_parquet(folder / "out" / "gpu_tests.parquet").set_index("test").outcome
 
 
@@ -56,6 +56,22 @@ def test_a_file_that_cannot_be_read_is_a_failure(tmp_path):
     (tmp_path / "test_other.py").write_text("import nothing_of_this_name")
     code, outcome = run(tmp_path, TESTS.format(bad=False, dies=False))
     assert code == 1 and outcome.to_dict() == {"test_other.py": "failed"}
+
+
+WORKERS = """
+import os, pytest
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("n", range(6))
+def test_place(n, worker_id):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == {"gw0": "5", "gw1": "7", "gw2": "5"}[worker_id]
+    assert os.environ["VLLM_CACHE_ROOT"].endswith(worker_id)
+"""
+
+
+def test_workers_share_the_gpus(tmp_path):
+    code, outcome = run(tmp_path, WORKERS, CUDA_VISIBLE_DEVICES="5,7", PYTEST_ADDOPTS="-n 3")
+    assert code == 0 and outcome.value_counts().to_dict() == {"passed": 6}
 
 
 def test_a_folder_without_such_tests_is_an_error(tmp_path):

@@ -2,11 +2,14 @@
 """`python -m tools.gpu_tests --out DIR`: run the tests that need a GPU, and keep what came of each.
 
 The table, `gpu_tests.parquet`, is whole after every test, so that a machine that goes back too early leaves what had
-ended. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, where pytest-xdist is installed.
+ended. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, for as many workers, which share the GPUs that
+CUDA_VISIBLE_DEVICES names.
 """
 
 import argparse
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,15 @@ import pandas as pd
 import pytest
 
 from nwor import paths, results
+
+
+def pytest_configure() -> None:
+    """Give each worker of pytest-xdist one of the GPUs, and vLLM's compile cache, which two must not fill at once."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if len(gpus) > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+        os.environ["VLLM_CACHE_ROOT"] = str(Path(tempfile.gettempdir()) / f"vllm-{worker}")
 
 
 class Outcomes:
@@ -42,7 +54,8 @@ def run(out: Path, tests: Path = paths.ROOT / "tests") -> pd.DataFrame:
         RuntimeError: there are none.
     """
     outcomes = Outcomes(out / "gpu_tests.parquet")
-    pytest.main(["-q", "-m", "gpu", "-p", "no:cacheprovider", str(tests)], plugins=[outcomes])
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "tools.gpu_tests", str(tests)]
+    pytest.main(options, plugins=[outcomes])
     if not outcomes.rows:
         raise RuntimeError(f"no test below {tests} was run; what pytest says is above")
     return pd.read_parquet(outcomes.path)
