@@ -278,22 +278,10 @@ def calibrated(beside: pd.DataFrame) -> list[tuple[str, object, object, bool]]:
     ]
 
 
-def obtain(run: results.Run, source: str = "") -> pd.DataFrame | None:
-    """Counts at scale, taken now and kept as a table of `run`, or as recorded in `data/recorded`; None before they are.
-
-    Args:
-        run: where they go.
-        source: see `nwor.kernel_bench.measures`, whose errors are raised.
-    """
-    from nwor.kernel_bench import measures
-
-    if measures(source):
-        run.command("acceptance", "--run-dir", run.directory, "--name", RECORDED)
-        return results.read_table(RECORDED, run.directory)
-    if not (paths.RECORDED / f"{RECORDED}.parquet").exists():
-        print(f"absent: {RECORDED}.parquet, since it has not been recorded yet; on a GPU: python -m nwor acceptance")
-        return None
-    return results.read_table(RECORDED, paths.RECORDED)
+def measure(run: results.Run) -> pd.DataFrame:
+    """Counts at scale, which the command `python -m nwor acceptance` takes on a GPU and keeps as a table of `run`."""
+    run.command("acceptance", "--run-dir", run.directory, "--name", RECORDED)
+    return results.read_table(RECORDED, run.directory)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -39,10 +39,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from nwor import paths, results
+from nwor import results
 from nwor.attention_configs import LARGEST_APART, Config, division, packed_rows
 from nwor.attention_windows import BATCHES, HEAD_SIZE, KEYS, LAYERS, Shape, Windows, weights
-from nwor.kernel_bench import Timer, compact, empty, measures
+from nwor.kernel_bench import Timer, compact, empty
 
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
@@ -244,18 +244,6 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
-
-
-def obtain(run: results.Run, source: str = "") -> pd.DataFrame:
-    """Times measured now and kept as a table of `run`, or as recorded in `data/recorded`.
-
-    Args:
-        run: where measured tables go.
-        source: see `nwor.kernel_bench.measures`, whose errors are raised.
-    """
-    if not measures(source):
-        return results.read_table("attention", paths.RECORDED)
-    return run.table("attention", measure())
 
 
 def main(argv: list[str] | None = None) -> int:

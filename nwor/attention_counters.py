@@ -17,9 +17,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from nwor import nsight, paths, results
+from nwor import nsight, results
 from nwor.attention_windows import KEYS, Shape, Windows
-from nwor.kernel_bench import measures
 
 METRICS = {
     "gpu__time_duration.sum": "time",
@@ -62,7 +61,8 @@ def measure(ncu: str = "ncu") -> pd.DataFrame:
     """One row a shape, kernel (`op`) and metric.
 
     Raises:
-        RuntimeError: the profiler failed, or saw other launches than the shapes make.
+        nsight.Unreadable: counters cannot be read here.
+        RuntimeError: the profiler saw other launches than the shapes make.
     """
     seen = nsight.read(
         "nwor.attention_counters", "--launch", metrics=list(METRICS), kernels="|".join(KERNELS),
@@ -88,24 +88,6 @@ def table(seen: list[dict[str, Any]]) -> pd.DataFrame:
         wanted = f"this kit's kernel, vLLM's write and FlashAttention of {len(every)} shapes"
         raise RuntimeError(f"the profiler saw {len(seen)} launches, which are not {wanted}")
     return results.tidy(frame, mode="", model="")
-
-
-def obtain(run: results.Run, source: str = "") -> pd.DataFrame:
-    """Counters read now and kept as a table of `run`, or as recorded in `data/recorded`.
-
-    Args:
-        run: where measured ones go.
-        source: see `nwor.kernel_bench.measures`, whose errors are raised. If it is empty and there is no profiler, or
-            none that may read counters, they are the recorded ones.
-    """
-    if measures(source):
-        try:
-            return run.table("attention_counters", measure())
-        except RuntimeError as error:
-            if source:
-                raise
-            print(f"the counters are those recorded on an H200, since {error}")
-    return results.read_table("attention_counters", paths.RECORDED)
 
 
 def shown(frame: pd.DataFrame) -> pd.DataFrame:

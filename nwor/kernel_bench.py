@@ -26,7 +26,6 @@ import argparse
 import functools
 import itertools
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +35,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from nwor import nsight, ops, paths, results
+from nwor import nsight, ops, results
 from nwor.traffic import Shape
 
 LAYERS, HEAD_SIZE, BLOCK_SIZE, BLOCKS, QUERY = 32, 128, 16, 1024, 9
@@ -380,7 +379,8 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
     timed, so that what is written back of those stands for what this kernel leaves in the cache.
 
     Raises:
-        RuntimeError: the profiler failed, or saw other launches than the cases make.
+        nsight.Unreadable: counters cannot be read here.
+        RuntimeError: the profiler saw other launches than the cases make.
     """
     seen = nsight.read(
         "nwor.kernel_bench", "--counted", metrics=list(METRICS), kernels="move_rows",
@@ -397,39 +397,6 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
             case | {"metric": name, "value": launch[metric][0], "unit": "bytes"} for metric, name in METRICS.items()
         ]
     return results.tidy(found, mode="", model="")
-
-
-def measures(source: str) -> bool:
-    """Whether `source`, a parameter of the GPU notebooks, means measuring here.
-
-    Args:
-        source: `measure` or `recorded`; empty: measure where there is a GPU.
-
-    Raises:
-        ValueError: another source, or `measure` without a GPU.
-    """
-    if source not in ("", "measure", "recorded"):
-        raise ValueError(f"source is measure, recorded or empty, got {source!r}")
-    if source == "measure" and not torch.cuda.is_available():
-        raise ValueError("source is measure, but there is no NVIDIA GPU here; the recorded results need none")
-    return source != "recorded" and torch.cuda.is_available()
-
-
-def obtain(run: results.Run, source: str = "") -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(times, counters), measured now and kept as tables of `run`, or as recorded in `data/recorded`.
-
-    Args:
-        run: where measured tables go.
-        source: see `measures`, whose errors are raised. Without `ncu` the counters are the recorded ones.
-    """
-    if not measures(source):
-        times, counters = (results.read_table(name, paths.RECORDED) for name in ("kernel_times", "kernel_counters"))
-        return times, counters
-    times = run.table("kernel_times", measure())
-    if not shutil.which("ncu"):
-        print("no ncu on the PATH: the counters are those recorded on an H200")
-        return times, results.read_table("kernel_counters", paths.RECORDED)
-    return times, run.table("kernel_counters", count_bytes())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,10 @@ BASE = {
 """Units in which it may print a value: the one that stands for them here, and by what to multiply."""
 
 
+class Unreadable(RuntimeError):
+    """Counters cannot be read on this machine."""
+
+
 def read(
     module: str, *arguments: str, metrics: Sequence[str], kernels: str, options: Sequence[str] = (), ncu: str = "ncu"
 ) -> list[dict[str, Any]]:
@@ -32,16 +36,17 @@ def read(
         ``us``.
 
     Raises:
-        RuntimeError: there is no such profiler, it failed, or a launch lacks a metric or has it in an unknown unit.
+        Unreadable: there is no such profiler, or it failed.
+        RuntimeError: a launch lacks a metric or has it in an unknown unit.
     """
     if not shutil.which(ncu):
-        raise RuntimeError(f"no {ncu} on the PATH: install Nsight Compute, or say where it is")
+        raise Unreadable(f"no {ncu} on the PATH: install Nsight Compute, or say where it is")
     command = [ncu, "--csv", "--clock-control", "none", "--kernel-name-base", "demangled"]
     command += ["--kernel-name", f"regex:{kernels}", *options]
     command += ["--metrics", ",".join(metrics), sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{ncu} failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        raise Unreadable(f"{ncu} failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     return parse(done.stdout, metrics)
 
 

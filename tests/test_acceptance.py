@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from nwor import acceptance, engine, figures, pair, paths, plot, results
 from nwor.acceptance import Plan
@@ -174,17 +173,11 @@ def test_calibration_is_held_to_vllms_own_rule() -> None:
     assert acceptance.calibration(survival_of(2.6, [0.7]).assign(k=4), name, "MT-bench").empty
 
 
-def test_counts_that_are_not_recorded_yet_are_named(counts, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(paths, "RECORDED", tmp_path / "recorded")
-    run = results.Run(tmp_path / "book", "03_eagle_acceptance")
-    assert acceptance.obtain(run) is None
-    assert "absent: gpu_acceptance.parquet, since it has not been recorded yet" in capsys.readouterr().out
-    results.write_table(paths.RECORDED / "gpu_acceptance.parquet", counts)
-    read = acceptance.obtain(run, "recorded")
-    assert read is not None and read.value.sum() == counts.value.sum()
-    with pytest.raises(ValueError, match="no NVIDIA GPU here"):
-        acceptance.obtain(run, "measure")
+def test_counts_at_scale_are_what_the_command_left(counts, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = results.Run(tmp_path, "03_eagle_acceptance")
+    left = tmp_path / "gpu_acceptance.parquet"
+    monkeypatch.setattr(run, "command", lambda *words: words[0] == "acceptance" and results.write_table(left, counts))
+    assert acceptance.measure(run).value.sum() == counts.value.sum()
 
 
 def test_the_figure_draws_both_with_their_intervals(counts: pd.DataFrame, tmp_path) -> None:

@@ -161,11 +161,3 @@ def test_windows_of_each_length_have_a_configuration_of_their_own(monkeypatch):
     for query, tile in ((2, 128), (3, 128), (7, 32), (9, 32)):
         found = attention_configs.nearest(16, 8, 1, 128, 2, query)
         assert found is not None and found["tile"] == tile, query
-
-
-def test_a_source_without_a_gpu_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="no NVIDIA GPU"):
-        attention_bench.obtain(tmp_path, "measure")
-    with pytest.raises(ValueError, match="source is measure, recorded or empty"):
-        attention_bench.obtain(tmp_path, "guessed")

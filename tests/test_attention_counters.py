@@ -81,22 +81,6 @@ def test_launches_that_are_not_those_of_the_shapes_are_an_error(wrong):
             attention_counters.table(launches() + more)
 
 
-@pytest.mark.parametrize("source", ["", "measure"])
-def test_a_profiler_that_may_not_read_falls_back_unless_asked(source, tmp_path, monkeypatch, capsys):
-    def refuse(ncu: str = "ncu"):
-        raise RuntimeError("no permission")
-
-    monkeypatch.setattr(attention_counters, "measures", lambda source: True)
-    monkeypatch.setattr(attention_counters, "measure", refuse)
-    run = results.Run(tmp_path, "07")
-    if source:
-        with pytest.raises(RuntimeError, match="no permission"):
-            attention_counters.obtain(run, source)
-    else:
-        assert len(attention_counters.obtain(run, source))
-        assert "recorded on an H200, since no permission" in capsys.readouterr().out
-
-
 def test_what_is_recorded_is_of_every_shape():
     frame = results.read_table("attention_counters", paths.RECORDED)
     assert len(frame.groupby(attention_counters.KEYS)) == len(attention_counters.shapes())
