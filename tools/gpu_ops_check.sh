@@ -61,8 +61,8 @@ for step in $STEPS; do
     tests)
         check tests-cuda 240 python3 -m pytest -q -p no:cacheprovider -m gpu tests/test_ops_cuda.py
         check tests-grid 400 python3 -m pytest -q -p no:cacheprovider -n 6 -m gpu \
-            tests/test_ops.py tests/test_ops_all_layers.py tests/test_ops_log.py tests/test_ops_open_window.py tests/test_ops_checks.py \
-            tests/test_ops_library.py
+            tests/test_ops.py tests/test_ops_all_layers.py tests/test_ops_log.py tests/test_ops_open_window.py \
+            tests/test_ops_checks.py tests/test_ops_checks_all_layers.py tests/test_ops_library.py
         ;;
     sanitize)
         for tool in memcheck racecheck initcheck synccheck; do check "$tool" 200 small_cases --tool "$tool"; done
