@@ -14,6 +14,8 @@ BASE = {
     **{unit: (unit, 1) for unit in ("", "%", "warp")},
 }
 """Units in which it may print a value: the one that stands for them here, and by what to multiply."""
+FORBIDDEN = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded")
+"""What it prints where a user, or a sandbox, may not read counters."""
 
 
 class Unreadable(RuntimeError):
@@ -36,8 +38,8 @@ def read(
         ``us``.
 
     Raises:
-        Unreadable: there is no such profiler, or it failed.
-        RuntimeError: a launch lacks a metric or has it in an unknown unit.
+        Unreadable: there is no such profiler, or none that may read counters.
+        RuntimeError: it failed, or a launch lacks a metric or has it in an unknown unit.
     """
     if not shutil.which(ncu):
         raise Unreadable(f"no {ncu} on the PATH: install Nsight Compute, or say where it is")
@@ -46,7 +48,9 @@ def read(
     command += ["--metrics", ",".join(metrics), sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise Unreadable(f"{ncu} failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        said = done.stdout + done.stderr
+        error = Unreadable if any(reason in said for reason in FORBIDDEN) else RuntimeError
+        raise error(f"{ncu} failed with {done.returncode}: {said[-2000:]}")
     return parse(done.stdout, metrics)
 
 

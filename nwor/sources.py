@@ -9,15 +9,8 @@ import torch
 from nwor import nsight, paths, results
 
 
-def measures(source: str) -> bool:
-    """Whether `source`, a parameter of the GPU notebooks, means measuring here.
-
-    Args:
-        source: `measure` or `recorded`; empty: measure where there is a GPU.
-
-    Raises:
-        ValueError: another source, or `measure` without a GPU.
-    """
+def _measures(source: str) -> bool:
+    """Whether `source`, a parameter of the GPU notebooks, means measuring here."""
     if source not in ("", "measure", "recorded"):
         raise ValueError(f"source is measure, recorded or empty, got {source!r}")
     if source == "measure" and not torch.cuda.is_available():
@@ -29,13 +22,14 @@ def obtain(run: results.Run, name: str, measure: Callable[[], pd.DataFrame], sou
     """What `measure` returns, kept as the table `name` of `run`, or that table as recorded.
 
     Args:
-        source: see `measures`, whose errors are raised. If it is empty, counters that cannot be read here are the
-            recorded ones, and a line says why.
+        source: `measure` or `recorded`; empty: measure where there is a GPU, and where counters cannot be read there,
+            take the recorded ones and say so.
 
     Raises:
+        ValueError: another source, or `measure` without a GPU.
         nsight.Unreadable: counters are to be measured, and cannot be read here.
     """
-    if measures(source):
+    if _measures(source):
         try:
             return run.table(name, measure())
         except nsight.Unreadable as error:

@@ -6,7 +6,7 @@ the prefix into splits where requests and heads alone do not fill the GPU. Where
 to keys of its own (PARTS), and needs to wait for no other between two tiles. The softmax over splits is that of
 Flash-Decoding (Dao et al., 2023): each split leaves its sum of values, its sum of weights and its largest score. When
 all have arrived they are added up: by all of them, each some rows, where there is a multiprocessor for each program
-(a cooperative launch, and the barrier of CUDA's cooperative groups), else by the last.
+(a cooperative launch, and a sense-reversing barrier such as CUDA's `grid.sync`), else by the last.
 
 Importing this module imports Triton.
 """
@@ -198,7 +198,8 @@ def verify_windows(
     # Splits come last, so that those without work leave no multiprocessor with less than its share.
     kv_head, split, splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     request, row_tile = tl.program_id(1) // ROW_TILES, tl.program_id(1) % ROW_TILES
-    # Every layer waits for these lines, and its weights pass through the L2 cache between two of them.
+    # Every layer waits for these few lines, and weights that pass through the L2 cache from one layer to the next
+    # would push them out: they are to be the last to go.
     KEPT: tl.constexpr = "evict_last"
     first = tl.load(query_start_loc + request, eviction_policy=KEPT)
     query_len = tl.load(query_start_loc + request + 1, eviction_policy=KEPT) - first
@@ -347,7 +348,8 @@ def verify_windows(
             tl.debug_barrier()  # every thread's stores come before the one thread's release
             arrival = arrivals + 2 * (window * ROW_TILES + row_tile)
             if MEET:  # all wait for all, and each combines some rows
-                # All together add 2^31, whatever their number: the sign turns, and nobody has to set anything back.
+                # All together add 2^31, whatever their number, so that the sign turns and nobody has to set anything
+                # back; split 0 adds what the others do not, written so that no term leaves int32.
                 added = tl.where(split == 0, 0x7FFFFFFF - (active - 2), 1)
                 before = tl.atomic_add(arrival + 1, added, sem="release", scope="gpu")
                 while (tl.atomic_add(arrival + 1, 0, sem="acquire", scope="gpu") ^ before) >= 0:

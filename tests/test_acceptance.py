@@ -175,8 +175,12 @@ def test_calibration_is_held_to_vllms_own_rule() -> None:
 
 def test_counts_at_scale_are_what_the_command_left(counts, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = results.Run(tmp_path, "03_eagle_acceptance")
-    left = tmp_path / "gpu_acceptance.parquet"
-    monkeypatch.setattr(run, "command", lambda *words: words[0] == "acceptance" and results.write_table(left, counts))
+
+    def command(*words: object) -> None:
+        assert words == ("acceptance", "--run-dir", run.directory, "--name", "gpu_acceptance")
+        results.write_table(run.directory / "gpu_acceptance.parquet", counts)
+
+    monkeypatch.setattr(run, "command", command)
     assert acceptance.measure(run).value.sum() == counts.value.sum()
 
 

@@ -25,16 +25,22 @@ def test_what_the_profiler_prints_is_read():
         nsight.parse(PRINTED, (TIME, "lost"))
     with pytest.raises(RuntimeError, match="is in fortnight, not in byte"):
         nsight.parse(PRINTED.replace('"us"', '"fortnight"'), (TIME,))
-    with pytest.raises(RuntimeError, match="no lost/ncu on the PATH: install Nsight Compute"):
+    with pytest.raises(nsight.Unreadable, match="no lost/ncu on the PATH: install Nsight Compute"):
         nsight.read("a.module", metrics=(TIME,), kernels="x", ncu="lost/ncu")
 
 
-def test_a_profiler_that_fails_says_why(tmp_path):
+@pytest.mark.parametrize(
+    ("says", "forbidden"),
+    [("==ERROR== ERR_NVGPUCTRPERM - no permission to read counters", True), ("ImportError: no module", False)],
+)
+def test_a_profiler_that_fails_says_why(says, forbidden, tmp_path):
+    """A program that crashes under it is no reason to do without its counters."""
     ncu = tmp_path / "ncu"
-    ncu.write_text("#!/bin/sh\necho no permission to read counters; exit 3\n")
+    ncu.write_text(f"#!/bin/sh\necho '{says}'; exit 3\n")
     ncu.chmod(0o755)
-    with pytest.raises(RuntimeError, match="failed with 3: no permission to read counters"):
+    with pytest.raises(RuntimeError, match=f"failed with 3: {says}") as raised:
         nsight.read("nwor.attention_counters", metrics=(TIME,), kernels="x", ncu=str(ncu))
+    assert isinstance(raised.value, nsight.Unreadable) is forbidden
 
 
 def test_the_profiler_is_asked_for_what_is_read(tmp_path):

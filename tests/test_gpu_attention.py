@@ -435,13 +435,20 @@ def test_one_graph_replayed_on_other_lengths(kv_cache_dtype):
 
 @on_gpu
 def test_splits_that_meet_and_that_do_not_in_one_workspace():
-    """Whatever a launch leaves of its arrivals, the next one's splits wait for each other, however many there are."""
-    requests = tuple((prefix, 9) for prefix in (900, 31, 0, 300, 64, 700))
-    workspace = None
-    for splits in (2, 5, 40, 11, 3, 40, 11):  # with 132 multiprocessors 11 of 12 windows meet, 40 do not
-        problem = Windows(requests, head_size=128, config=Config(tile=32, splits=splits))
-        workspace = problem.workspace = workspace or problem.workspace
+    """Whatever a launch leaves of its arrivals, the next one's splits wait for each other, however many there are:
+    the sign of a window's word turns when they met, and only then."""
+    prefixes, kv_heads = (900, 31, 0, 300, 64, 700), 2
+    problem = Windows(tuple((prefix, 9) for prefix in prefixes), head_size=128, num_kv_heads=kv_heads).to_device()
+    workspace = problem.workspace
+    most = workspace.processors // (len(prefixes) * kv_heads)
+    words = workspace.arrivals[: len(prefixes) * kv_heads, 1]
+    words[::3] = -(2**31)
+    for splits in (2, 5, most, 4 * most, 3, most + 1, most):
+        problem = replace(problem, config=Config(tile=32, splits=splits))
+        problem.workspace, before = workspace, words.clone()
         problem.check()
+        turned = (words ^ before < 0).view(-1, kv_heads).tolist()
+        assert turned == [[splits <= most and prefix > 32] * kv_heads for prefix in prefixes]
 
 
 @on_gpu

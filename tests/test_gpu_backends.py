@@ -21,7 +21,7 @@ from vllm.v1.attention.backends import flash_attn, rocm_attn, triton_attn
 from nwor.vllm import gpu, patch
 
 BACKENDS = "vllm.v1.attention.backends."
-NEVER_RUN = ("flashinfer", "rocm_aiter_unified_attn")
+NOT_HERE = ("flashinfer", "rocm_aiter_unified_attn")
 ABSENT = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
 ABSENT += ("aiter", "aiter.ops", "aiter.ops.triton", "aiter.ops.triton.unified_attention", "vllm.platforms.rocm")
 OF_A_BATCH = {"max_query_len", "query_start_loc", "seq_lens", "block_table"}
@@ -45,11 +45,11 @@ def stood_in(monkeypatch):
     ours = ModuleType("nwor.gpu_attention")
     ours.verify_attention = lambda *arguments, **more: None
     monkeypatch.setitem(sys.modules, "nwor.gpu_attention", ours)
-    for name in NEVER_RUN:
+    for name in NOT_HERE:
         monkeypatch.delitem(sys.modules, BACKENDS + name, raising=False)
     yield
     patch.undo_all()
-    for name in NEVER_RUN:
+    for name in NOT_HERE:
         sys.modules.pop(BACKENDS + name, None)
 
 
@@ -74,7 +74,7 @@ def test_every_hook_on_a_gpu_fits_the_installed_vllm(stood_in, backend, implemen
     gpu.install([layer, layer])
     assert {*patch.wrapped()} == {f"{implementation}.{name}" for name in ("do_kv_cache_update", "forward")} | more
     assert implementation in gpu.SERVED
-    assert {name for name in NEVER_RUN if BACKENDS + name in sys.modules} == {*NEVER_RUN} & {backend}
+    assert {name for name in NOT_HERE if BACKENDS + name in sys.modules} == {*NOT_HERE} & {backend}
 
 
 def test_another_signature_is_refused(stood_in, monkeypatch):

@@ -64,13 +64,16 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("n", range(6))
 def test_place(n, worker_id):
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == {"gw0": "5", "gw1": "7", "gw2": "5"}[worker_id]
-    assert os.environ["VLLM_CACHE_ROOT"].endswith(worker_id)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == {"gw0": "5,7", "gw1": "7,5", "gw2": "5,7"}[worker_id]
+    assert os.environ["VLLM_CACHE_ROOT"] == "/cache/" + worker_id
 """
 
 
-def test_workers_share_the_gpus(tmp_path):
-    code, outcome = run(tmp_path, WORKERS, CUDA_VISIBLE_DEVICES="5,7", PYTEST_ADDOPTS="-n 3")
+@pytest.mark.parametrize("outer", ["", "gw1"])
+def test_workers_share_the_gpus(outer, tmp_path):
+    """Also where it is started by a worker itself."""
+    places = {"CUDA_VISIBLE_DEVICES": "5,7", "VLLM_CACHE_ROOT": "/cache", "PYTEST_XDIST_WORKER": outer}
+    code, outcome = run(tmp_path, WORKERS, PYTEST_ADDOPTS="-n 3", **places)
     assert code == 0 and outcome.value_counts().to_dict() == {"passed": 6}
 
 

@@ -76,7 +76,7 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
         frame = bench_table({"off": 600.0, "stage": 570.0}, kv_heads)
         results.write_table(measure_gpu.table(made, name), frame)
         provenance = results.provenance({})
-        results.write_json(measure_gpu.table(made, name).with_suffix(".json"), {"provenance": provenance})
+        results.write_json(measure_gpu.manifest(made, name), {"provenance": provenance})
     results.write_table(measure_gpu.table(made, "audit"), bench_table({"off": 1.0}))
     missing = measure_gpu.record(made, recorded)
     assert missing == [
@@ -106,16 +106,20 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
 def test_who_made_the_steps_stays_with_them(tmp_path):
     """Audits measured anew leave the steps as they were, and what is said of their runs."""
     made, recorded = tmp_path / "gpu", tmp_path / "recorded"
-    results.write_json(recorded / "gpu_runs.json", ["of the steps"])
+    old = [{"name": "steps-k8-32", "run_id": "before"}, {"name": "audit", "run_id": "before"}]
+    results.write_json(recorded / "gpu_runs.json", old)
     for name in (*measure_gpu.AUDITS, *measure_gpu.AUDITS_OF_TWO):
         results.write_table(measure_gpu.table(made, name), bench_table({"off": 1.0}))
+        results.write_json(measure_gpu.manifest(made, name), {"provenance": results.provenance({})})
+    results.write_json(measure_gpu.manifest(made, "steps-k8-8"), {"provenance": results.provenance({})})
     assert "gpu_audit" not in measure_gpu.record(made, recorded)
-    assert json.loads((recorded / "gpu_runs.json").read_text()) == ["of the steps"]
+    runs = {run["name"]: run["run_id"] for run in json.loads((recorded / "gpu_runs.json").read_text())}
+    assert runs == {"steps-k8-32": "before", "audit": "gpu", "audit-tp2": "gpu"}
 
 
 def test_a_run_whose_git_did_not_tell(tmp_path):
     told = {name: "x" for name in ("time", "versions", "python", "gpu", "cpu")} | {"git": "unavailable: no git"}
-    results.write_json(measure_gpu.table(tmp_path, "a").with_suffix(".json"), {"provenance": told})
+    results.write_json(measure_gpu.manifest(tmp_path, "a"), {"provenance": told})
     assert measure_gpu.made_by(tmp_path, "a")["git"] == "unavailable: no git"
 
 

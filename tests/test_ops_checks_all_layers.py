@@ -30,7 +30,7 @@ def all_layers(device: str, element_size: int = 0) -> Arguments:
     return dict(zip(POOL + WINDOW, (*pool.arguments(slots), rejected, kept, pool.counts), strict=True))
 
 
-def a_batch(device: str, element_size: int = 0) -> Arguments:
+def a_batch(device: str) -> Arguments:
     """A verify step of 2 drafts and a prefill of 4 rows, for windows of 3 rows and 3 requests."""
     batch = make_batch([3, 4], [3, 1], 16, device)
     targets = make_targets(3, 3, batch[2].numel(), device)

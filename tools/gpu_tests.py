@@ -3,13 +3,12 @@
 
 The table, `gpu_tests.parquet`, is whole after every test, so that a machine that goes back too early leaves what had
 ended. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, for as many workers, which share the GPUs that
-CUDA_VISIBLE_DEVICES names.
+CUDA_VISIBLE_DEVICES names. Beside it `gpu_tests.json` says when, from which commit, with what and on what.
 """
 
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,15 @@ import pytest
 from nwor import paths, results
 
 
-def pytest_configure() -> None:
-    """Give each worker of pytest-xdist one of the GPUs, and vLLM's compile cache, which two must not fill at once."""
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+def pytest_configure(config: pytest.Config) -> None:
+    """Put another GPU first for each worker of pytest-xdist, and give it a compile cache: two must not fill vLLM's."""
+    if worker := getattr(config, "workerinput", {}).get("workerid"):
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        first = int(worker.removeprefix("gw")) % len(gpus)
         if len(gpus) > 1:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
-        os.environ["VLLM_CACHE_ROOT"] = str(Path(tempfile.gettempdir()) / f"vllm-{worker}")
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+        cache = Path(os.environ.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm")
+        os.environ["VLLM_CACHE_ROOT"] = str(cache / worker)
 
 
 class Outcomes:
@@ -64,7 +65,9 @@ def run(out: Path, tests: Path = paths.ROOT / "tests") -> pd.DataFrame:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_tests", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_tests.parquet")
-    counts = run(parser.parse_args(argv).out)["outcome"].value_counts()
+    out = parser.parse_args(argv).out
+    results.write_json(out / "gpu_tests.json", {"provenance": results.provenance()})
+    counts = run(out)["outcome"].value_counts()
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
     return int(counts.get("failed", 0) > 0)
 

@@ -135,9 +135,14 @@ def run(directory: Path, name: str, gpus: list[str]) -> bool:
     return not failed
 
 
+def manifest(directory: Path, name: str) -> Path:
+    """Where the measurement `name` says how it was made, if it does."""
+    return table(directory, name).with_suffix(".json")
+
+
 def made_by(directory: Path, name: str) -> dict[str, Any]:
-    """Of the bench `name`: when, from which commit, with what and on what."""
-    report = json.loads(table(directory, name).with_suffix(".json").read_text())["provenance"]
+    """Of the measurement `name`: when, from which commit, with what and on what."""
+    report = json.loads(manifest(directory, name).read_text())["provenance"]
     kept = {key: report[key] for key in ("time", "versions", "python", "gpu", "cpu")}
     git = report["git"]  # a sentence where git did not tell
     kept["git"] = git if isinstance(git, str) else {key: git[key] for key in ("commit", "clean")}
@@ -149,17 +154,18 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
     made = {name: [name] for name in ALONE}
     made |= {"gpu_audit": [*AUDITS, *AUDITS_OF_TWO], "gpu_steps": [*STEPS, *STEPS_OF_TWO]}
     made["gpu_audited_steps"] = list(AUDITED_STEPS)
-    of_steps = [made_by(directory, part) for part in made["gpu_steps"] if table(directory, part).exists()]
-    kept = []
+    runs, kept = recorded / "gpu_runs.json", list[str]()
+    known = {run["name"]: run for run in json.loads(runs.read_text())} if runs.exists() else {}
     for name, parts in made.items():
         if all(table(directory, part).exists() for part in parts):
             kept.append(name)
+            known |= {part: made_by(directory, part) for part in parts if manifest(directory, part).exists()}
             read = [results.read_table(part, directory / part).assign(run_id=directory.name) for part in parts]
             tables = endtoend.gpu_tables(read) if name == "gpu_steps" else {name: pd.concat(read, ignore_index=True)}
             for one, frame in tables.items():
                 results.write_table(recorded / f"{one}.parquet", frame)
-    if "gpu_steps" in kept:
-        results.write_json(recorded / "gpu_runs.json", of_steps)
+    if kept:
+        results.write_json(runs, list(known.values()))
     if "kernel_times" in kept:
         counters = results.read_table("kernel_counters", directory / "kernel_times")
         results.write_table(recorded / "kernel_counters.parquet", counters)

@@ -9,7 +9,7 @@ attention run first, with held rows masked in a copy of the slots, and our kerne
 recorded tuning, little or nothing is to be won no window opens, and vLLM alone serves the batch: in graphs, by a set of
 its own. All backends share one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's
 gets that description where it is built. ROCm AITER's unified attention cannot be run before our operators are built for
-ROCm: what the hooks take of it, and of FlashInfer, is held to vLLM's own classes.
+ROCm: what its hook takes is held to vLLM's own classes.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 
