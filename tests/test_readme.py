@@ -82,6 +82,14 @@ def test_end_to_end() -> None:
     assert f"| {dirty[0]} / 0 / 0, {dirty[1]} / 0 / 0 |" in line("Layer-steps")
 
 
+def test_the_machine_of_the_recorded_walk() -> None:
+    said = (paths.RECORDED / "README.md").read_text()
+    for name, entry in results.read_manifest(paths.RECORDED)["notebooks"].items():
+        cpu = entry["provenance"]["cpu"]
+        maker = cpu["model"].split()[0].removesuffix("(R)")
+        assert cpu["cores"] == 2 and re.search(rf"Made on two cores of an {maker} ", said), name
+
+
 def test_step_time() -> None:
     steps = results.read_table("steps", paths.RECORDED)
     turns = steps[steps.tp == 1].pivot(index="repeat", columns="mode", values="value")
