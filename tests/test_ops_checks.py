@@ -4,11 +4,10 @@
 import pytest
 import torch
 from devices import each_device, needs_gpu
-from wrong_inputs import Arguments, Change, cases, check_devices, put
+from wrong_inputs import Arguments, Change, cases, check_devices, check_wrong, put
 
 from nwor import ops
 from nwor.ops_inputs import make_cache, make_staging, make_vectors
-from tests.operators import check_refused
 
 
 def layerwise(device: str) -> Arguments:
@@ -221,16 +220,12 @@ WRONG_VALUES: list[tuple[str, str, Change, str]] = [
 @each_device
 @pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_LAYERWISE))
 def test_layerwise(operator, change, message, device):
-    arguments = layerwise(device)
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in PARAMETERS[operator]], message)
+    check_wrong(operator, layerwise(device), PARAMETERS[operator], change, message)
 
 
 @pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_VALUES))
 def test_layerwise_values(operator, change, message):
-    arguments = layerwise("cpu")
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in PARAMETERS[operator]], message)
+    check_wrong(operator, layerwise("cpu"), PARAMETERS[operator], change, message)
 
 
 @each_device

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from devices import each_device, needs_gpu
-from wrong_inputs import Arguments, Change, cases, check_devices, put
+from wrong_inputs import Arguments, Change, cases, check_devices, check_wrong, put
 
 from nwor import ops
 from nwor.ops_inputs import Pool, make_batch, make_targets
@@ -15,7 +15,7 @@ from tests.operators import check_refused
 POOL = ("pool", "layer_offsets", "cache_strides", "slots", "packing", "rows")
 WINDOW = ("num_rejected", "kept", "counts")
 OPEN = ("query_start_loc", "cu_num_logits", "slot_mapping", "slots", "staging_rows", "page_slots", "counts")
-PARAMETERS_ALL = {
+PARAMETERS = {
     "log_all_layers": POOL,
     "restore_all_layers": POOL + WINDOW,
     "commit_all_layers": POOL + WINDOW,
@@ -37,9 +37,9 @@ def a_batch(device: str) -> Arguments:
     return dict(zip(OPEN, (*batch, *targets, torch.zeros(5, dtype=torch.int64, device=device)), strict=True))
 
 
-EVERY = "log_all_layers restore_all_layers commit_all_layers"
+EVERY = " ".join(PARAMETERS)
 BOTH = "restore_all_layers commit_all_layers"
-WRONG_ALL: list[tuple[str, str, Change, str]] = [
+WRONG: list[tuple[str, str, Change, str]] = [
     ("pool dtype", EVERY, put("pool", lambda t: t.view(torch.int8)), "pool must be Byte"),
     ("pool shape", EVERY, put("pool", lambda t: t[None]), "pool must have shape [n]"),
     ("offsets dtype", EVERY, put("layer_offsets", lambda t: t.int()), "layer_offsets must be Long"),
@@ -69,7 +69,7 @@ WRONG_ALL: list[tuple[str, str, Change, str]] = [
     ("counts dtype", BOTH, put("counts", lambda t: t.int()), "counts must be Long"),
     ("two counts", BOTH, put("counts", lambda t: t[:2]), "counts [kept, rejected, windows, drafts, fallbacks]"),
 ]
-WRONG_VALUES_ALL: list[tuple[str, str, Change, str]] = [
+WRONG_VALUES: list[tuple[str, str, Change, str]] = [
     (
         "slot beyond a layer",
         EVERY,
@@ -148,16 +148,12 @@ WRONG_BATCH_VALUES: list[tuple[str, str, Change, str]] = [
 @each_device
 @pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_BATCH))
 def test_a_batch(operator, change, message, device):
-    arguments = a_batch(device)
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in OPEN], message)
+    check_wrong(operator, a_batch(device), OPEN, change, message)
 
 
 @pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_BATCH_VALUES))
 def test_a_batch_values(operator, change, message):
-    arguments = a_batch("cpu")
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in OPEN], message)
+    check_wrong(operator, a_batch("cpu"), OPEN, change, message)
 
 
 @each_device
@@ -168,25 +164,19 @@ def test_the_unchanged_batch_is_taken(device):
 
 
 @each_device
-@pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_ALL))
+@pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG))
 def test_all_layers(operator, change, message, device):
-    arguments = all_layers(device)
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in PARAMETERS_ALL[operator]], message)
+    check_wrong(operator, all_layers(device), PARAMETERS[operator], change, message)
 
 
-@pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_VALUES_ALL))
+@pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_VALUES))
 def test_all_layers_values(operator, change, message):
-    arguments = all_layers("cpu")
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in PARAMETERS_ALL[operator]], message)
+    check_wrong(operator, all_layers("cpu"), PARAMETERS[operator], change, message)
 
 
 @pytest.mark.parametrize(("operator", "change", "message"), cases(WRONG_PACKING))
 def test_packing(operator, change, message):
-    arguments = all_layers("cpu", element_size=2)
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in PARAMETERS_ALL[operator]], message)
+    check_wrong(operator, all_layers("cpu", element_size=2), PARAMETERS[operator], change, message)
 
 
 def test_the_last_layer_ends_with_the_pool():
@@ -198,11 +188,11 @@ def test_the_last_layer_ends_with_the_pool():
     check_refused("log_all_layers", [arguments[name] for name in POOL], "the layers end at slot 11")
 
 
-@pytest.mark.parametrize("operator", [*PARAMETERS_ALL, "open_window"])
+@pytest.mark.parametrize("operator", [*PARAMETERS, "open_window"])
 @pytest.mark.parametrize("home", [pytest.param("cuda", marks=needs_gpu)])
 def test_tensors_of_two_devices(operator, home):
     make = a_batch if operator == "open_window" else all_layers
-    check_devices(operator, functools.partial(make, home), PARAMETERS_ALL.get(operator, OPEN))
+    check_devices(operator, functools.partial(make, home), PARAMETERS.get(operator, OPEN))
 
 
 @pytest.mark.parametrize("home", [pytest.param("cuda", marks=needs_gpu)])

@@ -5,7 +5,7 @@ and what is wrong with it is said (R11)."""
 import pytest
 import torch
 from devices import each_device
-from wrong_inputs import Arguments, Change, put
+from wrong_inputs import Arguments, Change, check_wrong, put
 
 from nwor.ops_inputs import Pool, poison
 from tests.operators import check, check_refused
@@ -69,9 +69,7 @@ WRONG_LOG: list[tuple[str, Change, str]] = [
 @pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
 @pytest.mark.parametrize(("change", "message"), [pytest.param(*case, id=name) for name, *case in WRONG_LOG])
 def test_logs(operator, change, message, device):
-    arguments = a_log(device)
-    change(arguments)
-    check_refused(operator, [arguments[name] for name in PARAMETERS[operator]], message)
+    check_wrong(operator, a_log(device), PARAMETERS[operator], change, message)
 
 
 def test_slots_that_share_a_row_of_the_log(device):

@@ -26,10 +26,15 @@ def cases(wrong: list[tuple[str, str, Change, str]]) -> list[Any]:
     ]
 
 
+def check_wrong(operator: str, arguments: Arguments, names: Sequence[str], change: Change, message: str) -> None:
+    """The operator refuses its arguments, those of `names` in this order, once `change` has made one of them wrong."""
+    change(arguments)
+    check_refused(operator, [arguments[name] for name in names], message)
+
+
 def check_devices(operator: str, make: Callable[[], Arguments], names: Sequence[str]) -> None:
     """Every tensor argument in its turn on another device than the rest is refused."""
     for moved in names:
         arguments = make()
         if isinstance(arguments[moved], torch.Tensor):
-            arguments[moved] = arguments[moved].cpu()
-            check_refused(operator, [arguments[name] for name in names], "must be on the device of")
+            check_wrong(operator, arguments, names, put(moved, lambda t: t.cpu()), "must be on the device of")
