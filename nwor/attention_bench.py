@@ -40,7 +40,7 @@ import pandas as pd
 import torch
 
 from nwor import results
-from nwor.attention_configs import LARGEST_APART, Config, division, packed_rows
+from nwor.attention_configs import LARGEST_APART, LARGEST_TILE, Config, division, row_tiles
 from nwor.attention_windows import BATCHES, HEAD_SIZE, KEYS, LAYERS, Shape, Windows, weights
 from nwor.kernel_bench import Timer, compact, empty
 
@@ -122,30 +122,46 @@ def ratio(found: list[dict[str, Any]]) -> str:
 
 
 def kernels(shape: Shape) -> list[Config]:
-    """The binaries that are tried: tiles, warps, stages, bounds of registers, warps apart; whole and split."""
+    """The binaries that are tried: tiles, warps, stages, bounds of registers, warps apart, small tiles of rows;
+    whole and split."""
     most = (2, 3) if shape.element == 1 else (2,)  # what fits into shared memory
     kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
     found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
     if shape.heads == shape.kv_heads:
         found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
-    if packed_rows(shape.query, shape.group) * HEAD_SIZE <= LARGEST_APART:
-        few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
-        found += [Config(tile, warps, stage, apart=True) for tile, warps, stage in few]
+    rows, few_rows = LARGEST_TILE, LARGEST_APART // HEAD_SIZE
+    if row_tiles(shape.query, shape.group)[0] > few_rows:
+        rows = few_rows
+        found += [replace(kernel, rows=rows) for kernel in found]
+    few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
+    found += [Config(tile, warps, stage, apart=True, rows=rows) for tile, warps, stage in few]
     return [replace(kernel, splits=splits) for splits in (1, 2) for kernel in found]
+
+
+def programs(shape: Shape, kernel: Config) -> int:
+    """How many there are without splits."""
+    return shape.batch * shape.kv_heads * row_tiles(shape.query, shape.group, kernel.rows)[1]
 
 
 def divisions(shape: Shape, kernel: Config, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)) -> list[Config]:
     """The kernel with every worthwhile number of splits and of tiles that one has at least."""
     if kernel.splits == 1:
         return [kernel]
-    programs = shape.batch * shape.kv_heads
-    splits = {2} | {int(fill * 132 / programs) for fill in (0.5, 1, 2)}
+    splits = {2} | {int(fill * 132 / programs(shape, kernel)) for fill in (0.5, 1, 2)}
     return [
         replace(kernel, splits=number, least=positions // kernel.tile)
         for number in sorted(splits & set(range(2, 65)))
         for positions in least
         if positions >= kernel.tile
     ]
+
+
+def filling(shape: Shape, kernel: Config) -> Config:
+    """The kernel, if it is split with as many splits as fill the GPU once."""
+    if kernel.splits == 1:
+        return kernel
+    splits = min(64, max(2, 132 // programs(shape, kernel)))
+    return replace(kernel, splits=splits, least=128 // kernel.tile)
 
 
 def _compile(job: tuple[Shape, list[Config]]) -> None:
@@ -174,8 +190,8 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
     for shape, configs in jobs.items():
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, (512,)):
-                rows = shape.query * shape.group
-                combined = division(config.splits, shape.batch * shape.kv_heads, rows, HEAD_SIZE, 132)[1:]
+                rows = min(shape.query * shape.group, config.rows)
+                combined = division(config.splits, programs(shape, config), rows, HEAD_SIZE, 132)[1:]
                 binary = (
                     shape.group,
                     shape.query,
@@ -201,10 +217,9 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
             found.append(asdict(shape) | asdict(config) | {"value": value, "vanilla": vanilla})
 
     for key, same in itertools.groupby(chosen, key=lambda s: (s.heads, s.kv_heads, s.cache, s.k)):
-        for batch, contexts in itertools.groupby(same, key=lambda s: s.batch):
+        for _, contexts in itertools.groupby(same, key=lambda s: s.batch):
             everywhere = list(contexts)
-            fill = min(64, max(2, 132 // (batch * key[1])))
-            first = [replace(k, splits=fill, least=128 // k.tile) if k.splits > 1 else k for k in kinds[key]]
+            first = [filling(everywhere[0], kernel) for kernel in kinds[key]]
             for shape in everywhere:
                 time(shape, Windows(shape), first)
             frame = pd.DataFrame(found[-len(first) * len(everywhere) :])

@@ -12,7 +12,7 @@ from typing import Any
 from nwor import paths
 
 HEAD_SIZES = (64, 96, 128, 256)
-LARGEST_TILE = 128  # rows of query heads and window in one tile; more make more tiles, each of which reads the pages
+LARGEST_TILE = 128  # packed rows of one tile; more make more tiles, each of which reads the pages
 LARGEST_APART = 1 << 11  # sums that each warp keeps of its own keys: of more, the registers would spill
 COMBINED = 1 << 11  # partial sums that are added at a time: more take more instructions, all of them read from memory
 
@@ -26,8 +26,9 @@ class Config:
     """How a shape is run; it changes no result beyond the order of sums.
 
     tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
-    splits: programs of a window and KV head, at most. least: tiles for which one more split is worth its sums.
-    apart: each warp attends to keys of its own, for windows of few rows.
+    splits: programs of a window, KV head and tile of rows, at most. least: tiles of positions for which one more split
+    is worth its sums. apart: each warp attends to keys of its own, for tiles of few rows. rows: packed rows of a tile
+    at most, a power of 2 from 16 on: smaller tiles make more programs, each of which reads the pages.
     """
 
     tile: int = 64
@@ -37,11 +38,14 @@ class Config:
     splits: int = 1
     least: int = 1
     apart: bool = False
+    rows: int = LARGEST_TILE
 
 
-def packed_rows(max_query_len: int, group: int) -> int:
-    """Rows of a tile that holds the window's rows for each of the `group` query heads of a KV head, or part of them."""
-    return min(LARGEST_TILE, max(16, next_power_of_2(max_query_len * group)))
+def row_tiles(max_query_len: int, group: int, most: int = LARGEST_TILE) -> tuple[int, int]:
+    """How the window's rows for each of the `group` query heads of a KV head are packed: (rows of a tile, tiles)."""
+    packed = max_query_len * group
+    rows = min(most, max(16, next_power_of_2(packed)))
+    return rows, -(-packed // rows)
 
 
 @functools.cache
@@ -82,7 +86,8 @@ def choose(requests: int, kv_heads: int, group: int, head_size: int, cache_bytes
         # The number of programs is what a number of splits is good for.
         splits = max(1, round(config.splits * entry["programs"] / (requests * kv_heads)))
         config = replace(config, splits=splits)
-    return _fitting(config, packed_rows(max_query_len, group), next_power_of_2(head_size), cache_bytes)
+    rows, _ = row_tiles(max_query_len, group, config.rows)
+    return _fitting(config, rows, next_power_of_2(head_size), cache_bytes)
 
 
 def slower_batches(

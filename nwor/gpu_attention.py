@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor.attention_configs import HEAD_SIZES, Config, choose, division, next_power_of_2, packed_rows
+from nwor.attention_configs import HEAD_SIZES, Config, choose, division, next_power_of_2, row_tiles
 from nwor.verify_kernel import verify_windows
 
 FP8 = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
@@ -116,22 +116,21 @@ def verify_attention(
         return
     heads, head_size = query.shape[1:]
     group = heads // kv_heads
-    rows = packed_rows(max_query_len, group)
-    row_tiles = -(-max_query_len * group // rows)
     if config is None:
         config = choose(requests, kv_heads, group, head_size, kv_cache.element_size(), max_query_len)
+    rows, tiles = row_tiles(max_query_len, group, config.rows)
     fp8 = FP8.get(kv_cache_dtype, 0)
     if fp8:  # as such the tensor cores can take keys from where they were copied to
         kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2
         kv_cache, staging = kv_cache.view(kind), staging.view(kind)
     splits, meet, most, chunk = division(
         min(config.splits, workspace.splits(requests)),
-        kv_heads * requests * row_tiles,
+        kv_heads * requests * tiles,
         min(rows, max_query_len * group),
         head_size,
         workspace.processors,
     )
-    verify_windows[(kv_heads, requests * row_tiles, splits)](
+    verify_windows[(kv_heads, requests * tiles, splits)](
         query,
         key,
         value,
@@ -171,7 +170,7 @@ def verify_attention(
         BLOCK_SIZE=block_size,
         MAX_QUERY=max_query_len,
         ROWS=rows,
-        ROW_TILES=row_tiles,
+        ROW_TILES=tiles,
         TAIL=max(16, next_power_of_2(max_query_len)),
         TILE=config.tile,
         SPLIT=splits > 1,

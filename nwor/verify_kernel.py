@@ -204,7 +204,7 @@ def verify_windows(
     first = tl.load(query_start_loc + request, eviction_policy=KEPT)
     query_len = tl.load(query_start_loc + request + 1, eviction_policy=KEPT) - first
     prefix = tl.load(seq_lens + request, eviction_policy=KEPT) - query_len
-    if (query_len <= 0) | (query_len > MAX_QUERY) | (prefix < 0):
+    if (query_len * GROUP <= row_tile * ROWS) | (query_len > MAX_QUERY) | (prefix < 0):
         return
 
     # The splits' shares of the prefix, in tiles, as even as they go; the last split has none of the odd ones,

@@ -135,7 +135,8 @@ def test_warps_keep_keys_of_their_own_where_their_sums_fit(heads, k, head_size, 
     and dropped where the nearest tuned shape was smaller than the one at hand."""
     shape = Shape(32, heads, 4, 512, k=k)
     if head_size == 128:
-        assert any(config.apart for config in attention_bench.kernels(shape)) is apart
+        found = {config.rows for config in attention_bench.kernels(shape) if config.apart}
+        assert found == {attention_configs.LARGEST_TILE if apart else 16}
     best = attention_bench.best(swept({512: 60}).assign(apart=True, tile=64))
     monkeypatch.setattr(attention_configs, "tuned", lambda: best)
     attention_configs.choose.cache_clear()
@@ -157,7 +158,7 @@ def test_windows_of_each_length_have_a_configuration_of_their_own(monkeypatch):
     """Two and nine rows of one query head fill the same tile, and are not the same work."""
     frames = [swept({512: 60}).assign(k=k, heads=8, tile=tile) for k, tile in ((1, 128), (8, 32))]
     monkeypatch.setattr(attention_configs, "tuned", lambda: attention_bench.best(pd.concat(frames)))
-    assert attention_configs.packed_rows(2, 1) == attention_configs.packed_rows(9, 1)
+    assert attention_configs.row_tiles(2, 1) == attention_configs.row_tiles(9, 1)
     for query, tile in ((2, 128), (3, 128), (7, 32), (9, 32)):
         found = attention_configs.nearest(16, 8, 1, 128, 2, query)
         assert found is not None and found["tile"] == tile, query

@@ -232,7 +232,10 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 SPLIT = Config(tile=32, splits=3, least=1)
 APART = Config(tile=64, splits=3, least=1, apart=True)
-CONFIGS = pytest.mark.parametrize("config", [Config(tile=32), SPLIT, APART], ids=["whole", "split", "apart"])
+SMALL = Config(tile=64, splits=3, least=1, apart=True, rows=16)
+CONFIGS = pytest.mark.parametrize(
+    "config", [Config(tile=32), SPLIT, APART, SMALL], ids=["whole", "split", "apart", "small"]
+)
 
 
 @CONFIGS
@@ -449,6 +452,15 @@ def test_splits_that_meet_and_that_do_not_in_one_workspace():
         problem.check()
         turned = (words ^ before < 0).view(-1, kv_heads).tolist()
         assert turned == [[splits <= most and prefix > 32] * kv_heads for prefix in prefixes]
+
+
+@on_gpu
+def test_tiles_without_rows_have_nothing_to_do():
+    """Of three tiles the two that a short window does not reach end at once: their splits do not even meet."""
+    problem = Windows(((300, 2), (300, 9)), num_heads=8, config=Config(tile=32, splits=4, rows=16)).to_device()
+    problem.check()
+    met = (problem.workspace.arrivals[: 2 * 2 * 3, 1] < 0).view(2, 2, 3).tolist()
+    assert met == [[[True, False, False]] * 2, [[True] * 3] * 2]
 
 
 @on_gpu
