@@ -48,7 +48,9 @@ HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 an
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 SWEPT = (560, 2096, 8240)  # no multiples of a tile, as most are not
 NOISE = 1.02  # two medians of a sweep that are no further apart are called equal when configurations are chosen
-LOST = 0.98  # of vLLM's time: from here on a batch is left to vLLM, as a launch takes longer in a step than alone
+LOST, LAUNCH = 0.98, 1.2
+"""Of vLLM's time, and us: a batch is left to vLLM where the kernel saves less than either. The fastest of many
+candidates is less fast when it is measured again, and in a step a launch takes longer than alone."""
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
 
     What it loses at a context is its time over that of the fastest there: one configuration serves all contexts, since
     a captured graph does not know them. Those that nowhere take `NOISE` times vLLM's time come first. `slower_from` is
-    the least context at which the chosen one takes `LOST` times that, 0 for none.
+    the least context at which the chosen one is `LOST`, or saves less than `LAUNCH`, 0 for none.
     """
     knobs, found = {name: type(value) for name, value in asdict(Config()).items()}, []
     for (heads, kv_heads, batch, cache, k), group in swept.groupby(["heads", "kv_heads", "batch", "cache", "k"]):
@@ -250,7 +252,7 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
         vanilla = table["vanilla"].min()
         slower = (times > NOISE * vanilla).any(axis=1)
         chosen = lost[~slower].idxmin() if not slower.all() else lost.idxmin()
-        contexts = times.columns[times.loc[chosen] > LOST * vanilla]
+        contexts = times.columns[times.loc[chosen] > (LOST * vanilla).clip(upper=vanilla - LAUNCH)]
         shape = Shape(heads, kv_heads, batch, 0, cache, k)
         entry = {"cache_bytes": shape.element, "query": shape.query, "group": shape.group, "head_size": HEAD_SIZE}
         entry |= {"programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
@@ -263,7 +265,7 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nwor.attention_bench", description="Time the verify attention.")
-    parser.add_argument("--out", type=Path, help="folder for attention.parquet and a manifest")
+    parser.add_argument("--out", type=Path, help="folder for attention.parquet and what made it")
     parser.add_argument("--sweep", type=Path, help="tune instead, and write the best configurations to this JSON file")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--caches", default=",".join(CACHES))
@@ -286,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     times = measure(chosen, options.repeats)
     results.write_table(options.out / "attention.parquet", compact(times))
-    results.write_json(options.out / "attention_manifest.json", results.provenance(vars(options)))
+    results.write_provenance(options.out / "attention.parquet", vars(options))
     print(json.dumps({str(key): round(value, 3) for key, value in net(times)["ratio"].items()}, indent=1))
     return 0
 

@@ -111,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--out says where the counters go")
     frame = measure()
     results.write_table(options.out / "attention_counters.parquet", frame)
+    results.write_provenance(options.out / "attention_counters.parquet", vars(options))
     print(shown(frame).round(1).to_string())
     return 0
 

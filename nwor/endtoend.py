@@ -104,10 +104,15 @@ def rejected_bytes(report: Mapping[str, Any]) -> tuple[int, int]:
     requests that have just finished: as many as the device counted more, each of which may have rejected all drafts.
     """
     metrics, shape = report["metrics"]["stage"], cache_shape(report["spec"])
-    rejected = metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"]
+    rejected = rejected_rows(metrics)
     unheard = report["ranks"]["stage"][0]["counters"]["windows"] - metrics["spec_decode_num_drafts"]
     row = shape.num_layers * shape.row
-    return int(rejected) * row, int(rejected + unheard * report["spec"]["k"]) * row
+    return rejected * row, int(rejected + unheard * report["spec"]["k"]) * row
+
+
+def rejected_rows(metrics: Mapping[str, float]) -> int:
+    """Rows of a layer that the scheduler, whose `metrics` these are, has heard were rejected."""
+    return int(metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"])
 
 
 def audited(report: Mapping[str, Any]) -> pd.DataFrame:
@@ -142,13 +147,13 @@ def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
 def claim_left(run: Run, where: str, report: Mapping[str, Any]) -> None:
     """Record that what vanilla leaves is the rejected rows, in every layer and on every rank, and nothing else.
 
-    They are counted by `cow`, which has vanilla's tokens: the scheduler does not hear of a GPU's last windows.
+    Vanilla's own scheduler counts them. It does not hear of a GPU's last windows: theirs `cow` counts on the device.
     """
-    predicted = sum(
-        rank["counters"]["rejected_tokens"] * rank["audit"]["layer_steps"] // rank["audit"]["steps"]
-        for rank in report["ranks"]["cow"]
-    )
-    dirty = sum(rank["audit"]["dirty_slots"] for rank in report["ranks"]["off"])
+    heard, ranks = {mode: rejected_rows(report["metrics"][mode]) for mode in ("off", "cow")}, report["ranks"]
+    unheard = ranks["cow"][0]["counters"]["rejected_tokens"] - heard["cow"]
+    layers = [rank["audit"]["layer_steps"] // rank["audit"]["steps"] for rank in ranks["off"]]
+    predicted = (heard["off"] + unheard) * sum(layers)
+    dirty = sum(rank["audit"]["dirty_slots"] for rank in ranks["off"])
     run.claim(f"{where}: slots that vanilla leaves dirty are its rejected rows", predicted, dirty, dirty == predicted)
 
 
@@ -281,9 +286,7 @@ def claim_timed(run: Run, table: pd.DataFrame) -> None:
         what = f"recorded on GPUs: gap or shift under stage where a time is told, cache {cache}, at most (nats)"
         run.claim(what, bound, known, known <= bound)
     untold = int(stage["step"].isna().sum())
-    run.claim(
-        "recorded on GPUs: settings of stage whose parity is not known, and no time told", "<= 1", untold, untold <= 1
-    )
+    run.claim("recorded on GPUs: settings of stage that are not at parity, and no time told", 0, untold, untold == 0)
 
 
 def engines_apart(steps: pd.DataFrame) -> pd.DataFrame:

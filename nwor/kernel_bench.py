@@ -402,7 +402,7 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nwor.kernel_bench", description="Time the all-layer operators.")
     parser.add_argument(
-        "--out", type=Path, help="folder for kernel_times.parquet, kernel_counters.parquet and a manifest"
+        "--out", type=Path, help="folder for kernel_times.parquet, kernel_counters.parquet and what made them"
     )
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--counters", action="store_true", help="read the DRAM counters too (needs ncu)")
@@ -417,7 +417,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--out says where the results go")
     times = measure(options.repeats)
     results.write_table(options.out / "kernel_times.parquet", compact(times))
-    results.write_json(options.out / "kernel_manifest.json", results.provenance(vars(options)))
+    results.write_provenance(options.out / "kernel_times.parquet", vars(options))
     print(json.dumps(summary(times), indent=1))
     if options.counters:
         counters = count_bytes()

@@ -171,6 +171,11 @@ def _hashes() -> dict[str, str]:
     return {path.relative_to(paths.ROOT).as_posix(): sha256(path) for path in sorted(wanted) if path.is_file()}
 
 
+def write_provenance(table: Path, parameters: Mapping[str, Any] | None = None) -> Path:
+    """Say beside a table, in JSON of its name, what made it: `provenance`, under that key."""
+    return write_json(table.with_suffix(".json"), {"provenance": provenance(parameters)})
+
+
 def provenance(parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Say what made a result: parameters, seeds, versions, git state, GPU and driver, CPU, hashes of the inputs.
 

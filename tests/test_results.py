@@ -353,3 +353,9 @@ def test_the_recorded_tables_draw_every_figure_and_say_where_they_are_from(tmp_p
     }
     assert all(len(entry["provenance"]["git"]["commit"]) == 40 for entry in notebooks.values())
     assert {len(notebooks) > 0, (paths.RECORDED / "manifest.json").exists()} == {True}
+
+
+def test_what_made_a_table_is_told_beside_it(tmp_path):
+    path = results.write_provenance(tmp_path / "times.parquet", {"repeats": 3})
+    assert path == tmp_path / "times.json"
+    assert json.loads(path.read_text())["provenance"]["parameters"] == {"repeats": 3}

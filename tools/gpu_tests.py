@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_tests", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_tests.parquet")
     out = parser.parse_args(argv).out
-    results.write_json(out / "gpu_tests.json", {"provenance": results.provenance()})
+    results.write_provenance(out / "gpu_tests.parquet")
     counts = run(out)["outcome"].value_counts()
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
     return int(counts.get("failed", 0) > 0)
