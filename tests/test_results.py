@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results are whole, tidy and say where they came from; figures are byte-stable (evidence rules 3 and 6, R30)."""
 
+import json
 import subprocess
 import sys
 import threading
