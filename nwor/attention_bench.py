@@ -131,9 +131,9 @@ def kernels(shape: Shape) -> list[Config]:
     found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
     if shape.heads == shape.kv_heads:
         found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
-    rows, few_rows = LARGEST_TILE, LARGEST_APART // HEAD_SIZE
-    if row_tiles(shape.query, shape.group)[0] > few_rows:
-        rows = few_rows
+    rows = LARGEST_TILE
+    if row_tiles(shape.query, shape.group)[0] * HEAD_SIZE > LARGEST_APART:
+        rows = LARGEST_APART // HEAD_SIZE
         found += [replace(kernel, rows=rows) for kernel in found]
     few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
     found += [Config(tile, warps, stage, apart=True, rows=rows) for tile, warps, stage in few]
@@ -159,7 +159,7 @@ def divisions(shape: Shape, kernel: Config, least: Sequence[int] = (64, 128, 256
 
 
 def filling(shape: Shape, kernel: Config) -> Config:
-    """The kernel, if it is split with as many splits as fill the GPU once."""
+    """The kernel as it is, or, if it is to be split, with as many splits as fill the GPU once."""
     if kernel.splits == 1:
         return kernel
     splits = min(64, max(2, 132 // programs(shape, kernel)))
@@ -241,7 +241,7 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
 
     What it loses at a context is its time over that of the fastest there: one configuration serves all contexts, since
     a captured graph does not know them. Those that nowhere take `NOISE` times vLLM's time come first. `slower_from` is
-    the least context at which the chosen one is `LOST`, or saves less than `LAUNCH`, 0 for none.
+    the least context at which the chosen one takes `LOST` times that, or saves less than `LAUNCH`, 0 for none.
     """
     knobs, found = {name: type(value) for name, value in asdict(Config()).items()}, []
     for (heads, kv_heads, batch, cache, k), group in swept.groupby(["heads", "kv_heads", "batch", "cache", "k"]):
