@@ -40,13 +40,14 @@ import pandas as pd
 import torch
 
 from nwor import results
-from nwor.attention_configs import LARGEST_APART, LARGEST_TILE, Config, division, row_tiles
+from nwor.attention_configs import LARGEST_APART, Config, division, row_tiles
 from nwor.attention_windows import BATCHES, HEAD_SIZE, KEYS, LAYERS, Shape, Windows, weights
 from nwor.kernel_bench import Timer, compact, empty
 
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 SWEPT = (560, 2096, 8240)  # no multiples of a tile, as most are not
+FILLED = 128  # programs that fill a GPU of 132 multiprocessors: splits are combined by powers of 2
 NOISE = 1.02  # two medians of a sweep that are no further apart are called equal when configurations are chosen
 LOST, LAUNCH = 0.98, 1.2
 """Of vLLM's time, and us: a batch is left to vLLM where the kernel saves less than either. The fastest of many
@@ -124,32 +125,28 @@ def ratio(found: list[dict[str, Any]]) -> str:
 
 
 def kernels(shape: Shape) -> list[Config]:
-    """The binaries that are tried: tiles, warps, stages, bounds of registers, warps apart, small tiles of rows;
-    whole and split."""
+    """The binaries that are tried: tiles, warps, stages, bounds of registers, warps apart; whole and split."""
     most = (2, 3) if shape.element == 1 else (2,)  # what fits into shared memory
     kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
     found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
     if shape.heads == shape.kv_heads:
         found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
-    rows = LARGEST_TILE
-    if row_tiles(shape.query, shape.group)[0] * HEAD_SIZE > LARGEST_APART:
-        rows = LARGEST_APART // HEAD_SIZE
-        found += [replace(kernel, rows=rows) for kernel in found]
-    few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
-    found += [Config(tile, warps, stage, apart=True, rows=rows) for tile, warps, stage in few]
+    if row_tiles(shape.query, shape.group)[0] * HEAD_SIZE <= LARGEST_APART:
+        few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
+        found += [Config(tile, warps, stage, apart=True) for tile, warps, stage in few]
     return [replace(kernel, splits=splits) for splits in (1, 2) for kernel in found]
 
 
-def programs(shape: Shape, kernel: Config) -> int:
+def programs(shape: Shape) -> int:
     """How many there are without splits."""
-    return shape.batch * shape.kv_heads * row_tiles(shape.query, shape.group, kernel.rows)[1]
+    return shape.batch * shape.kv_heads * row_tiles(shape.query, shape.group)[1]
 
 
 def divisions(shape: Shape, kernel: Config, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)) -> list[Config]:
     """The kernel with every worthwhile number of splits and of tiles that one has at least."""
     if kernel.splits == 1:
         return [kernel]
-    splits = {2} | {int(fill * 132 / programs(shape, kernel)) for fill in (0.5, 1, 2)}
+    splits = {2} | {int(fill * FILLED / programs(shape)) for fill in (0.5, 1, 2)}
     return [
         replace(kernel, splits=number, least=positions // kernel.tile)
         for number in sorted(splits & set(range(2, 65)))
@@ -162,7 +159,7 @@ def filling(shape: Shape, kernel: Config) -> Config:
     """The kernel as it is, or, if it is to be split, with as many splits as fill the GPU once."""
     if kernel.splits == 1:
         return kernel
-    splits = min(64, max(2, 132 // programs(shape, kernel)))
+    splits = min(64, max(2, FILLED // programs(shape)))
     return replace(kernel, splits=splits, least=128 // kernel.tile)
 
 
@@ -192,8 +189,7 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
     for shape, configs in jobs.items():
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, (512,)):
-                rows = min(shape.query * shape.group, config.rows)
-                combined = division(config.splits, programs(shape, config), rows, HEAD_SIZE, 132)[1:]
+                combined = division(config.splits, programs(shape), shape.query * shape.group, HEAD_SIZE, 132)[1:]
                 binary = (
                     shape.group,
                     shape.query,

@@ -14,7 +14,7 @@ from nwor import paths
 HEAD_SIZES = (64, 96, 128, 256)
 LARGEST_TILE = 128  # packed rows of one tile; more make more tiles, each of which reads the pages
 LARGEST_APART = 1 << 11  # sums that each warp keeps of its own keys: of more, the registers would spill
-COMBINED = 1 << 11  # partial sums that are added at a time: more take more instructions, all of them read from memory
+COMBINED = 1 << 14  # partial sums that are added at a time: of more, the registers would spill
 
 
 def next_power_of_2(number: int) -> int:
@@ -27,8 +27,7 @@ class Config:
 
     tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
     splits: programs of a window, KV head and tile of rows, at most. least: tiles of positions for which one more split
-    is worth its sums. apart: each warp attends to keys of its own, for tiles of few rows. rows: packed rows of a tile
-    at most, a power of 2 from 16 on: smaller tiles make more programs, each of which reads the pages.
+    is worth its sums. apart: each warp attends to keys of its own, for tiles of few rows.
     """
 
     tile: int = 64
@@ -38,13 +37,12 @@ class Config:
     splits: int = 1
     least: int = 1
     apart: bool = False
-    rows: int = LARGEST_TILE
 
 
-def row_tiles(max_query_len: int, group: int, most: int = LARGEST_TILE) -> tuple[int, int]:
+def row_tiles(max_query_len: int, group: int) -> tuple[int, int]:
     """How the window's rows for each of the `group` query heads of a KV head are packed: (rows of a tile, tiles)."""
     packed = max_query_len * group
-    rows = min(most, max(16, next_power_of_2(packed)))
+    rows = min(LARGEST_TILE, max(16, next_power_of_2(packed)))
     return rows, -(-packed // rows)
 
 
@@ -86,7 +84,7 @@ def choose(requests: int, kv_heads: int, group: int, head_size: int, cache_bytes
         # The number of programs is what a number of splits is good for.
         splits = max(1, round(config.splits * entry["programs"] / (requests * kv_heads)))
         config = replace(config, splits=splits)
-    rows, _ = row_tiles(max_query_len, group, config.rows)
+    rows, _ = row_tiles(max_query_len, group)
     return _fitting(config, rows, next_power_of_2(head_size), cache_bytes)
 
 
@@ -128,6 +126,8 @@ def division(splits: int, windows: int, rows: int, head_size: int, processors: i
     """
     splits = min(splits, 64)
     meet = 1 < splits <= processors // windows
-    most = 4 if splits <= 4 else 16 if splits <= 16 else 64
-    chunk = max(1, COMBINED // (most * next_power_of_2(head_size)))
-    return splits, meet, most, min(chunk, next_power_of_2(-(-rows // most))) if meet else chunk
+    most = next_power_of_2(splits)
+    share = next_power_of_2(-(-rows // most))
+    # A row for each of four warps at least; of more than eight, a window's few rows would be left to few splits.
+    chunk = min(max(share, 4), 8, COMBINED // (most * next_power_of_2(head_size)))
+    return splits, meet, most, max(chunk, 1)

@@ -118,7 +118,7 @@ def verify_attention(
     group = heads // kv_heads
     if config is None:
         config = choose(requests, kv_heads, group, head_size, kv_cache.element_size(), max_query_len)
-    rows, tiles = row_tiles(max_query_len, group, config.rows)
+    rows, tiles = row_tiles(max_query_len, group)
     fp8 = FP8.get(kv_cache_dtype, 0)
     if fp8:  # as such the tensor cores can take keys from where they were copied to
         kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2

@@ -109,11 +109,14 @@ def _combine(
     MOST: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Add up what the splits of a window left of some of its packed rows, all splits at once."""
+    """Add up what the splits of a window left of some of its packed rows, all splits at once.
+
+    Rows come first: Triton gives warps to the first dimension, and sums over splits go from no warp to another.
+    """
     row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
     dim, split = tl.arange(0, WIDTH), tl.arange(0, MOST)
-    mine = (split < active)[:, None] & (row < query_len)[None, :]
-    at = (part + split)[:, None] * (MAX_QUERY * GROUP) + packed[None, :]
+    mine = (row < query_len)[:, None] & (split < active)[None, :]
+    at = (part + split)[None, :] * (MAX_QUERY * GROUP) + packed[:, None]
     largest = tl.load(softmax + at * 2, mask=mine, other=float("-inf"))
     total = tl.load(softmax + at * 2 + 1, mask=mine, other=0.0)
     found = tl.load(
@@ -121,10 +124,10 @@ def _combine(
         mask=mine[:, :, None] & (dim < HEAD_SIZE)[None, None, :],
         other=0.0,
     )
-    base = tl.max(largest, 0)
-    fade = tl.exp2(largest - tl.where(base == float("-inf"), 0.0, base)[None, :])
-    fade *= (1 / tl.sum(total * fade, 0))[None, :]
-    result = tl.sum(found * fade[:, :, None], 0)
+    base = tl.max(largest, 1)
+    fade = tl.exp2(largest - tl.where(base == float("-inf"), 0.0, base)[:, None])
+    fade *= (1 / tl.sum(total * fade, 1))[:, None]
+    result = tl.sum(found * fade[:, :, None], 1)
     if FP8:
         result *= tl.load(v_scale)
     tl.store(

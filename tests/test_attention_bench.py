@@ -137,13 +137,24 @@ def test_warps_keep_keys_of_their_own_where_their_sums_fit(heads, k, head_size, 
     and dropped where the nearest tuned shape was smaller than the one at hand."""
     shape = Shape(32, heads, 4, 512, k=k)
     if head_size == 128:
-        found = {config.rows for config in attention_bench.kernels(shape) if config.apart}
-        assert found == {attention_configs.LARGEST_TILE if apart else 16}
+        assert any(config.apart for config in attention_bench.kernels(shape)) is apart
     best = attention_bench.best(swept({512: 60}).assign(apart=True, tile=64))
     monkeypatch.setattr(attention_configs, "tuned", lambda: best)
     attention_configs.choose.cache_clear()
     assert attention_configs.choose(4, heads, 32 // heads, head_size, 2, k + 1).apart is apart
     attention_configs.choose.cache_clear()
+
+
+@pytest.mark.parametrize("head_size", attention_configs.HEAD_SIZES)
+@pytest.mark.parametrize("splits", [1, 2, 3, 8, 33, 64, 100])
+@pytest.mark.parametrize("rows", [2, 16, 36, 128])
+def test_sums_that_are_added_at_a_time(rows, splits, head_size):
+    """As many as registers hold, of every split and of at least a row; splits meet where all run at once."""
+    found, meet, most, chunk = attention_configs.division(splits, 8, rows, head_size, 132)
+    width = attention_configs.next_power_of_2(head_size)
+    assert found == min(splits, 64) <= most < 2 * found and meet is (1 < splits <= 16)
+    assert 1 <= chunk <= 8 and most * chunk * width <= attention_configs.COMBINED
+    assert chunk >= 4 or most * 4 * width > attention_configs.COMBINED, "a sum would go from warp to warp"
 
 
 def test_batches_stand_aside_from_the_context_on_that_loses(monkeypatch):
