@@ -111,7 +111,7 @@ def ratios(run: results.Run | Path, table: pd.DataFrame, k: int = 8) -> Path:
         ax.set(
             xscale="log",
             title=f"{kv} KV heads, {cache}" + (f", TP={tp}" if tp > 1 else ""),
-            ylim=(0.4, table["ratio"].max() + 0.1),
+            ylim=(table["ratio"].min() - 0.1, table["ratio"].max() + 0.1),
         )
         ax.set_xticks([512, 2048, 8192], ["512", "2k", "8k"])
         ax.minorticks_off()

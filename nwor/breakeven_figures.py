@@ -138,8 +138,8 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     )
     if steps["with_attention"].notna().any():
         caption += (
-            " Open markers: with the attention kernels of both as measured between their neighbours; there the "
-            f"largest error is {(steps['with_attention'] - steps['measured'])[steady].abs().max():.3f}."
+            " Open markers: with the attention kernels of both as measured between their neighbours in the same run; "
+            f"there the largest error is {(steps['with_attention'] - steps['measured'])[steady].abs().max():.3f}."
         )
     if not steady.all():
         caption += (

@@ -35,8 +35,8 @@ def against_measured(
             there are such columns, hold over the model's own.
         shapes: caches by the name in column `model`, for models that `known_shape` does not know.
         attention: table `attention` of `nwor.attention_bench`, for `stage`: its attention kernel is another than
-            vanilla's, and with the time measured of both the prediction is of the whole step, or of vLLM's own where
-            the recorded tuning lets the batch stand aside.
+            vanilla's, and with the time measured of both, in the same run, the prediction is of the whole step, or of
+            vLLM's own where the recorded tuning lets the batch stand aside.
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
@@ -90,12 +90,13 @@ def _with_attention(
 ) -> float:
     """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured between its
     neighbours, and the price of opening and commit; 0 where the batch stands aside. Of the contexts measured, the one
-    nearest the prompt; NaN where there is none."""
+    nearest the prompt; NaN where there is none of the same run: another's may be of another kernel."""
     if attention is None:
         return math.nan
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
     prompt = float(where.get("prompt", math.nan))
-    rows = attention[(attention["metric"] == "between") & (attention["kv_heads"] == shape.heads)]
+    rows = attention[(attention["metric"] == "between") & (attention["run_id"] == where["run_id"])]
+    rows = rows[rows["kv_heads"] == shape.heads]
     rows = rows[(rows["batch"] == where["batch"]) & (rows["cache"] == cache) & (rows["k"] == where["k"])]
     if rows.empty or math.isnan(prompt):
         return math.nan

@@ -61,7 +61,7 @@ def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours()
         for op, us in times.items()
     ]
     alone = pd.DataFrame(rows).assign(metric="time", k=8, value=1.0)
-    attention = pd.concat([pd.DataFrame(rows).assign(metric="between", k=8), alone], ignore_index=True)
+    attention = pd.concat([pd.DataFrame(rows).assign(metric="between", k=8), alone]).assign(run_id="")
     staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8)
     (point,) = predicted.against_measured(staged, attention=attention).to_dict("records")
     commit = 2 * 32 * 16384 * (4 + 8) / 4.24e6
@@ -70,7 +70,8 @@ def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours()
     triton = staged.assign(backend="TRITON_ATTN")
     (other,) = predicted.against_measured(triton, attention=attention)["with_attention"]
     assert other == pytest.approx(1 + (-32 * 5 + 2 * 3.3 + commit) / 1500)
-    for unknown in (staged.assign(k=4), staged.assign(batch=5), staged.assign(kv_cache_dtype="fp8"), bench(prompt=700)):
+    others = (staged.assign(k=4), staged.assign(batch=5), staged.assign(kv_cache_dtype="fp8"), bench(prompt=700))
+    for unknown in (*others, staged.assign(run_id="an earlier kernel's")):
         assert predicted.against_measured(unknown, attention=attention)["with_attention"].isna().all()
 
 
@@ -81,7 +82,7 @@ def test_a_batch_that_stands_aside_is_predicted_to_take_vanillas_time():
         for op, us in {"nwor": 60.0, "flash": 70.0}.items()
         for context in (512, 8192)
     ]
-    attention = pd.DataFrame(rows).assign(metric="between")
+    attention = pd.DataFrame(rows).assign(metric="between", run_id="")
     staged = bench(kv_heads=32).replace({"mode": {"cow": "stage"}}).assign(k=8, batch=16)
     for prompt, aside in ((4119, False), (4120, True)):
         (found,) = predicted.against_measured(staged.assign(prompt=prompt), attention=attention)["with_attention"]

@@ -364,7 +364,7 @@ def test_steps_are_predicted_from_layers_between_their_neighbours() -> None:
     steps, times = (results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "attention"))
     saved = attention_figures.saved(times)
     less = (saved.alone - saved.between).median()
-    points = predicted.against_measured(steps[steps.run_id == LATEST], attention=times)
+    points = predicted.against_measured(steps, attention=times)
     points["off"] = (points["measured"] - points["with_attention"])[ratios.steady(points)]
     off = points["off"].dropna()
     flat = README.replace("\n  ", " ")
