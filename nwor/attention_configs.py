@@ -127,7 +127,6 @@ def division(splits: int, windows: int, rows: int, head_size: int, processors: i
     splits = min(splits, 64)
     meet = 1 < splits <= processors // windows
     most = next_power_of_2(splits)
-    share = next_power_of_2(-(-rows // most))
     # A row for each of four warps at least; of more than eight, a window's few rows would be left to few splits.
-    chunk = min(max(share, 4), 8, COMBINED // (most * next_power_of_2(head_size)))
-    return splits, meet, most, max(chunk, 1)
+    chunk = 8 if rows > 4 * most else 4
+    return splits, meet, most, min(chunk, COMBINED // (most * next_power_of_2(head_size)))
