@@ -49,6 +49,7 @@ CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 SWEPT = (560, 2096, 8240)  # no multiples of a tile, as most are not
 FILLED = 128  # programs that fill a GPU of 132 multiprocessors: splits are combined by powers of 2
 NOISE = 1.02  # two medians of a sweep that are no further apart are called equal when configurations are chosen
+ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 LOST, LAUNCH = 0.98, 1.2
 """Of vLLM's time, and us: a batch is left to vLLM where the kernel saves less than either. The fastest of many
 candidates is less fast when it is measured again, and in a step a launch takes longer than alone."""
@@ -232,15 +233,24 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
     return pd.DataFrame(found)
 
 
-def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
+def best(swept: pd.DataFrame, steps: pd.DataFrame | None = None) -> list[dict[str, Any]]:
     """Of each (heads, batch, cache, k) the configuration that loses least where it loses most.
 
     What it loses at a context is its time over that of the fastest there: one configuration serves all contexts, since
     a captured graph does not know them. Those that nowhere take `NOISE` times vLLM's time come first. `slower_from` is
-    the least context at which the chosen one takes `LOST` times that, or saves less than `LAUNCH`, 0 for none.
+    the least context at which the chosen one takes `LOST` times that, or saves less than `LAUNCH`, or at which whole
+    steps took no less than vanilla's, 0 for none.
+
+    Args:
+        steps: `ratio` of a whole step with the kernel to vanilla's, by the columns of a shape on one rank: a layer
+            alone is not timed under the load of a step, which moves the clock.
     """
     knobs, found = {name: type(value) for name, value in asdict(Config()).items()}, []
-    for (heads, kv_heads, batch, cache, k), group in swept.groupby(["heads", "kv_heads", "batch", "cache", "k"]):
+    of_steps: dict[Any, list[int]] = {}
+    if steps is not None:
+        of_steps = steps[steps["ratio"] >= 1].groupby(ENTRY_KEYS)["context"].apply(list).to_dict()
+    for key, group in swept.groupby(ENTRY_KEYS):
+        heads, kv_heads, batch, cache, k = key
         table = group.pivot_table(
             index=list(knobs), columns="context", values=["value", "vanilla"], aggfunc="min"
         ).dropna()
@@ -248,7 +258,8 @@ def best(swept: pd.DataFrame) -> list[dict[str, Any]]:
         vanilla = table["vanilla"].min()
         slower = (times > NOISE * vanilla).any(axis=1)
         chosen = lost[~slower].idxmin() if not slower.all() else lost.idxmin()
-        contexts = times.columns[times.loc[chosen] > (LOST * vanilla).clip(upper=vanilla - LAUNCH)]
+        slow = times.columns[times.loc[chosen] > (LOST * vanilla).clip(upper=vanilla - LAUNCH)]
+        contexts = [*slow, *of_steps.get(key, [])]
         shape = Shape(heads, kv_heads, batch, 0, cache, k)
         entry = {"cache_bytes": shape.element, "query": shape.query, "group": shape.group, "head_size": HEAD_SIZE}
         entry |= {"programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
@@ -278,7 +289,9 @@ def main(argv: list[str] | None = None) -> int:
     chosen = shapes(pairs, batches, SWEPT if options.sweep else CONTEXTS, options.caches.split(","), ks)
     if options.sweep:
         swept = sweep(chosen, min(options.repeats, 7))
-        text = {"gpu": torch.cuda.get_device_name(), "configurations": best(swept)}
+        measured = options.sweep.with_name(f"{options.sweep.stem}_steps.csv")
+        steps = pd.read_csv(measured) if measured.exists() else None
+        text = {"gpu": torch.cuda.get_device_name(), "configurations": best(swept, steps)}
         results.write_json(options.sweep, text)
         results.write_table(options.sweep.with_name(f"{options.sweep.stem}_sweep.parquet"), swept)
         return 0

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 
-from nwor import attention_bench, attention_configs, attention_figures, paths, results
+from nwor import attention_bench, attention_configs, attention_figures, endtoend, paths, results
 from nwor.attention_configs import Config
 from nwor.attention_windows import Shape
 
@@ -89,10 +89,39 @@ def test_figures_are_written(tmp_path):
 
 
 def test_tuned_configurations_are_what_the_sweep_found():
-    """The shipped file follows from the shipped sweep, by the rule of `best`."""
+    """The shipped file follows from the shipped sweep and steps, by the rule of `best`."""
     folder = paths.DATA / "attention"
-    swept = pd.read_parquet(folder / "h200_sweep.parquet").astype({"cache": str})
-    assert attention_bench.best(swept) == json.loads((folder / "h200.json").read_text())["configurations"]
+    swept, steps = pd.read_parquet(folder / "h200_sweep.parquet"), pd.read_csv(folder / "h200_steps.csv")
+    found = attention_bench.best(swept.astype({"cache": str}), steps)
+    assert found == json.loads((folder / "h200.json").read_text())["configurations"]
+    without = attention_bench.best(swept.astype({"cache": str}))
+    assert [entry for entry in without if entry not in found] == [
+        entry | {"slower_from": 0} for entry in found if entry not in without
+    ], "steps say where to stand aside, and nothing else"
+
+
+def test_steps_that_tell_where_to_stand_aside_are_those_recorded():
+    """On one rank, at the middle of what they generate; none where vanilla itself was timed, or repeats lie apart."""
+    read = {name: results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels")}
+    table = endtoend.gpu_steps(*read.values()).query("mode == 'stage'")
+    steps = pd.DataFrame(
+        {
+            "heads": 32 // table.tp,
+            "kv_heads": table.kv_heads // table.tp,
+            "batch": table.batch,
+            "context": table.prompt + 48,
+            "cache": table.kv_cache_dtype.map({"auto": "bf16", "fp8": "fp8"}),
+            "k": table.k,
+            "recorded": table.step.round(4),
+            "steady": table.steady,
+        }
+    )
+    used = pd.read_csv(paths.DATA / "attention" / "h200_steps.csv")
+    both = used.merge(steps, how="outer", on=attention_bench.KEYS, indicator=True)
+    assert set(both._merge) == {"both", "right_only"}
+    assert (both.ratio == both.recorded)[both._merge == "both"].all()
+    alone = both[(both._merge == "right_only") & both.steady]
+    assert len(used) > 100 and set(alone.context) == {8240} and alone.recorded.between(0.995, 1.005).all()
 
 
 def swept(times: dict[int, float], vanilla: float = 100.0) -> pd.DataFrame:
@@ -119,6 +148,19 @@ def test_where_the_kernel_loses_is_told(vanilla, times, slower_from):
     """N1: where it wins less than a launch takes longer in a step than in a sample, too."""
     (entry,) = attention_bench.best(swept(times, vanilla))
     assert entry["slower_from"] == slower_from
+
+
+@pytest.mark.parametrize(
+    ("ratio", "other", "slower_from"),
+    [(1.02, {}, 8192), (1.0, {}, 8192), (0.999, {}, 0), (1.02, {"k": 3}, 0), (1.02, {"cache": "fp8"}, 0)],
+)
+def test_where_whole_steps_lose_is_told(ratio, other, slower_from):
+    """N1: a layer alone is not timed under the load of a step."""
+    steps = pd.DataFrame([vars(SHAPE) | {"context": 8192, "ratio": ratio} | other])
+    (entry,) = attention_bench.best(swept({512: 60, 8192: 90}), steps)
+    assert entry["slower_from"] == slower_from
+    (entry,) = attention_bench.best(swept({512: 60, 2048: 99, 8192: 90}), steps)
+    assert entry["slower_from"] == 2048, "the least of all"
 
 
 def test_a_configuration_that_never_loses_comes_first():
