@@ -58,7 +58,8 @@ class Plan:
     paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, in
         graphs that, where they hold the mode, are captured anew for every repeat.
     audit: hold the first pass, which is not timed, to the whole-cache audit.
-    max_minutes: into the run, from when on no repeat but the first begins; 0 for no limit.
+    max_minutes: into the run, by when repeats end: none but the first begins that as long as the longest so far would
+        end later. 0 for no limit; a profile comes after them.
     logit_gap: the bound in nats below which a differing token is a near tie, and which no log-probability may shift by.
     """
 

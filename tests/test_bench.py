@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a bench runs, in which order, and what it makes of it."""
 
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pandas as pd
@@ -191,15 +192,35 @@ def test_kernels_are_profiled_in_both_orders(monkeypatch):
     assert sorted(found.repeat) == [0, 0, 1, 1]
 
 
-def test_no_repeat_begins_when_the_minutes_are_over(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "repeats"),
+    [
+        (0.1, (60, 60, 60), 1),
+        (0.0, (60, 60, 60), 3),
+        (3.5, (60, 60, 60), 3),
+        (2.5, (60, 60, 60), 2),
+        (3.5, (60, 100, 50), 2),
+    ],
+)
+def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repeats, monkeypatch, capsys):
     """A lent GPU goes back at its time: what is whole by then is kept. The first repeat is always run."""
+    clock, timed = [0.0], bench.Session.timed
+
+    def taking(session, temperature, repeat):
+        clock[0] += seconds[repeat] / 2
+        return timed(session, temperature, repeat)
+
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(bench.Session, "timed", taking)
     monkeypatch.setattr(bench, "Engine", Noted)
     monkeypatch.setattr(Noted, "calls", [])
-    for minutes, repeats in ((1e-9, 1), (0.0, 3), (9.0, 3)):
-        plan = Plan(modes=("off", "stage"), temperatures=(0.0, 1.0), repeats=3, max_minutes=minutes)
-        rows, _ = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
-        steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby(["mode", "temperature"])["repeat"].nunique()
-        assert (steps == repeats).all() and len(steps) == 4
-        assert ("minutes are over: 1 of 3 repeats" in capsys.readouterr().err) == (repeats == 1)
+    plan = Plan(modes=("off", "stage"), temperatures=(0.0, 1.0), repeats=3, max_minutes=minutes)
+    rows, _ = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
+    steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby(["mode", "temperature"])["repeat"].nunique()
+    assert (steps == repeats).all() and len(steps) == 4
+    assert (f"minutes hold {repeats} of 3 repeats" in capsys.readouterr().err) == (repeats < 3)
+
+
+def test_minutes_are_no_debt():
     with pytest.raises(ValueError, match="max_minutes"):
         Plan(max_minutes=-1)

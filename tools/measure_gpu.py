@@ -6,8 +6,8 @@ Not `gpu_cow`, an older run, nor what notebooks leave: `kernel_check` of 02, `gp
 Each measurement is one command with a log of its own, on a GPU of its own: those of one rank run beside each other,
 as many as there are GPUs, each on its share of the cores, and those of two ranks after them, alone. One whose table is
 there already is skipped, so that an interrupted run goes on; one that fails does not stop the others, and the end
-fails. With fewer than two GPUs what needs two is left out, and said. A bench of whole steps takes two to four minutes
-on an H200.
+fails. With fewer than two GPUs what needs two is left out, and said. A bench of whole steps takes four to eight
+minutes on an H200.
 
 `--record` writes no table of which a part is missing: what is recorded stays as it is.
 """
@@ -57,7 +57,12 @@ STEPS = {
         for heads, shape in SHAPES.items()
     },
     **{f"steps-k8-{heads}-cow": steps(shape, 8, "cow", 36000, "--profile") for heads, shape in SHAPES.items()},
-    **{f"steps-k{k}-{heads}": steps(shape, k, "stage", 72000) for k in (1, 3) for heads, shape in SHAPES.items()},
+    **{
+        f"steps-k{k}-{heads}{ending}": steps(shape, k, "stage", 72000, *dtype)
+        for ending, dtype in (("", ()), ("-fp8", ("--kv-cache-dtype", "fp8")))
+        for k in (1, 3)
+        for heads, shape in SHAPES.items()
+    },
 }
 """72,000 MiB hold all but 64 prompts of 8k of 32 KV heads."""
 STEPS_OF_TWO = {
