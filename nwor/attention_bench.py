@@ -267,6 +267,24 @@ def best(swept: pd.DataFrame, steps: pd.DataFrame | None = None) -> list[dict[st
     return found
 
 
+def by_shape(steps: pd.DataFrame) -> pd.DataFrame:
+    """Whole steps by the columns of a shape on one rank, as `best` takes them.
+
+    Args:
+        steps: lines of `endtoend.gpu_steps` of mode `stage`, of models of 32 query heads (`nwor.shapes`).
+
+    Returns:
+        Them with `heads` and `kv_heads` of a rank, `cache`, `ratio`, and as `context` the one swept for their prompt.
+    """
+    return steps.assign(
+        heads=HEADS[0][0] // steps["tp"],
+        kv_heads=steps["kv_heads"] // steps["tp"],
+        context=steps["prompt"].map(dict(zip(CONTEXTS, SWEPT, strict=True))),
+        cache=steps["kv_cache_dtype"].map({"auto": "bf16", "fp8": "fp8"}),
+        ratio=steps["step"],
+    )
+
+
 # -- the command ---------------------------------------------------------------------------------------------------
 
 

@@ -104,24 +104,15 @@ def test_steps_that_tell_where_to_stand_aside_are_those_recorded():
     """On one rank, at the middle of what they generate; none where vanilla itself was timed, or repeats lie apart."""
     read = {name: results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels")}
     table = endtoend.gpu_steps(*read.values()).query("mode == 'stage'")
-    steps = pd.DataFrame(
-        {
-            "heads": 32 // table.tp,
-            "kv_heads": table.kv_heads // table.tp,
-            "batch": table.batch,
-            "context": table.prompt + 48,
-            "cache": table.kv_cache_dtype.map({"auto": "bf16", "fp8": "fp8"}),
-            "k": table.k,
-            "recorded": table.step.round(4),
-            "steady": table.steady,
-        }
-    )
+    steps = attention_bench.by_shape(table)[[*attention_bench.KEYS, "ratio", "steady"]]
     used = pd.read_csv(paths.DATA / "attention" / "h200_steps.csv")
-    both = used.merge(steps, how="outer", on=attention_bench.KEYS, indicator=True)
+    both = used.merge(steps, how="outer", on=attention_bench.KEYS, indicator=True, suffixes=("", "_recorded"))
     assert set(both._merge) == {"both", "right_only"}
-    assert (both.ratio == both.recorded)[both._merge == "both"].all()
+    assert (both.ratio == both.ratio_recorded.round(4))[both._merge == "both"].all()
     alone = both[(both._merge == "right_only") & both.steady]
-    assert len(used) > 100 and set(alone.context) == {8240} and alone.recorded.between(0.995, 1.005).all()
+    assert (
+        len(used) > 100 and set(alone.context) == {8240} and alone.ratio_recorded.round(4).between(0.995, 1.005).all()
+    )
 
 
 def swept(times: dict[int, float], vanilla: float = 100.0) -> pd.DataFrame:

@@ -249,9 +249,7 @@ def aside_from(tp: int, kv_heads: int, cache: str, k: int) -> dict[int, int]:
 def test_where_stage_wins_and_does_not(table) -> None:
     every = table[table["mode"] == "stage"]
     told = every[every.steady & every.step.notna()]
-    of_rank = {"heads": 32 // told.tp, "kv_heads": told.kv_heads // told.tp, "context": told.prompt + 48}
-    cache = told.kv_cache_dtype.map({"auto": "bf16", "fp8": "fp8"})
-    keys = told.assign(**of_rank, cache=cache)[attention_bench.KEYS]
+    keys = attention_bench.by_shape(told)[attention_bench.KEYS]
     served_then = pd.read_csv(paths.DATA / "attention" / "h200_steps.csv")[attention_bench.KEYS]
     in_it = (keys.merge(served_then, how="left", indicator=True)._merge == "both").to_numpy()
     served, left = told[in_it], told[~in_it]

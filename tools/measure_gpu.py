@@ -50,16 +50,18 @@ def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
 
 
 SHAPES = {"32": "llama-2-7b", "8": "llama-2-7b-8kv"}
+FP8 = ["--kv-cache-dtype", "fp8"]
+CACHES: dict[str, list[str]] = {"": [], "-fp8": FP8}
 STEPS = {
-    **{f"steps-k8-{heads}": steps(shape, 8, "stage", 72000, "--profile") for heads, shape in SHAPES.items()},
     **{
-        f"steps-k8-{heads}-fp8": steps(shape, 8, "stage", 72000, "--kv-cache-dtype", "fp8", "--profile")
+        f"steps-k8-{heads}{ending}": steps(shape, 8, "stage", 72000, *dtype, "--profile")
+        for ending, dtype in CACHES.items()
         for heads, shape in SHAPES.items()
     },
     **{f"steps-k8-{heads}-cow": steps(shape, 8, "cow", 36000, "--profile") for heads, shape in SHAPES.items()},
     **{
         f"steps-k{k}-{heads}{ending}": steps(shape, k, "stage", 72000, *dtype)
-        for ending, dtype in (("", ()), ("-fp8", ("--kv-cache-dtype", "fp8")))
+        for ending, dtype in CACHES.items()
         for k in (1, 3)
         for heads, shape in SHAPES.items()
     },
@@ -73,7 +75,7 @@ AUDITED = ["--audit", "--num-prompts", "16", "--batches", "1,4,16", "--random-pr
 """The first pass shows parity and every byte of the cache; the same engines are timed after it."""
 AUDITED_STEPS = {
     "audited-32": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *AUDITED),
-    "audited-8-fp8": steps(SHAPES["8"], 8, "off,cow,stage", 4000, *AUDITED, "--kv-cache-dtype", "fp8"),
+    "audited-8-fp8": steps(SHAPES["8"], 8, "off,cow,stage", 4000, *AUDITED, *FP8),
 }
 AUDITS = {"audit": [*AUDIT, "--kv-cache-memory", "2048", "--num-prompts", "128", "--max-tokens", "256"]}
 AUDITS_OF_TWO = {
