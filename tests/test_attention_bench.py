@@ -101,18 +101,22 @@ def test_tuned_configurations_are_what_the_sweep_found():
 
 
 def test_steps_that_tell_where_to_stand_aside_are_those_recorded():
-    """On one rank, at the middle of what they generate; none where vanilla itself was timed, or repeats lie apart."""
+    """On one rank, at the middle of what they generate; none where vanilla itself was timed, or repeats lie apart.
+
+    A setting that lost may have been timed again since, standing aside: what it lost is told here alone.
+    """
     read = {name: results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels")}
     table = endtoend.gpu_steps(*read.values()).query("mode == 'stage'")
     steps = attention_bench.by_shape(table)[[*attention_bench.KEYS, "ratio", "steady"]]
     used = pd.read_csv(paths.DATA / "attention" / "h200_steps.csv")
     both = used.merge(steps, how="outer", on=attention_bench.KEYS, indicator=True, suffixes=("", "_recorded"))
     assert set(both._merge) == {"both", "right_only"}
-    assert (both.ratio == both.ratio_recorded.round(4))[both._merge == "both"].all()
-    alone = both[(both._merge == "right_only") & both.steady]
-    assert (
-        len(used) > 100 and set(alone.context) == {8240} and alone.ratio_recorded.round(4).between(0.995, 1.005).all()
-    )
+    other = both[both.ratio != both.ratio_recorded.round(4)]
+    again, alone = other[other._merge == "both"], other[other._merge == "right_only"]
+    assert (again.ratio >= 1).all() and len(again) == 1
+    aside = pd.concat([again, alone[alone.steady]])
+    assert set(aside.context) == {8240} and aside.ratio_recorded.round(4).between(0.995, 1.005).all()
+    assert len(used) - len(again) > 170
 
 
 def swept(times: dict[int, float], vanilla: float = 100.0) -> pd.DataFrame:

@@ -68,7 +68,8 @@ STEPS = {
 }
 """72,000 MiB hold all but 64 prompts of 8k of 32 KV heads."""
 STEPS_OF_TWO = {
-    f"steps-k8-{heads}-tp2": steps(shape, 8, "cow,stage", 36000, "--tp", "2", "--profile")
+    f"steps-k8-{heads}{ending}-tp2": steps(shape, 8, "cow,stage", 36000, "--tp", "2", *dtype, "--profile")
+    for ending, dtype in CACHES.items()
     for heads, shape in SHAPES.items()
 }
 AUDITED = ["--audit", "--num-prompts", "16", "--batches", "1,4,16", "--random-prompts", "512", "--repeats", "3"]
