@@ -90,9 +90,14 @@ def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode
     """Draw grouped bars of `frame[y]` over `frame[x]`, one bar a mode in its look.
 
     Several rows of one group are drawn as their median with the range from least to greatest as a whisker.
+
+    Raises:
+        ValueError: more series than looks, so that two would be taken for one.
     """
     groups = sorted(frame[x].unique())
     series = ordered(frame[by].unique())
+    if len([name for name in series if name not in LOOK]) > len(OTHER):
+        raise ValueError(f"{len(series)} series have {len(OTHER)} looks: draw them in several panels")
     width = 0.8 / len(series)
     for n, name in enumerate(series):
         look = LOOK.get(name) or Look(name, OTHER[n % len(OTHER)], "D", "-", HATCHES[n % len(HATCHES)])

@@ -29,9 +29,9 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     points = points.sort_values([name for name in ("tp", "kv_heads", "kv_cache_dtype", "k") if name in points])
     panels = list(points.groupby(["cache", "k"], sort=False))
     prompts, batches = sorted(points["prompt"].unique()), sorted(points["batch"].unique())
-    columns = min(2, len(panels))
+    columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    size = (plot.TWO_COLUMNS if columns > 1 else plot.COLUMN, 0.7 + 1.5 * lines)
+    size = (plot.TWO_COLUMNS if columns > 1 else plot.COLUMN, 0.7 + 1.4 * lines)
     fig, axes = plot.figure(*size, nrows=lines, ncols=columns, sharex=True, sharey=True, squeeze=False)
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
@@ -92,14 +92,19 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
 
 
 def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:
-    """Draw the share of a step that the paged write takes, by batch, KV heads and TP."""
+    """Draw the share of a step that the paged write takes, by batch, KV heads and cache, a panel for each TP."""
     rows = frame[frame["metric"] == "kv_write_share"].copy()
-    rows["cache"] = _caches(rows, ", ")
+    rows["cache"] = _caches(rows.drop(columns="tp"), ", ")
     rows["percent"] = 100 * rows["value"]
-    fig, ax = plot.figure()
-    plot.bars(ax, rows, x="batch", y="percent", by="cache")
-    ax.set(xlabel="batch", ylabel="% of a step", ylim=(0, None))
-    plot.legend(ax)
+    panels = list(rows.groupby("tp"))
+    fig, axes = plot.figure(height=0.8 + 1.4 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False)
+    for ax, (tp, panel) in zip(axes.flat, panels, strict=True):
+        plot.bars(ax, panel, x="batch", y="percent", by="cache")
+        ax.set_ylabel("% of a step")
+        if len(panels) > 1:
+            ax.set_title(f"TP={tp}")
+    axes.flat[-1].set(xlabel="batch", ylim=(0, None))
+    plot.legend(axes.flat[0])
     caption = (
         "Share of a speculative step in vanilla vLLM that its paged write of keys and values takes on the GPU: the "
         f"most that any mode could save by not writing. Run {plot.runs_of(rows)}."

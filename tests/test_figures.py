@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -124,6 +125,27 @@ def test_the_write_share_is_drawn_in_percent(tmp_path: Path, share: pd.DataFrame
     data = pd.read_csv(step_figures.write_share(tmp_path, share).with_suffix(".csv"))
     assert data["percent"].tolist() == pytest.approx([12.8, 0.8, 51.2, 3.2])
     assert data["cache"].unique().tolist() == ["8 KV heads", "32 KV heads"]
+
+
+def test_no_two_series_of_bars_look_alike() -> None:
+    fig, ax = plot.figure()
+    frame = pd.DataFrame({"batch": 1, "value": 1.0, "cache": [f"cache {n}" for n in range(7)]})
+    plot.bars(ax, frame[:6], x="batch", by="cache")
+    with pytest.raises(ValueError, match="several panels"):
+        plot.bars(ax, frame, x="batch", by="cache")
+    plot.close(fig)
+
+
+def test_the_write_share_has_a_panel_for_each_tp(tmp_path: Path, share: pd.DataFrame, monkeypatch) -> None:
+    """As many caches as are recorded, none clipped."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "save", lambda fig, *_: drawn.append(fig))
+    step_figures.write_share(tmp_path, results.read_table("kv_write_share", paths.RECORDED))
+    axes = drawn[0].axes
+    assert [ax.get_title() for ax in axes] == ["TP=1", "TP=2"]
+    for ax in axes:
+        bars = [patch.get_height() for patch in ax.patches]
+        assert len(bars) == 4 * 4 and min(bars) > 0 and max(bars) < ax.get_ylim()[1]
 
 
 def test_no_measured_point_is_hidden(tmp_path: Path, swept: pd.DataFrame) -> None:
