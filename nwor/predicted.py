@@ -16,6 +16,7 @@ from nwor.traffic import Shape, Window, served_traffic, step_traffic
 
 NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not tell one setting from another."""
+COUNTS = ["windows", "draft_tokens", "accepted_tokens"]
 
 
 def against_measured(
@@ -47,14 +48,14 @@ def against_measured(
         ValueError: a model is unknown, or vanilla's steps or counts are missing; the message says which.
     """
     setting = [column for column in bench if column not in NO_SETTING]
-    runs = bench[bench["metric"].isin(["step_ms", "windows", "draft_tokens", "accepted_tokens"])]
+    runs = bench[bench["metric"].isin(["step_ms", *COUNTS])]
     points = []
     for values, part in runs.groupby(setting, dropna=False, sort=False):
         where = dict(zip(setting, values, strict=True))
         vanilla = part[part["mode"] == "off"]
         steps = _medians(vanilla)
-        count = {metric: float(vanilla.loc[vanilla["metric"] == metric, "value"].sum()) for metric in set(runs.metric)}
-        if steps.empty or not count.get("windows"):
+        count = vanilla.groupby("metric")["value"].sum().reindex(COUNTS, fill_value=0.0)
+        if steps.empty or not count["windows"]:
             raise ValueError(f"{where}: mode off has no step times or no windows, and all others are held against it")
         number = int((vanilla["metric"] == "step_ms").sum())
         requests, drafts = count["windows"] / number, count["draft_tokens"] / number
