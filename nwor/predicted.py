@@ -17,6 +17,7 @@ from nwor.traffic import Shape, Window, served_traffic, step_traffic
 NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not tell one setting from another."""
 COUNTS = ["windows", "draft_tokens", "accepted_tokens"]
+"""Metrics that tell the mean window of a step."""
 
 
 def against_measured(

@@ -97,9 +97,11 @@ def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     rows["cache"] = _caches(rows.drop(columns="tp"), ", ")
     rows["percent"] = 100 * rows["value"]
     panels = list(rows.groupby("tp"))
+    # In all panels: else a cache would have another look where one is missing, and a batch another place.
+    bars = rows[["cache"]].drop_duplicates().merge(rows[["batch"]].drop_duplicates(), how="cross")
     fig, axes = plot.figure(height=0.8 + 1.4 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False)
     for ax, (tp, panel) in zip(axes.flat, panels, strict=True):
-        plot.bars(ax, panel, x="batch", y="percent", by="cache")
+        plot.bars(ax, bars.merge(panel, how="left"), x="batch", y="percent", by="cache")
         ax.set_ylabel("% of a step")
         if len(panels) > 1:
             ax.set_title(f"TP={tp}")

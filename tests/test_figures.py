@@ -136,16 +136,35 @@ def test_no_two_series_of_bars_look_alike() -> None:
     plot.close(fig)
 
 
-def test_the_write_share_has_a_panel_for_each_tp(tmp_path: Path, share: pd.DataFrame, monkeypatch) -> None:
+@pytest.fixture
+def drawn(monkeypatch) -> list[Any]:
+    """Figures that would have been saved."""
+    found: list[Any] = []
+    monkeypatch.setattr(plot, "save", lambda fig, *_: found.append(fig))
+    return found
+
+
+def test_the_write_share_has_a_panel_for_each_tp(tmp_path: Path, drawn: list[Any]) -> None:
     """As many caches as are recorded, none clipped."""
-    drawn: list[Any] = []
-    monkeypatch.setattr(plot, "save", lambda fig, *_: drawn.append(fig))
     step_figures.write_share(tmp_path, results.read_table("kv_write_share", paths.RECORDED))
     axes = drawn[0].axes
     assert [ax.get_title() for ax in axes] == ["TP=1", "TP=2"]
     for ax in axes:
         bars = [patch.get_height() for patch in ax.patches]
         assert len(bars) == 4 * 4 and min(bars) > 0 and max(bars) < ax.get_ylim()[1]
+
+
+def test_a_cache_looks_the_same_in_every_panel(tmp_path: Path, share: pd.DataFrame, drawn: list[Any]) -> None:
+    """Over two ranks one of the caches was not measured, and one of the batches."""
+    two = share[(share.kv_heads == 8) & (share.batch != share.batch.min())].assign(tp=2)
+    step_figures.write_share(tmp_path, pd.concat([share.assign(tp=1), two], ignore_index=True))
+    one, other = (
+        {bars.get_label(): bars for bars in ax.containers if bars.get_label()[0] != "_"} for ax in drawn[0].axes
+    )
+    assert one.keys() == other.keys() == {"8 KV heads", "32 KV heads"}
+    for label, bars in one.items():
+        assert bars[0].get_facecolor() == other[label][0].get_facecolor()
+        assert [bar.get_x() for bar in bars] == [bar.get_x() for bar in other[label]]
 
 
 def test_no_measured_point_is_hidden(tmp_path: Path, swept: pd.DataFrame) -> None:
