@@ -10,6 +10,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-dep
 TORCH := $(shell sed -n 's/^torch==//p' requirements/cpu.lock)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 IMAGE ?= nwor
+WHEEL_CUDA := $(NWOR_CUDA)
 # The lock's torch is the CPU build: CUDA kernels would take a minute to build and could not run beside it.
 export NWOR_CUDA ?= 0
 SOURCES := $(shell find kernels -type f 2>/dev/null)
@@ -17,7 +18,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup reproduce test check lab figures doctor kernels image shell clean need-python need-cxx need-docker
+.PHONY: help setup reproduce test check lab figures doctor kernels wheel image shell clean need-python need-cxx need-docker
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,10 +29,11 @@ setup: $(VENV)/.stamp ## make .venv from the exact lock and build the extension
 reproduce: setup ## run every notebook on the CPU, print the table of claims, leave results/<run>/; RESUME=<run> goes on
 	$(BIN)/python -m nwor walk $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))
 
-test: setup ## ruff, mypy and the tests that need no GPU
+test: setup $(VENV)/.interpreter ## ruff, mypy and the tests that need no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -n 2 tests/test_gpu_attention.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 lab: setup ## open JupyterLab on the notebooks
@@ -46,8 +48,13 @@ doctor: setup ## print the environment, the operators and the modes that can run
 kernels: $(VENV)/.packages need-cxx ## rebuild the extension alone
 	$(BIN)/python setup.py build_ext --inplace
 
+wheel: $(VENV)/.packages need-cxx ## build dist/*.whl, with CUDA where nvcc is found (NWOR_CUDA=0 leaves it out)
+	@rm -rf build/lib.* build/bdist.*
+	NWOR_CUDA='$(WHEEL_CUDA)' $(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
+
 image: need-docker ## build the GPU container
-	docker build -t $(IMAGE) .
+	docker build -t $(IMAGE) --build-arg UID=$(shell id -u | sed 's/^0$$/1000/') .
 
 shell: need-docker ## open a shell in the GPU container, on this checkout
 	@docker image inspect $(IMAGE) >/dev/null 2>&1 || { echo 'no image "$(IMAGE)": run `make image` first' >&2; exit 1; }
@@ -55,7 +62,7 @@ shell: need-docker ## open a shell in the GPU container, on this checkout
 	docker run --rm -it --gpus all --ipc=host -v "$(CURDIR)":/home/nwor/nwor $(IMAGE) bash
 
 clean: ## remove the environment and everything built; results stay
-	rm -rf $(VENV) build *.egg-info nwor/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info nwor/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find nwor tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- the environment -----------------------------------------------------------------------------------------------
@@ -91,6 +98,13 @@ $(VENV)/.packages: requirements/cpu.lock | need-python
 	@grep -v '^torch==' requirements/cpu.lock > $(VENV)/lock-without-torch
 	@$(INSTALL) -r $(VENV)/lock-without-torch
 	@$(BIN)/python -c 'import torch'
+	@touch $@
+
+# Only the tests need it, and vLLM must not see it: see the lock.
+$(VENV)/.interpreter: requirements/interpreter.lock $(VENV)/.packages
+	@echo 'Triton'"'"'s interpreter, of requirements/interpreter.lock (0.7 GB)'
+	@rm -rf $(VENV)/interpreter
+	@$(INSTALL) --target $(VENV)/interpreter -r $<
 	@touch $@
 
 $(VENV)/.stamp: $(VENV)/.packages pyproject.toml setup.py $(SOURCES) | need-cxx

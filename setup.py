@@ -102,4 +102,8 @@ def operators() -> Extension:
     )
 
 
-setup(ext_modules=[operators()], cmdclass={"build_ext": BuildOperators})
+setup(
+    ext_modules=[operators()],
+    cmdclass={"build_ext": BuildOperators},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},  # the library knows torch's stable ABI and no Python at all
+)

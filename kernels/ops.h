@@ -49,7 +49,7 @@ struct AllLayersArgs {
   Window window;  // when logging without num_rejected, kept and counts
 };
 
-// Which rows of a batch a window is to hold. Without staging_rows the drafts, with it every row of a verify query.
+// Which rows of a batch a window is to hold: the drafts; with staging_rows those of verify queries alone.
 struct OpenArgs {
   const int32_t* query_start_loc;  // [num_requests + 1]
   const int32_t* cu_num_logits;    // [num_requests + 1]
@@ -64,7 +64,7 @@ struct OpenArgs {
 
 // The rows [end - held, end) of the batch.
 struct Hold {
-  int64_t end, held, drafts;
+  int64_t end, held;
   bool falls_back;
 };
 
@@ -72,10 +72,10 @@ NWOR_HD inline Hold hold_of(const OpenArgs& a, int request) {
   const int64_t begin = a.query_start_loc[request], end = a.query_start_loc[request + 1];
   const int64_t logits = int64_t{a.cu_num_logits[request + 1]} - a.cu_num_logits[request], rows = end - begin;
   const bool sane = 0 <= begin && begin <= end && end <= a.num_tokens;
-  if (!sane || logits <= 1 || (a.staging_rows && logits != rows)) return {end, 0, 0, false};
-  const int64_t held = a.staging_rows ? logits : logits - 1;
-  if (held > a.width || held > rows) return {end, 0, 0, true};
-  return {end, held, logits - 1, false};
+  if (!sane || logits <= 1 || (a.staging_rows && logits != rows)) return {end, 0, false};
+  const int64_t drafts = logits - 1;
+  if (drafts > a.width || drafts > rows) return {end, 0, true};
+  return {end, drafts, false};
 }
 
 namespace cpu {

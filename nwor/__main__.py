@@ -12,6 +12,7 @@ COMMANDS = {
     "figures": ("nwor.figures", "redraw the paper figures"),
     "bench": ("nwor.bench", "run one engine configuration and write its results"),
     "acceptance": ("nwor.acceptance", "count accepted drafts at many draft lengths, engines side by side"),
+    "tune": ("nwor.tune", "find the fastest configurations of stage's attention on this GPU"),
     "audit": ("nwor.audit", "prove that no uncommitted byte is left in the cache"),
     "pair": ("nwor.pair", "train the target and its EAGLE head, or write a random pair"),
 }

@@ -3,9 +3,9 @@
 
     python -m nwor acceptance --run-dir results/acceptance
 
-One engine a draft length, all up at once: side by side on a GPU, in turns on a CPU. As it stands the command counts at
-scale, and is meant for a GPU; notebook 03 asks for less. What is written are counts: windows, drafts, accepted drafts,
-and the windows in which the draft at each position was accepted, of every pass.
+One engine a draft length, all up at once: side by side on a GPU, on a CPU as many as have cores of their own. As it
+stands the command counts at scale, and is meant for a GPU; notebook 03 asks for less. What is written are counts:
+windows, drafts, accepted drafts, and the windows in which the draft at each position was accepted, of every pass.
 
 Survival at position i is the share of windows in which the drafts 0 to i were all accepted: the count that vLLM
 exports as ``spec_decode_num_accepted_tokens_per_pos`` over its number of windows.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,7 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[str]) -> tuple[list[di
         ValueError: no prompt, or one that does not fit beside `max_tokens` and a window.
     """
     from nwor import bench, bench_table
+    from nwor.bench import say
     from nwor.engine import Engine, on_cpu
 
     if plan.num_prompts > len(prompts) or not prompts:
@@ -90,11 +92,15 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[str]) -> tuple[list[di
     prompts = prompts[: plan.num_prompts or None]
     with ExitStack() as stack:
         engines = {
-            k: stack.enter_context(Engine(replace(spec, k=k), bench.settings_of("off", audit=False))) for k in plan.ks
+            k: stack.enter_context(
+                Engine(replace(spec, k=k), bench.settings_of("off", audit=False), core=core * spec.tp)
+            )
+            for core, k in enumerate(plan.ks)
         }
         ranks = {}
         for k, engine in engines.items():
             engine.wait()
+            say(f"k={k}: engine up")
             ranks[k] = engine.report()
             bench.require_served("off", ranks[k])
         tokens = chat_turns(spec.model, prompts) if plan.chat else engines[plan.ks[0]].encode(prompts)
@@ -107,13 +113,15 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[str]) -> tuple[list[di
 
         def passes(k: int) -> list[dict[str, Any]]:
             rows = []
-            for temperature, repeat, seed in plan.passes(spec.seed):
+            for number, (temperature, repeat, seed) in enumerate(plan.passes(spec.seed), 1):
+                say(f"k={k}: pass {number} of {len(plan.passes(spec.seed))}, temperature {temperature:g}")
                 done = engines[k].generate(tokens, plan.max_tokens, temperature, seed, sampling=until)
                 common = {"mode": "off", "k": k, "temperature": temperature, "repeat": repeat, "seed": seed}
                 rows += [{**common, **row} for row in bench_table.measured(done) if row["metric"] in COUNTS]
             return rows
 
-        with ThreadPoolExecutor(1 if on_cpu() else len(engines)) as pool:
+        at_once = max(1, len(os.sched_getaffinity(0)) // spec.tp) if on_cpu() else len(engines)
+        with ThreadPoolExecutor(at_once) as pool:
             rows = list(itertools.chain.from_iterable(pool.map(passes, engines)))
     return rows, {"ranks": ranks}
 
@@ -298,9 +306,9 @@ def main(argv: list[str] | None = None) -> int:
     pair_of = {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE)}
     # With a cache of a given size engines start side by side, and none asks for much of the GPU to be free.
     size = {"batch": 64, "max_num_batched_tokens": 8192, "kv_cache_memory": 1024, "gpu_memory_utilization": 0.1}
-    bench.add_fields(parser, EngineSpec, pair_of | size, skip=("k",))
+    bench.add_fields(parser, EngineSpec, pair_of | size | {"dtype": ""}, skip=("k",))
     bench.add_fields(parser, Plan, {}, skip=("temperatures",))
-    given = vars(parser.parse_args(argv))
+    given = vars(bench.suit(parser.parse_args(argv)))
     temperatures = tuple(float(value) for value in given["temperature"].split(","))
     spec, plan = bench.from_options(EngineSpec, given), bench.from_options(Plan, given | {"temperatures": temperatures})
     rows, report = count(spec, plan, pair.load_prompts(given["prompts"]))

@@ -2,7 +2,8 @@
 """Time of one layer's verify attention and write on a GPU, beside what vLLM does in the same place.
 
     python -m nwor.attention_bench --out results/attention
-    python -m nwor.attention_bench --sweep data/attention/h200.json
+
+and the sweep of `python -m nwor tune`, which finds the configurations that are taken.
 
 Each sample is one replay of a CUDA graph after a read of 256 MiB, as a layer's weights are read before its attention;
 what is compared is sampled in turns. Every request has k + 1 rows (a token and k drafts) behind `context` positions in
@@ -40,14 +41,22 @@ import pandas as pd
 import torch
 
 from nwor import results
-from nwor.attention_configs import LARGEST_APART, Config, division, row_tiles
+from nwor.attention_configs import (
+    H200,
+    LARGEST_APART,
+    Config,
+    Device,
+    division,
+    next_power_of_2,
+    row_tiles,
+    shrunk,
+)
 from nwor.attention_windows import BATCHES, HEAD_SIZE, KEYS, LAYERS, Shape, Windows, weights
 from nwor.kernel_bench import Timer, compact, empty
 
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 SWEPT = (560, 2096, 8240)  # no multiples of a tile, as most are not
-FILLED = 128  # programs that fill a GPU of 132 multiprocessors: splits are combined by powers of 2
 NOISE = 1.02  # two medians of a sweep that are no further apart are called equal when configurations are chosen
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 LOST, LAUNCH = 0.98, 1.2
@@ -60,11 +69,11 @@ candidates is less fast when it is measured again, and in a step a launch takes 
 
 def shapes(
     heads: Iterable[tuple[int, int]] = HEADS, batches: Iterable[int] = BATCHES, contexts: Iterable[int] = CONTEXTS,
-    caches: Iterable[str] = CACHES, ks: Iterable[int] = (8,),
+    caches: Iterable[str] = CACHES, ks: Iterable[int] = (8,), head_size: int = HEAD_SIZE,
 ) -> list[Shape]:  # fmt: skip
     """Every shape of the grid."""
     return [
-        Shape(*pair, batch, context, cache, k)
+        Shape(*pair, batch, context, cache, k, head_size)
         for k, cache, pair, batch, context in itertools.product(ks, caches, heads, batches, contexts)
     ]
 
@@ -125,29 +134,43 @@ def ratio(found: list[dict[str, Any]]) -> str:
 # -- the sweep -----------------------------------------------------------------------------------------------------
 
 
-def kernels(shape: Shape) -> list[Config]:
+def kernels(shape: Shape, device: Device = H200) -> list[Config]:
     """The binaries that are tried: tiles, warps, stages, bounds of registers, warps apart; whole and split."""
-    most = (2, 3) if shape.element == 1 else (2,)  # what fits into shared memory
+    most = (2, 3) if shape.element == 1 else (2,)
+    rows, width = rows_of(shape, device)[0], next_power_of_2(shape.head_size)
     kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
     found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
     if shape.heads == shape.kv_heads:
         found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
-    if row_tiles(shape.query, shape.group)[0] * HEAD_SIZE <= LARGEST_APART:
+    if rows * width <= LARGEST_APART:
         few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
         found += [Config(tile, warps, stage, apart=True) for tile, warps, stage in few]
+    found = list(dict.fromkeys(shrunk(kernel, rows, shape.head_size, shape.element, device) for kernel in found))
     return [replace(kernel, splits=splits) for splits in (1, 2) for kernel in found]
 
 
-def programs(shape: Shape) -> int:
+def rows_of(shape: Shape, device: Device) -> tuple[int, int]:
+    """Packed rows of a tile, and tiles of a window and KV head."""
+    return row_tiles(shape.query, shape.group, device.largest_tile(shape.head_size))
+
+
+def programs(shape: Shape, device: Device) -> int:
     """How many there are without splits."""
-    return shape.batch * shape.kv_heads * row_tiles(shape.query, shape.group)[1]
+    return shape.batch * shape.kv_heads * rows_of(shape, device)[1]
 
 
-def divisions(shape: Shape, kernel: Config, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)) -> list[Config]:
+def filled(device: Device) -> int:
+    """Programs that fill the device: splits are combined by powers of 2."""
+    return 1 << (device.multiprocessors.bit_length() - 1)
+
+
+def divisions(
+    shape: Shape, kernel: Config, device: Device = H200, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)
+) -> list[Config]:
     """The kernel with every worthwhile number of splits and of tiles that one has at least."""
     if kernel.splits == 1:
         return [kernel]
-    splits = {2} | {int(fill * FILLED / programs(shape)) for fill in (0.5, 1, 2)}
+    splits = {2} | {int(fill * filled(device) / programs(shape, device)) for fill in (0.5, 1, 2)}
     return [
         replace(kernel, splits=number, least=positions // kernel.tile)
         for number in sorted(splits & set(range(2, 65)))
@@ -156,11 +179,11 @@ def divisions(shape: Shape, kernel: Config, least: Sequence[int] = (64, 128, 256
     ]
 
 
-def filling(shape: Shape, kernel: Config) -> Config:
+def filling(shape: Shape, kernel: Config, device: Device = H200) -> Config:
     """The kernel as it is, or, if it is to be split, with as many splits as fill the GPU once."""
     if kernel.splits == 1:
         return kernel
-    splits = min(64, max(2, FILLED // programs(shape)))
+    splits = min(64, max(2, filled(device) // programs(shape, device)))
     return replace(kernel, splits=splits, least=128 // kernel.tile)
 
 
@@ -185,12 +208,16 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
     `vanilla` is, in the same turns, the time of vLLM's faster backend with its write, as vLLM calls them.
     First every kernel, whole and in some splits; then the fastest few of each kind with every division of the prefix.
     """
-    kinds = {(s.heads, s.kv_heads, s.cache, s.k): kernels(s) for s in chosen}
+    device = Device.of("cuda")
+    kinds = {(s.heads, s.kv_heads, s.cache, s.k): kernels(s, device) for s in chosen}
     jobs, known = {replace(shape, context=0): list[Config]() for shape in chosen}, set()
     for shape, configs in jobs.items():
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
-            for config in divisions(shape, kernel, (512,)):
-                combined = division(config.splits, programs(shape), shape.query * shape.group, HEAD_SIZE, 132)[1:]
+            for config in divisions(shape, kernel, device, (512,)):
+                rows = shape.query * shape.group
+                combined = division(
+                    config.splits, programs(shape, device), rows, shape.head_size, device.multiprocessors
+                )[1:]
                 binary = (
                     shape.group,
                     shape.query,
@@ -205,12 +232,13 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
     timer, found = Timer(clean=True), []
 
     def time(shape: Shape, windows: Windows, configs: list[Config]) -> None:
-        calls = {"empty": empty, "flash": windows.flash(32), "triton": windows.triton()}
+        backends = windows.vanilla()
+        calls = {"empty": empty, **backends}
         calls |= {str(n): windows.nwor(config) for n, config in enumerate(configs)}
         frame = pd.DataFrame(timer.sample(calls, repeats), columns=["op", "repeat", "value"])
         medians = frame.groupby("op")["value"].median()
         medians -= medians["empty"]
-        vanilla = medians[["flash", "triton"]].min()
+        vanilla = medians[[*backends]].min()
         for n, config in enumerate(configs):
             value = medians[str(n)] if medians[str(n)] > 0 else math.nan  # not above the empty kernel: disturbed
             found.append(asdict(shape) | asdict(config) | {"value": value, "vanilla": vanilla})
@@ -218,7 +246,7 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
     for key, same in itertools.groupby(chosen, key=lambda s: (s.heads, s.kv_heads, s.cache, s.k)):
         for _, contexts in itertools.groupby(same, key=lambda s: s.batch):
             everywhere = list(contexts)
-            first = [filling(everywhere[0], kernel) for kernel in kinds[key]]
+            first = [filling(everywhere[0], kernel, device) for kernel in kinds[key]]
             for shape in everywhere:
                 time(shape, Windows(shape), first)
             frame = pd.DataFrame(found[-len(first) * len(everywhere) :])
@@ -226,14 +254,14 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
             second = []
             for split in (False, True):
                 ranked = [n for n in logs.argsort() if (first[n].splits > 1) == split]
-                second += [config for n in ranked[:3] for config in divisions(everywhere[0], first[n])]
+                second += [config for n in ranked[:3] for config in divisions(everywhere[0], first[n], device)]
             for shape in everywhere:
                 time(shape, Windows(shape), second)
                 print(min(found[-len(second) :], key=lambda row: row["value"]), flush=True)
     return pd.DataFrame(found)
 
 
-def best(swept: pd.DataFrame, steps: pd.DataFrame | None = None) -> list[dict[str, Any]]:
+def best(swept: pd.DataFrame, steps: pd.DataFrame | None = None, head_size: int = HEAD_SIZE) -> list[dict[str, Any]]:
     """Of each (heads, batch, cache, k) the configuration that loses least where it loses most.
 
     What it loses at a context is its time over that of the fastest there: one configuration serves all contexts, since
@@ -244,6 +272,7 @@ def best(swept: pd.DataFrame, steps: pd.DataFrame | None = None) -> list[dict[st
     Args:
         steps: `ratio` of a whole step with the kernel to vanilla's, by the columns of a shape on one rank: a layer
             alone is not timed under the load of a step, which moves the clock.
+        head_size: of all that was swept.
     """
     knobs, found = {name: type(value) for name, value in asdict(Config()).items()}, []
     of_steps: dict[Any, list[int]] = {}
@@ -261,7 +290,7 @@ def best(swept: pd.DataFrame, steps: pd.DataFrame | None = None) -> list[dict[st
         slow = times.columns[times.loc[chosen] > (LOST * vanilla).clip(upper=vanilla - LAUNCH)]
         contexts = [*slow, *of_steps.get(key, [])]
         shape = Shape(heads, kv_heads, batch, 0, cache, k)
-        entry = {"cache_bytes": shape.element, "query": shape.query, "group": shape.group, "head_size": HEAD_SIZE}
+        entry = {"cache_bytes": shape.element, "query": shape.query, "group": shape.group, "head_size": head_size}
         entry |= {"programs": batch * kv_heads, "slower_from": int(min(contexts, default=0))}
         found.append(entry | {name: kind(value) for (name, kind), value in zip(knobs.items(), chosen, strict=True)})
     return found
@@ -290,8 +319,7 @@ def by_shape(steps: pd.DataFrame) -> pd.DataFrame:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nwor.attention_bench", description="Time the verify attention.")
-    parser.add_argument("--out", type=Path, help="folder for attention.parquet and what made it")
-    parser.add_argument("--sweep", type=Path, help="tune instead, and write the best configurations to this JSON file")
+    parser.add_argument("--out", type=Path, required=True, help="folder for attention.parquet and what made it")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--caches", default=",".join(CACHES))
     parser.add_argument("--heads", default=",".join(f"{q}x{kv}" for q, kv in HEADS), help="query heads x KV heads")
@@ -300,19 +328,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no NVIDIA GPU here; the recorded results are in data/recorded")
-    if not (options.out or options.sweep):
-        parser.error("--out says where the results go")
     pairs = [(int(q), int(kv)) for q, kv in (pair.split("x") for pair in options.heads.split(","))]
     batches, ks = ([int(number) for number in text.split(",")] for text in (options.batches, options.ks))
-    chosen = shapes(pairs, batches, SWEPT if options.sweep else CONTEXTS, options.caches.split(","), ks)
-    if options.sweep:
-        swept = sweep(chosen, min(options.repeats, 7))
-        measured = options.sweep.with_name(f"{options.sweep.stem}_steps.csv")
-        steps = pd.read_csv(measured) if measured.exists() else None
-        text = {"gpu": torch.cuda.get_device_name(), "configurations": best(swept, steps)}
-        results.write_json(options.sweep, text)
-        results.write_table(options.sweep.with_name(f"{options.sweep.stem}_sweep.parquet"), swept)
-        return 0
+    chosen = shapes(pairs, batches, CONTEXTS, options.caches.split(","), ks)
     times = measure(chosen, options.repeats)
     results.write_table(options.out / "attention.parquet", compact(times))
     results.write_provenance(options.out / "attention.parquet", vars(options))

@@ -32,6 +32,7 @@ class Shape:
     context: int
     cache: str = "bf16"
     k: int = 8
+    head_size: int = HEAD_SIZE
 
     @property
     def query(self) -> int:
@@ -50,13 +51,13 @@ class Shape:
     @property
     def bytes(self) -> int:
         """What has to move: prefix and query read, new rows read and stored, output written."""
-        row = self.kv_heads * 2 * HEAD_SIZE
-        query = self.query * self.heads * HEAD_SIZE * (self.element + 2)
+        row = self.kv_heads * 2 * self.head_size
+        query = self.query * self.heads * self.head_size * (self.element + 2)
         return self.batch * (self.context * row * self.element + self.query * row * (2 + self.element) + query)
 
 
-KEYS = list(Shape.__dataclass_fields__)
-"""Columns that tell a shape in a table."""
+KEYS = [name for name in Shape.__dataclass_fields__ if name != "head_size"]
+"""Columns that tell a shape in a table; all shapes of a table have heads of one size."""
 
 
 class Windows:
@@ -75,23 +76,24 @@ class Windows:
         table = torch.randperm(batch * pages, device="cuda", generator=generator).view(batch, pages)
         self.block_table = torch.zeros(batch, 1024, dtype=torch.int32, device="cuda")  # room for 16k positions
         self.block_table[:, :pages] = table
-        self.qkv = random(tokens, shape.heads + 2 * shape.kv_heads, HEAD_SIZE).bfloat16()
+        self.qkv = random(tokens, shape.heads + 2 * shape.kv_heads, shape.head_size).bfloat16()
         query, self.key, self.value = self.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
         self.query = query.to(torch.float8_e4m3fn) if self.fp8 else query
-        self.output = torch.empty(tokens, shape.heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
+        self.output = torch.empty(tokens, shape.heads, shape.head_size, dtype=torch.bfloat16, device="cuda")
         self.query_start_loc = torch.arange(0, tokens + 1, shape.query, dtype=torch.int32, device="cuda")
         self.seq_lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
         positions = torch.arange(shape.context, length, device="cuda")
         self.slots = (table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
-        self.nowhere = torch.full_like(self.slots, -1)
-        self.rows = torch.arange(tokens, device="cuda")
+        draft = torch.arange(tokens, device="cuda") % shape.query > 0
+        self.page_slots = self.slots.masked_fill(draft, -1)
+        self.staging_rows = torch.where(draft, draft.cumsum(0) - 1, -1)
         self.one = torch.ones(1, device="cuda")
-        self.scale = HEAD_SIZE**-0.5
-        self.workspace = Workspace(max(BATCHES), shape.query, shape.heads, HEAD_SIZE, "cuda")
+        self.scale = shape.head_size**-0.5
+        self.workspace = Workspace(max(BATCHES), shape.query, shape.heads, shape.head_size, "cuda")
 
     def cache(self, blocks: int, generator: torch.Generator) -> Tensor:
         """[blocks, H, N, 2 * D] of random numbers around 1."""
-        size = (blocks, BLOCK_SIZE, self.shape.kv_heads, 2 * HEAD_SIZE)
+        size = (blocks, BLOCK_SIZE, self.shape.kv_heads, 2 * self.shape.head_size)
         if self.fp8:
             cache = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda", generator=generator)
             cache &= 0xBF  # numbers under 2
@@ -102,7 +104,7 @@ class Windows:
     def split_cache(self) -> tuple[Tensor, Tensor]:
         """Keys and values [blocks, N, H, D], as vLLM passes them."""
         cache = self.kv_cache.view(torch.float8_e4m3fn) if self.fp8 else self.kv_cache
-        keys, values = cache.transpose(1, 2).split(HEAD_SIZE, -1)
+        keys, values = cache.transpose(1, 2).split(self.shape.head_size, -1)
         return keys, values
 
     def nwor(self, config: Config | None = None) -> Call:
@@ -111,29 +113,39 @@ class Windows:
         return functools.partial(
             verify_attention, self.query, self.key, self.value, self.kv_cache, self.output,
             query_start_loc=self.query_start_loc, seq_lens=self.seq_lens, block_table=self.block_table,
-            page_slots=self.nowhere, staging=self.staging, staging_rows=self.rows, max_query_len=self.shape.query,
-            scale=self.scale, kv_cache_dtype="fp8" if self.fp8 else "auto", workspace=self.workspace, config=config,
+            page_slots=self.page_slots, staging=self.staging, staging_rows=self.staging_rows,
+            max_query_len=self.shape.query, scale=self.scale, kv_cache_dtype="fp8" if self.fp8 else "auto",
+            workspace=self.workspace, config=config,
             **dict.fromkeys(("q_scale", "k_scale", "v_scale"), self.one if self.fp8 else None),
         )  # fmt: skip
 
     def write(self) -> None:
         from vllm import _custom_ops
 
-        keys, values = self.kv_cache.transpose(1, 2).split(HEAD_SIZE, -1)
+        keys, values = self.kv_cache.transpose(1, 2).split(self.shape.head_size, -1)
         dtype = "fp8" if self.fp8 else "auto"
         _custom_ops.reshape_and_cache_flash(self.key, self.value, keys, values, self.slots, dtype, self.one, self.one)
 
     def flash(self, splits: int) -> Call:
-        """vLLM's write and FlashAttention 3; 32 splits mean at most, by a schedule as vLLM makes it for full graphs."""
-        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
+        """vLLM's write and FlashAttention 3; 32 splits mean at most, by a schedule as vLLM makes it for full graphs.
+
+        Where there is no FlashAttention 3, FlashAttention 2 with splits of its own choice.
+        """
+        from vllm.vllm_flash_attn.flash_attn_interface import (
+            flash_attn_varlen_func,
+            get_scheduler_metadata,
+            is_fa_version_supported,
+        )
 
         keys, values = self.split_cache()
         shape, longest = self.shape, self.block_table.shape[1] * BLOCK_SIZE
-        schedule = None
-        if splits == 32:
+        schedule, version = None, 3 if is_fa_version_supported(3) else 2
+        if version == 2:
+            splits = 0
+        elif splits == 32:
             schedule = get_scheduler_metadata(
                 batch_size=shape.batch, max_seqlen_q=self.shape.query, max_seqlen_k=longest, num_heads_q=shape.heads,
-                num_heads_kv=shape.kv_heads, headdim=HEAD_SIZE, cache_seqlens=self.seq_lens,
+                num_heads_kv=shape.kv_heads, headdim=self.shape.head_size, cache_seqlens=self.seq_lens,
                 qkv_dtype=self.query.dtype, cu_seqlens_q=self.query_start_loc, page_size=BLOCK_SIZE, causal=True,
                 window_size=(-1, -1), num_splits=splits,
             )  # fmt: skip
@@ -145,7 +157,7 @@ class Windows:
                 q=self.query, k=keys, v=values, out=self.output, cu_seqlens_q=self.query_start_loc,
                 max_seqlen_q=self.shape.query, seqused_k=self.seq_lens, max_seqlen_k=longest, softmax_scale=self.scale,
                 causal=True, block_table=self.block_table, scheduler_metadata=schedule, num_splits=splits,
-                fa_version=3, q_descale=descale, k_descale=descale, v_descale=descale,
+                fa_version=version, q_descale=descale, k_descale=descale, v_descale=descale,
             )  # fmt: skip
 
         return call
@@ -171,6 +183,13 @@ class Windows:
 
         return call
 
+    def vanilla(self) -> dict[str, Call]:
+        """vLLM's backends on this device, each with its write, by name; FlashAttention 2 takes no fp8 cache."""
+        from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+
+        flash = {} if self.fp8 and not is_fa_version_supported(3) else {"flash": self.flash(32)}
+        return {**flash, "triton": self.triton()}
+
     def calls(self) -> dict[str, Call]:
         """Everything that is compared, by name."""
         return {
@@ -190,14 +209,16 @@ class Windows:
         tokens, shape = len(self.qkv), self.shape
         hidden = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         after, rows = torch.empty_like(hidden), self.qkv.view(tokens, -1)
-        query, key, _ = rows.split([n * HEAD_SIZE for n in (shape.heads, shape.kv_heads, shape.kv_heads)], dim=1)
-        angles = torch.rand(shape.context + shape.query, HEAD_SIZE, device="cuda").bfloat16()
+        query, key, _ = rows.split(
+            [n * self.shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)], dim=1
+        )
+        angles = torch.rand(shape.context + shape.query, self.shape.head_size, device="cuda").bfloat16()
         positions = torch.arange(shape.context, len(angles), device="cuda").repeat(shape.batch)
 
         def run(attend: Call) -> None:
             for projection, output in layers:
                 torch.mm(hidden, projection, out=rows)
-                _custom_ops.rotary_embedding(positions, query, key, HEAD_SIZE, angles, True)
+                _custom_ops.rotary_embedding(positions, query, key, self.shape.head_size, angles, True)
                 if self.fp8:
                     self.query.copy_(query.view(self.query.shape))
                 attend()

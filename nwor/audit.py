@@ -60,7 +60,8 @@ class CacheAudit:
     def __init__(self, caches: Sequence[Tensor], packing: Tensor | None = None) -> None:
         self.caches, self.packing = caches, packing
         self.enabled = True
-        self._before: list[Tensor] = []
+        self._before = [torch.empty_like(cache) for cache in caches]
+        self._open = False
         self._starts: list[int] = []
         self._slots: list[int] = []
         for cache in caches:
@@ -94,7 +95,9 @@ class CacheAudit:
                 heads = torch.arange(bits.shape[1])
                 places = self.packing[offset].long()
                 chunks[block[:, None, None], heads[None, :, None], places[:, None, :]] = _MARK[cache.element_size()]
-        self._before = [cache.clone() for cache in self.caches]
+        for before, cache in zip(self._before, self.caches, strict=True):
+            before.copy_(cache)  # fresh memory in every step would cost more than the copy
+        self._open = True
 
     def after(self, num_rejected: Sequence[int]) -> None:
         """Judge the step: of each query all rows but the last `num_rejected` are to be written, and nothing else.
@@ -102,7 +105,7 @@ class CacheAudit:
         Args:
             num_rejected: [num_reqs].
         """
-        if not self._before:
+        if not self._open:
             raise ValueError("no step is open: call before() ahead of the forward")
         report, blocks, block_size = self.report, self.caches[0].shape[0], self.caches[0].shape[2]
         starts = self._starts
@@ -123,7 +126,7 @@ class CacheAudit:
             if dirty and len(self.examples) < _EXAMPLES:
                 self._explain(layer, (changed & ~kept).nonzero().flatten().tolist())
         report.steps += 1
-        self._before = []
+        self._open = False
 
     def _explain(self, layer: int, slots: list[int]) -> None:
         for slot in slots[: _EXAMPLES - len(self.examples)]:
@@ -137,11 +140,16 @@ class CacheAudit:
         """bool [num_blocks * N], the slots of one layer in which any byte differs."""
         blocks, heads, block_size, width = cache.shape
         bits = _SAME_SIZE[cache.element_size()]
-        changed = cache.view(bits) != before.view(bits)
+        now, then = cache.view(bits), before.view(bits)
+        # Few blocks change in a step: those alone are looked at slot by slot.
+        touched = (now != then).flatten(1).any(dim=1).nonzero().flatten()
+        different = now[touched] != then[touched]
         if self.packing is not None:
-            flat = changed.reshape(blocks, heads, block_size * width)
-            changed = flat[:, :, self.packing.flatten().long()].view(changed.shape)
-        return changed.any(dim=3).any(dim=1).flatten()
+            flat = different.reshape(len(touched), heads, block_size * width)
+            different = flat[:, :, self.packing.flatten().long()].view(different.shape)
+        changed = torch.zeros(blocks, block_size, dtype=torch.bool, device=cache.device)
+        changed[touched] = different.any(dim=3).any(dim=1)
+        return changed.flatten()
 
 
 def planted() -> AuditReport:
@@ -163,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     from nwor import bench
 
-    arguments = bench.parser("audit").parse_args(argv)
+    arguments = bench.suit(bench.parser("audit").parse_args(argv))
     spec, plan, prompts = bench.read(arguments, repeats=0, audit=True)
     _, report = bench.run(spec, plan, prompts)
     bad = 0

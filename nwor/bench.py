@@ -19,15 +19,16 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from nwor import clocks, pair, paths, results, shapes
+from nwor import clocks, machine, pair, paths, results, shapes
 from nwor.bench_table import counted, kernel_rows, measured, summary
 from nwor.engine import Engine, EngineSpec, Generation, on_cpu
-from nwor.parity import Parity, compare
+from nwor.parity import Parity, compare, near_tie
 from nwor.plan import Plan
 from nwor.settings import MODES, Settings
 from nwor.vllm.random_weights import FORMAT
 
 T = TypeVar("T")
+_BEGIN = time.monotonic()
 
 
 def run(
@@ -83,6 +84,11 @@ def run(
     return rows, report
 
 
+def say(doing: str) -> None:
+    """Print what begins or has ended, with the seconds since this process began: a notebook's cell shows it at once."""
+    print(f"{time.monotonic() - _BEGIN:6.1f} s  {doing}", flush=True)
+
+
 class Session:
     """The engines of a plan, all up, and the prompts that they take turns with.
 
@@ -96,6 +102,7 @@ class Session:
         self.engines = {mode: stack.enter_context(Engine(spec, settings_of(mode, plan.audit))) for mode in plan.modes}
         for mode, engine in self.engines.items():
             engine.wait()
+            say(f"{mode}: engine up")
             require_served(mode, engine.report())
         self.turns = [(turn, self.engines[turn.engine]) for turn in plan.turns]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -134,6 +141,7 @@ class Session:
             with turn.on(engine):
                 if turn.paused:
                     require_served("off", engine.report(), turn.engine)
+                say(f"{turn.name}: {len(prompts)} prompts, to be judged")
                 self.given[turn.name] = engine.generate(prompts, max_tokens, logprobs=logprobs)
             engine.stop_audit()
         for turn in self.plan.turns:
@@ -163,6 +171,7 @@ class Session:
             cut = self.cut(length, size)
             load = {"repeat": repeat, "temperature": temperature, **self.load(length, size)}
             for turn, engine in self.turns[:: -1 if repeat % 2 else 1]:
+                say(f"{turn.name}: {size} prompts, repeat {repeat + 1} of {plan.repeats}")
                 with turn.on(engine), clocks.watched(0 if on_cpu() else self.spec.tp) as seen:
                     generation = engine.generate(cut, plan.max_tokens, temperature, plan.seed + 1000 * repeat)
                 rows += [{**turn.columns, **load, **row} for row in [*measured(generation), *seen]]
@@ -213,8 +222,8 @@ def parser(command: str = "bench") -> argparse.ArgumentParser:
     made.add_argument("--shape", default="", help=f"random weights of a shape: {', '.join(shapes.SHAPES)}")
     made.add_argument("--run-dir", default="", help="folder to write to (default: a new one under results/)")
     made.add_argument("--name", default="bench", help="name of the table and report")
-    add_fields(made, EngineSpec, {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE)})
-    add_fields(made, Plan, {}, skip=("modes", "temperatures", "seed"))
+    add_fields(made, EngineSpec, {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE), "dtype": ""})
+    add_fields(made, Plan, {"logit_gap": 0.0}, skip=("modes", "temperatures", "seed"))
     return made
 
 
@@ -243,8 +252,25 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(value) for value in text.split(",") if value)
 
 
+def suit(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The same options with a dtype for this machine, which is said, where none was asked for.
+
+    Raises:
+        SystemExit: with code 2, and one line on stderr, where vLLM has no cache of the dtype asked for here.
+    """
+    if refused := machine.refuse_cache(arguments.kv_cache_dtype):
+        print(f"--kv-cache-dtype {arguments.kv_cache_dtype}: {refused}", file=sys.stderr)
+        raise SystemExit(2)
+    if not arguments.dtype:
+        print(f"dtype {machine.summary()}", flush=True)
+    return argparse.Namespace(**{**vars(arguments), "dtype": machine.model_dtype(arguments.dtype)})
+
+
 def read(arguments: argparse.Namespace, **fixed: Any) -> tuple[EngineSpec, Plan, list[Any]]:
-    """The spec, the plan and the prompts that the arguments describe; `fixed` fields of the plan win."""
+    """The spec, the plan and the prompts that the arguments describe; `fixed` fields of the plan win.
+
+    A `logit_gap` of 0 is the `near_tie` of the dtype.
+    """
     given = vars(arguments)
     if arguments.shape:
         target, head = shapes.write_shape(arguments.shape, paths.RESULTS / "shapes", arguments.max_model_len)
@@ -252,13 +278,14 @@ def read(arguments: argparse.Namespace, **fixed: Any) -> tuple[EngineSpec, Plan,
     chosen = {
         "modes": tuple(arguments.mode.split(",")),
         "temperatures": tuple(float(value) for value in arguments.temperature.split(",")),
+        "logit_gap": arguments.logit_gap or near_tie(arguments.dtype),
     }
     spec, plan = from_options(EngineSpec, given), from_options(Plan, given | chosen | fixed)
     return spec, plan, random_prompts(plan) if plan.random_prompts else pair.load_prompts(arguments.prompts)
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    arguments = suit(parser().parse_args(argv))
     spec, plan, prompts = read(arguments)
     rows, report = run(spec, plan, prompts)
     common = {"k": spec.k, "seed": spec.seed, "kv_cache_dtype": spec.kv_cache_dtype}

@@ -67,8 +67,8 @@ def break_even(run: results.Run | Path, published: pd.DataFrame, chip: Chip = H2
         f"launch, {chip.copy_bytes_per_s / 1e12:.2f} TB/s; {chip.source}), bf16, TP=1. Hatched: the mode does not pay. "
         "Acceptance: of each draft, given that those before it were accepted. Circles: published models, at the "
         "constant acceptance that keeps as many rows. Third row: against a vanilla that fuses rope and write, staging "
-        "saves no launch, and it loses bytes once a quarter of the window is kept. Attention is taken to be as fast in "
-        "each mode."
+        "saves no launch, and it loses bytes once a quarter of its rows are accepted drafts. Attention is taken to be "
+        "as fast in each mode."
     )
     return plot.save(fig, run, "break_even", pd.concat(drawn, ignore_index=True), caption)
 

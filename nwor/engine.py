@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from nwor.machine import on_cpu
 from nwor.settings import Settings
 from nwor.vllm import pause, worker
 from nwor.vllm.random_weights import FORMAT
@@ -36,6 +37,7 @@ class EngineSpec:
     gpu_memory_utilization: share of a GPU for each engine; the modes' engines are up at once.
     cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
     acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
+    async_scheduling: whether the scheduler runs a step ahead, or None for vLLM's own choice.
     runner: vLLM's model runner, ``v1`` or ``v2``, or empty for its own choice: V2 on a GPU, V1 on a CPU.
     attention_backend: ``FLASH_ATTN``, ``TRITON_ATTN`` or another of vLLM's, or empty for its own choice.
     cudagraph_mode: ``FULL``, ``PIECEWISE`` or another of vLLM's, or empty for its own choice, FULL_AND_PIECEWISE.
@@ -57,6 +59,7 @@ class EngineSpec:
     block_size: int = 0
     enforce_eager: bool = True
     prefix_caching: bool = False
+    async_scheduling: bool | None = None
     kv_cache_memory: int = 0
     load_format: str = "auto"
     gpu_memory_utilization: float = 0.3
@@ -108,6 +111,8 @@ class EngineSpec:
             "disable_log_stats": False,
             "use_tqdm_on_load": False,
         }
+        if self.async_scheduling is not None:
+            arguments["async_scheduling"] = self.async_scheduling
         if self.num_blocks:
             arguments["num_gpu_blocks_override"] = self.num_blocks
         if self.block_size:
@@ -121,10 +126,11 @@ class EngineSpec:
             arguments["compilation_config"] = given
         return arguments
 
-    def environ(self) -> dict[str, str]:
+    def environ(self, core: int = 0) -> dict[str, str]:
         """Environment of a child.
 
-        Repeatable batches, and on a CPU a small cache and cores of its own for each rank.
+        Repeatable batches, and on a CPU a small cache and cores of its own for each rank, the first of them `core`
+        counted on from the first that this process may use.
         """
         env = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -139,6 +145,7 @@ class EngineSpec:
         if on_cpu():
             env["VLLM_CPU_KVCACHE_SPACE"] = "1"
             cores = sorted(os.sched_getaffinity(0))
+            cores = cores[core % len(cores) :] + cores[: core % len(cores)]
             share = self.cpu_threads or max(1, len(cores) // self.tp)
             parts = [cores[rank * share : (rank + 1) * share] for rank in range(self.tp)]
             if all(len(part) == share for part in parts):
@@ -164,29 +171,24 @@ class Generation:
     top_logprobs: list[list[dict[int, float]]] = field(default_factory=list)
 
 
-def on_cpu() -> bool:
-    """Whether vLLM will run on the CPU here."""
-    import torch
-
-    return not torch.cuda.is_available()
-
-
 class Engine:
     """A vLLM engine in a child process.
 
     Args:
         spec: its configuration.
         settings: the mode and what else NWOR is asked for.
+        core: on a CPU the first core of its ranks, as in `EngineSpec.environ`. Engines whose steps are compared share
+            their cores and take turns; others may run side by side.
 
     Raises:
         RuntimeError: the engine does not start, or a call fails; the child's traceback is in the message.
     """
 
-    def __init__(self, spec: EngineSpec, settings: Settings) -> None:
+    def __init__(self, spec: EngineSpec, settings: Settings, core: int = 0) -> None:
         self.spec, self.settings = spec, settings
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        environ = {**spec.environ(), **settings.environ()}
+        environ = {**spec.environ(core), **settings.environ()}
         self._process = context.Process(target=_serve, args=(spec, environ, theirs), name=f"nwor-{settings.mode}")
         self._process.start()
         theirs.close()

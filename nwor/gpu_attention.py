@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor.attention_configs import HEAD_SIZES, Config, choose, division, next_power_of_2, row_tiles
+from nwor.attention_configs import HEAD_SIZES, Config, Device, choose, division, next_power_of_2, row_tiles
 from nwor.verify_kernel import verify_windows
 
 FP8 = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
@@ -43,8 +43,7 @@ class Workspace:
         self.softmax = torch.empty(rows, 2, dtype=torch.float32, device=device)
         tiles = num_heads * (2 + max_query_len // 16)
         self.arrivals = torch.zeros(max_requests * tiles, 2, dtype=torch.int32, device=device)
-        cuda = self.arrivals.is_cuda
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
+        self.device = Device.of(self.arrivals.device)
 
     def splits(self, requests: int) -> int:
         """How many splits of the windows of so many requests there is room for."""
@@ -117,8 +116,8 @@ def verify_attention(
     heads, head_size = query.shape[1:]
     group = heads // kv_heads
     if config is None:
-        config = choose(requests, kv_heads, group, head_size, kv_cache.element_size(), max_query_len)
-    rows, tiles = row_tiles(max_query_len, group)
+        config = choose(workspace.device, requests, kv_heads, group, head_size, kv_cache.element_size(), max_query_len)
+    rows, tiles = row_tiles(max_query_len, group, workspace.device.largest_tile(head_size))
     fp8 = FP8.get(kv_cache_dtype, 0)
     if fp8:  # as such the tensor cores can take keys from where they were copied to
         kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2
@@ -128,7 +127,7 @@ def verify_attention(
         kv_heads * requests * tiles,
         min(rows, max_query_len * group),
         head_size,
-        workspace.processors,
+        workspace.device.multiprocessors,
     )
     verify_windows[(kv_heads, requests * tiles, splits)](
         query,

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from nwor import ops, paths, plot, results
+from nwor import machine, ops, paths, plot, results
 from nwor.ops_inputs import (
     ACCEPTANCE,
     LAYOUTS,
@@ -243,10 +243,14 @@ def fixed_call(operator: str, device: str) -> tuple[Any, ...]:
 
 
 def against_vllm(device: str, seed: int) -> pd.DataFrame:
-    """Commit what vLLM's own writer of `device` writes too. Tidy rows: bytes compared and differing, by cache dtype."""
+    """Commit what vLLM's own writer of `device` writes too. Tidy rows: bytes compared and differing, by cache dtype.
+
+    Cache dtypes that vLLM does not have on this machine are left out: `nwor.machine` says which and why.
+    """
     rows = []
+    caches = [cache for cache in CACHE_DTYPES if not machine.refuse_cache(cache)]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for cache in CACHE_DTYPES:
+        for cache in caches:
             key, value = make_vectors("packed", 64, 2, 32, dtype, device, seed)
             slots = make_slots(64, 256, device, seed)
             scales = torch.tensor([0.3], device=device), torch.tensor([1.7], device=device)

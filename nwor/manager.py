@@ -6,10 +6,12 @@ after rejection sampling (`commit`), or not at all (`cancel`). Of a request's qu
 ``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself advances ``num_computed_tokens``.
 
 Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always, and logs a slot's bytes once,
-however many windows reach it before one of its drafts is accepted; mode ``stage`` holds the window's new bytes in
-`rows` while the pages stay as they were. Which rows are held is worked out on the device, into tensors that live as
-long as the manager: a CUDA graph captured once reads them in every replay, and no step waits for the device. vLLM's own
-buffers are never changed.
+however many windows reach it before one of its drafts is accepted; mode ``stage`` holds the drafts' new bytes in
+`rows` while their slots stay as they were. Row 0 of a window, the token sampled last, is never rejected, and vLLM
+publishes the block that it fills to the prefix cache while it schedules the step: it is written at once.
+
+Which rows are held is worked out on the device, into tensors that live as long as the manager: a CUDA graph captured
+once reads them in every replay, and no step waits for the device. vLLM's own buffers are never changed.
 """
 
 import logging
@@ -111,7 +113,7 @@ def log_ring(max_drafts: int, block_size: int) -> int:
 
 def rows_held(mode: str, max_drafts: int, block_size: int) -> int:
     """Rows that a manager has room for, of each request and layer."""
-    return max_drafts + 1 if mode == "stage" else log_ring(max_drafts, block_size) or max_drafts
+    return max_drafts if mode == "stage" else log_ring(max_drafts, block_size) or max_drafts
 
 
 @dataclass
@@ -148,10 +150,8 @@ class Receipt:
         """Wait for the copy; returns the counters and the committed drafts of each request."""
         if self.ready is not None:
             self.ready.synchronize()
-        manager = self.manager
-        counts, kept = manager.split(self.tally)
-        drafts = (kept - int(manager.mode == "stage")).clamp_(min=0)
-        return manager.counters_of(counts.tolist()), drafts.tolist()
+        counts, kept = self.manager.split(self.tally)
+        return self.manager.counters_of(counts.tolist()), kept.tolist()
 
 
 class DraftCommitManager:
@@ -169,7 +169,7 @@ class DraftCommitManager:
             when the graph was captured, counts as staged from then on.
 
     Attributes:
-        width: W, the rows of a request that may be held: k for ``cow``, k + 1 for ``stage``.
+        width: W, the rows of a request that may be held: its k drafts.
         slots: int64 [max_requests, W], the page slots of the held rows. Right-aligned: behind the row of column w lie
             W - 1 - w rows of its query; -1: no row. Row (r, w) lies in `rows` as row ``r * W + w``, but where `logged`
             says.
@@ -178,8 +178,11 @@ class DraftCommitManager:
             before. None where blocks are shorter than windows: then each window is logged whole.
         staging_rows, page_slots: int64 [max_tokens], ``stage`` only: for each row of the batch its row in `rows`, or
             -1; and the slot vLLM's writer is to take, -1 for held rows.
+        stored_first: a query of this step may read a row of another (`begin`), so vLLM's writer and attention run
+            before an attention that stores rows as it attends.
         aside: for batches, in requests as padded for a graph, the context from which on vLLM's own write and attention
             serve them because little or nothing is to be won; counted as fallbacks. 0: at every context.
+        graphs_of_prefills: a FULL graph may be replayed for a batch with prefill rows.
         rehearsing: the next forward is a dummy run or a capture, which has to launch all that a replay may need.
     """
 
@@ -197,7 +200,7 @@ class DraftCommitManager:
             raise ValueError(f"a manager serves cow or stage, not {mode!r}")
         device = layout.pool.device
         self.layout, self.mode, self.emulate, self.replayed = layout, mode, emulate, replayed
-        self.width = max_drafts + int(mode == "stage")
+        self.width = max_drafts
         self.rows = layout.new_rows(max_requests * rows_held(mode, max_drafts, layout.block_size))
         self.logged: Tensor | None = None
         if mode == "cow" and (ring := log_ring(max_drafts, layout.block_size)):
@@ -210,10 +213,11 @@ class DraftCommitManager:
             self.staging_rows = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
             self.page_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self.attention: Any = None  # the GPU attention's workspace
+        self.graphs_of_prefills = False
         self.aside: dict[int, int] = {}
         self.tally = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=device)
         self.counts, self.kept = self.split(self.tally)
-        self.rehearsing = True
+        self.rehearsing, self.stored_first = True, False
         self.num_requests: int | None = None
         self._slot_mapping: Tensor | None = None
         self._before: Sequence[str] = ()
@@ -223,6 +227,11 @@ class DraftCommitManager:
     @property
     def is_open(self) -> bool:
         return self.num_requests is not None
+
+    @property
+    def max_query_len(self) -> int:
+        """Rows of a window's query at most: the token sampled last and the drafts."""
+        return self.width + 1
 
     @property
     def holding(self) -> bool:
@@ -237,13 +246,13 @@ class DraftCommitManager:
         padded_requests: int = 0,
         requests: Sequence[str] = (),
         context: int = 0,
+        stored_first: bool = False,
     ) -> bool:
         """Open a window, before the forward.
 
         A request with d drafts brings them as the last d rows of its query, behind the token it sampled last, and has
-        d + 1 logits. ``cow`` holds the drafts, ``stage`` the whole query of d + 1 rows. A request without drafts
-        (prefill, or a decode whose drafter had nothing) holds no row; nor does one with drafts behind prefill rows
-        under ``stage``.
+        d + 1 logits. The drafts are held. A request without drafts (prefill, or a decode whose drafter had nothing)
+        holds no row; nor does one with drafts behind prefill rows under ``stage``.
 
         Args:
             query_start_loc: int32 [num_reqs + 1] or longer, where each request's query starts in the batch.
@@ -254,6 +263,7 @@ class DraftCommitManager:
                 Where they are those of the step before, nothing has written between its restore and now to any slot
                 that is logged, but to those that no window will reach again.
             context: positions of the batch's longest request, 0 where the host does not know.
+            stored_first: whether a request of the batch may read rows that another writes in this very step.
 
         Returns:
             False where the batch does not fit or stands aside: vLLM's own write serves this step.
@@ -287,7 +297,7 @@ class DraftCommitManager:
         )
         if not served:
             return False
-        self.num_requests, self._slot_mapping = num_requests, slot_mapping
+        self.num_requests, self._slot_mapping, self.stored_first = num_requests, slot_mapping, stored_first
         if self.mode == "cow":
             if self.logged is not None and not (requests and requests == before):
                 self.logged.fill_(-1)
@@ -300,7 +310,13 @@ class DraftCommitManager:
         return True
 
     def clear(self, slot_mapping: Tensor | None = None) -> None:
-        """Hold nothing in the next forward: a dummy run, or with `slot_mapping` a step without drafts."""
+        """Hold nothing in the next forward: a dummy run, or with `slot_mapping` a step without drafts.
+
+        Raises:
+            RuntimeError: a window is open.
+        """
+        if self.is_open:
+            raise RuntimeError("a window is open: commit or cancel it before clear, or its rows are lost")
         self.rehearsing, self._before = slot_mapping is None, ()
         if self.staging_rows is None or self.page_slots is None:
             return
@@ -356,9 +372,11 @@ class DraftCommitManager:
             num_rejected: int32 [num_reqs], rejected drafts of each request.
 
         Raises:
-            RuntimeError: a target layer did not stage; the window is cancelled and the cache is as it was.
+            RuntimeError: no window is open; or a target layer did not stage: then the window is cancelled and the cache
+                is as it was.
         """
-        assert self.is_open
+        if not self.is_open:
+            raise RuntimeError("no window is open: begin one before the forward, and commit it once")
         if self.mode == "stage" and not all(self._staged):
             missing = [layer for layer, staged in enumerate(self._staged) if not staged]
             self.cancel()
@@ -374,7 +392,7 @@ class DraftCommitManager:
         self.num_requests = self._slot_mapping = None
 
     def cancel(self) -> None:
-        """Close the window and leave the cache as it was before `begin`; does nothing when none is open."""
+        """Close the window and leave the held rows' slots as before `begin`; does nothing when none is open."""
         if not self.is_open:
             return
         if self.mode == "cow":
@@ -382,9 +400,8 @@ class DraftCommitManager:
         elif self.old_rows is not None:
             self._restore_everything(*self._cache(), self.old_rows)
         held = (self._held() >= 0).sum(dim=1)
-        windows = (held > 0).sum()
-        self.counts[2] -= windows
-        self.counts[3] -= held.sum() - (windows if self.mode == "stage" else 0)
+        self.counts[2] -= (held > 0).sum()
+        self.counts[3] -= held.sum()
         self._cancelled += 1
         self._before = ()
         self.num_requests = self._slot_mapping = None
@@ -422,20 +439,20 @@ class DraftCommitManager:
     def counters_of(self, counts: list[int]) -> Counters:
         """Counters from the device's five counts."""
         kept, rejected, windows, drafts, fallbacks = counts
-        layers, sampled = self.layout.num_layers, windows if self.mode == "stage" else 0
+        layers = self.layout.num_layers
         row = self.layout.slot_bytes * layers
         if self.mode == "cow":  # vLLM wrote every draft, and the rejected ones were written once more
             written, avoided = kept + 2 * rejected, 0
-        elif self.emulate:  # vLLM wrote every row, its old bytes were put back, and the kept ones written again
+        elif self.emulate:  # vLLM wrote every draft, its old bytes were put back, and the kept ones written again
             written, avoided = 3 * kept + 2 * rejected, 0
         else:
             written, avoided = kept, rejected
         return Counters(
             windows=windows,
             staged_tokens=drafts,
-            committed_tokens=kept - sampled,
+            committed_tokens=kept,
             rejected_tokens=rejected,
-            stage_operations=layers * (drafts + sampled),
+            stage_operations=layers * drafts,
             bytes_written=written * row,
             bytes_avoided=avoided * row,
             fallbacks=fallbacks,

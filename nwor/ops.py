@@ -218,9 +218,10 @@ def open_window(
 ) -> None:
     """Find on the device which rows of a batch a window holds, and where all of them are to be written.
 
-    Of a request with n logits and q rows, a copy-on-write window (`staging_rows` is None) holds the n - 1 drafts, the
-    last rows of the query; a staging window holds all rows of a verify query, one with ``1 < n == q``, and no others.
-    A request whose held rows are more than W or q falls back: none is held, and `counts` says so.
+    Of a request with n logits and q rows a window holds the n - 1 drafts, the last rows of the query; where staging is
+    asked for (`staging_rows` is not None) only if the query is a verify query, one with ``1 < n == q``. The row before
+    the drafts, the token sampled last, is never held. A request with more drafts than W or q falls back: none is held,
+    and `counts` says so.
 
     Args:
         query_start_loc: int32 [R + 1], first row of each query in the batch; may be longer, as vLLM pads it.
@@ -342,16 +343,17 @@ def verify_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Attention of verify windows on the CPU: the prefix from the pages, the window's own rows from staging.
+    """Attention of verify windows on the CPU: drafts from staging, all positions before them from the pages.
 
     Args:
         query: [T, Hq, D] float32, float16 or bfloat16; head vectors dense, D a multiple of 8.
         kv_cache: [num_blocks, H, N, 2 * D], one layer's pages, of the dtype of `query`, or uint8 for fp8.
-        staging: [B, H, N, 2 * D], the layer's mini-cache of window rows, of the same dtype and packing.
+        staging: [B, H, N, 2 * D], the layer's mini-cache of drafts, of the same dtype and packing.
         output: [T, Hq, D], written for the rows of requests with a window; other rows keep what they held.
-        query_start_loc: int32 [R + 1]; seq_lens: int32 [R], window rows included.
+        query_start_loc: int32 [R + 1]; seq_lens: int32 [R], this step's rows included.
         block_table: int32 [R, max_blocks].
-        window_start: int32 [R], the staging row of each request's first query row; negative: no window.
+        window_start: int32 [R], the staging row of each request's first draft, the second row of its query; negative:
+            no window.
         packing: int32 [N, 2 * D], as in `log_all_layers`.
         scale, softcap: of the scores; softcap 0 is none. sliding_window: 0 or the window in positions.
         kv_cache_dtype, k_scale, v_scale: how uint8 elements are read.

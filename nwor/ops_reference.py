@@ -256,12 +256,12 @@ def open_window(
         n = logits[request + 1] - logits[request]
         if n <= 1 or (staging_rows is not None and n != len(tokens)):
             continue
-        held = n if staging_rows is not None else n - 1
+        held = n - 1
         if held > min(width, len(tokens)):
             counts[4] += 1
             continue
         counts[2] += 1
-        counts[3] += n - 1
+        counts[3] += held
         for column, token in zip(range(width - held, width), tokens[len(tokens) - held :], strict=True):
             slots[request, column] = max(batch[token], -1)
             if staging_rows is not None and page_slots is not None:

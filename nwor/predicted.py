@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor.attention_configs import slower_batches
+from nwor import attention_configs
 from nwor.breakeven import H200, MODELS, Chip, known_shape, pays_published, step_difference_us
 from nwor.ratios import crossover, steady
 from nwor.results import Run
@@ -103,8 +103,15 @@ def _with_attention(
     if rows.empty or math.isnan(prompt):
         return math.nan
     group = int(rows["heads"].iloc[0]) // shape.heads
-    aside = slower_batches(
-        int(where["batch"]), int(prompt), shape.heads, group, shape.head_size, shape.cache_bytes, int(where["k"]) + 1
+    aside = attention_configs.slower_batches(
+        attention_configs.shipped(attention_configs.H200.name),
+        int(where["batch"]),
+        int(prompt),
+        shape.heads,
+        group,
+        shape.head_size,
+        shape.cache_bytes,
+        int(where["k"]) + 1,
     )
     if where["batch"] in aside:
         return 0.0
@@ -152,11 +159,9 @@ def counters_against_model(counters: pd.DataFrame) -> pd.DataFrame:
 
 def _kernel_bytes(op: str, kv_heads: int, cache: str, rows: int, kept: int) -> float:
     shape = Shape(32, kv_heads, 128, {"bf16": 2, "fp8": 1}[cache], 2)
-    requests = rows // 9
-    if op == "log":
-        return step_traffic("cow", shape, Window(requests, rows, 0, 2 * rows))[op].written
-    window = Window(requests, rows - requests, requests * (9 - kept), rows)
-    return served_traffic("stage" if op == "commit" else "cow", shape, window)[op].written
+    requests = rows // 9  # the operators were given nine held rows each, none of them logged before
+    window = Window(requests, rows, requests * (9 - kept), 2 * rows)
+    return step_traffic("stage" if op == "commit" else "cow", shape, window)[op].written
 
 
 def claim(run: Run, survival: pd.DataFrame, steps: pd.DataFrame, kernels: pd.DataFrame, counters: pd.DataFrame) -> None:

@@ -25,7 +25,7 @@ def audited_engine() -> Iterator[Callable[[EngineSpec, str], Engine]]:
     started: list[tuple[str, Engine]] = []
 
     def start(spec: EngineSpec, mode: str = "stage") -> Engine:
-        engine = Engine(spec, Settings(mode=mode, audit=True, debug_sync=mode != "off"))
+        engine = Engine(spec, Settings(mode=mode, audit=True, debug_sync=mode != "off", eagle_bias=True))
         started.append((mode, engine))
         return engine
 

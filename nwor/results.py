@@ -235,7 +235,7 @@ class Run:
         Raises:
             AssertionError: a claim does not hold; the message names each, with what was predicted and measured.
         """
-        broken = [line for line in self._claims if not line["holds"]]
+        broken = [line for line in self._claims if line["holds"] is False]
         update_manifest(self.directory, self.name, state="failed" if broken else "done")
         said = "; ".join(
             f"{line['claim']}: predicted {line['predicted']}, measured {line['measured']}" for line in broken
@@ -255,11 +255,17 @@ class Run:
 
         A claim made again under the same words replaces the earlier one, so a cell may be run twice.
         """
-        line = dict(zip(CLAIM_COLUMNS, (self.name, claim, show(predicted), show(measured), bool(holds)), strict=True))
-        self._claims = [other for other in self._claims if other["claim"] != claim] + [line]
-        frame = pd.DataFrame(self._claims, columns=list(CLAIM_COLUMNS))
-        write_table(self._claims_file, frame)
+        self._write_claim(claim, predicted, measured, bool(holds))
         return bool(holds)
+
+    def skip(self, claim: str, predicted: object, reason: str) -> None:
+        """Record that a claim cannot be checked on this machine: in the table it is `skipped`, with the reason."""
+        self._write_claim(claim, predicted, reason, None)
+
+    def _write_claim(self, claim: str, predicted: object, measured: object, holds: bool | None) -> None:
+        line = dict(zip(CLAIM_COLUMNS, (self.name, claim, show(predicted), show(measured), holds), strict=True))
+        self._claims = [other for other in self._claims if other["claim"] != claim] + [line]
+        write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(CLAIM_COLUMNS)))
 
     def command(self, *argv: object, env: Mapping[str, str] | None = None) -> None:
         """Run `python -m nwor *argv` in a child process, show its output as it comes and keep it in `<run>/logs/`.
@@ -397,6 +403,9 @@ def read_table(name: str, run: Path | str | None = None) -> pd.DataFrame:
 
 
 def claims(run: Path | str) -> pd.DataFrame:
-    """Return the table of claims (`CLAIM_COLUMNS`) of a run, in the order of its notebooks."""
+    """Return the table of claims (`CLAIM_COLUMNS`) of a run, in the order of its notebooks.
+
+    `holds` is None, and `measured` the reason, where a claim was skipped.
+    """
     parts = [pd.read_parquet(path) for path in sorted(Path(run).glob("claims/*.parquet"))]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(CLAIM_COLUMNS))

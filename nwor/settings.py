@@ -12,6 +12,7 @@ from typing import Literal, get_args
 Mode = Literal["off", "cow", "stage"]
 MODES: tuple[str, ...] = get_args(Mode)
 PREFIX = "VLLM_NWOR_"
+WORDS = ("mode", "tuning")  # the others are 0 or 1
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Settings:
     """One process's settings; a value that is not one of those listed is an error, never a default.
 
     mode: ``off`` leaves vLLM untouched; ``cow`` logs the draft slots before the forward and restores the rejected
-        ones; ``stage`` keeps window rows out of the pages until they are accepted.
+        ones; ``stage`` keeps drafts out of the pages until they are accepted.
     emit_metrics: export the ``vllm:nwor_*`` counters.
     debug_sync: check the worker's committed counts against the scheduler's in every step, and stop at a difference.
     audit: compare the whole cache before and after every step (`nwor.audit`); works in every mode, ``off`` too.
-    eagle_bias: apply an EAGLE head's biases in mode ``off`` too; the other modes do so without being told.
+    eagle_bias: apply an EAGLE head's biases, which vLLM drops; in no mode unless asked for, so that all modes run the
+        same drafter.
     fix_cpu_sampling: repair vLLM's sampling at temperatures above 0 with speculation on a CPU.
+    tuning: a folder whose tables of configurations are used instead of those shipped (`nwor.attention_configs`).
     """
 
     mode: str = "off"
@@ -33,10 +36,13 @@ class Settings:
     audit: bool = False
     eagle_bias: bool = False
     fix_cpu_sampling: bool = False
+    tuning: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"{PREFIX}MODE={self.mode!r} is not a mode; choose one of {', '.join(MODES)}")
+        if self.tuning and not os.path.isdir(self.tuning):
+            raise ValueError(f"{PREFIX}TUNING={self.tuning!r} is not a folder")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
@@ -44,17 +50,19 @@ class Settings:
         given = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
         if unknown := sorted(given.keys() - known.keys()):
             raise ValueError(f"unknown setting {', '.join(unknown)}; the settings are {', '.join(known)}")
-        flags = {known[name]: _flag(name, value) for name, value in given.items() if known[name] != "mode"}
-        return cls(mode=given.get(PREFIX + "MODE", "off"), **flags)
+        words = {known[name]: value for name, value in given.items() if known[name] in WORDS}
+        flags = {known[name]: _flag(name, value) for name, value in given.items() if known[name] not in WORDS}
+        return cls(**words, **flags)  # type: ignore[arg-type]
 
     def environ(self) -> dict[str, str]:
-        """The same settings as environment variables, for a child process."""
-        return {
+        """The same settings as environment variables, for a child process; no `tuning` leaves it its parent's."""
+        found = {
             PREFIX + field.name.upper(): str(int(value))
             if isinstance(value := getattr(self, field.name), bool)
             else value
             for field in fields(self)
         }
+        return {name: value for name, value in found.items() if value}
 
 
 def _flag(name: str, value: str) -> bool:

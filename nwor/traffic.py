@@ -6,8 +6,8 @@ queries, re-reads inside a kernel and caches are left out. All numbers are for o
 
     attention  one launch a layer: the rows it reads from the pages, the window's own left out
     tail       the window's own rows, read from the pages in the same launch
-    write      vLLM's own paged write, one launch a layer
-    stage      the window's keys and values read once and left in staging
+    write      rows written to their pages in the forward, one launch of vLLM's writer a layer
+    stage      held rows' keys and values read once and left in staging
     commit     kept rows, staging -> pages
     log        draft slots, pages -> log, before the forward
     restore    rejected rows, log -> pages
@@ -15,7 +15,8 @@ queries, re-reads inside a kernel and caches are left out. All numbers are for o
     put_back   new rows, pages -> staging, and old rows, log -> pages, behind each layer's attention
 
 `stage` in mode `stage` is no launch of its own and has no `tail`: the attention kernel reads the window's keys and
-values from where the projections left them, attends to them and leaves them in staging, on one read.
+values from where the projections left them, attends to them and leaves the drafts in staging, on one read. The row of
+the token sampled last is not held: the same launch writes it to its page.
 
 `step_traffic` is exact against the reference model, which counts the same kinds as it runs. `served_traffic` is the
 same step as vLLM serves it on a GPU: a launch that opens the window, vLLM's rope fused with its write or not, and the
@@ -184,39 +185,43 @@ def check_mode(mode: str) -> None:
 def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     """Bytes and launches of one step on one rank, all layers; one layer is `Shape(num_layers=1)`.
 
-    With L layers, W window rows of which K are kept and R rejected, D drafts, P prefill rows, C context rows, and
-    r (r' before conversion) bytes a row:
+    With L layers, W window rows of which K are kept, D drafts of which A are accepted and R rejected, S = W - D
+    sampled tokens, P prefill rows, C context rows, and r (r' before conversion) bytes a row:
 
         mode   tail    write                 held back                   after sampling
         off    L W r   L(W+P)(r' -> r), L
         cow    L W r   L(W+P)(r' -> r), L    log     L D (r -> r), 1     restore L R (r -> r), 1
         blind  L W r   L P(r' -> r), L       stage   L W (r' -> r), L    commit  L K (r -> r), L
-        stage  0       L P(r' -> r), L       stage   L W (r' -> r), 0    commit  L K (r -> r), 1
+        stage  0       L(S+P)(r' -> r), L    stage   L D (r' -> r), 0    commit  L A (r -> r), 1
 
     where `(a -> b), n` reads a and writes b bytes in n launches. Attention reads L(C-W) r in L launches in every
-    mode; a write of no rows is not launched. All follow from what each operator is. A step without drafts is `off`.
+    mode. A write of no rows is not launched, nor under `stage` one of no prefill rows: attention's launch makes it.
+    All follow from what each operator is. A step without drafts is `off`.
 
     Raises:
         ValueError: an unknown mode.
     """
     check_mode(mode)
     L, r, fresh = shape.num_layers, shape.row, shape.fresh_row
-    rows, kept, rejected = window.rows, window.kept_rows, window.rejected_rows
+    rows, drafts, rejected = window.rows, window.draft_rows, window.rejected_rows
     if not window.requests:
         mode = "off"
-    at_once = window.prefill_rows + (rows if mode in ("off", "cow") else 0)
+    # What waits for the verifier, and what of it is written then.
+    held, taken = {"blind": (rows, window.kept_rows), "stage": (drafts, drafts - rejected)}.get(mode, (0, 0))
+    at_once = window.prefill_rows + rows - held
+    launched = window.prefill_rows if mode == "stage" else at_once
 
     traffic = Traffic()
     traffic.count("attention", read=L * (window.context_rows - rows) * r, launches=L)
     traffic.count("tail", read=L * rows * r if mode != "stage" else 0)
-    traffic.count("write", read=L * at_once * fresh, written=L * at_once * r, launches=L if at_once else 0)
+    traffic.count("write", read=L * at_once * fresh, written=L * at_once * r, launches=L if launched else 0)
     if mode == "cow":
-        traffic.count("log", read=L * window.draft_rows * r, written=L * window.draft_rows * r, launches=1)
+        traffic.count("log", read=L * drafts * r, written=L * drafts * r, launches=1)
         traffic.count("restore", read=L * rejected * r, written=L * rejected * r, launches=1)
-    if mode in ("blind", "stage"):
+    if held:
         per_layer = mode == "blind"
-        traffic.count("stage", read=L * rows * fresh, written=L * rows * r, launches=L if per_layer else 0)
-        traffic.count("commit", read=L * kept * r, written=L * kept * r, launches=L if per_layer else 1)
+        traffic.count("stage", read=L * held * fresh, written=L * held * r, launches=L if per_layer else 0)
+        traffic.count("commit", read=L * taken * r, written=L * taken * r, launches=L if per_layer else 1)
     return traffic
 
 
@@ -228,7 +233,7 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
         mode   open    log               put_back                   commit
         cow    0, 1    L K (r -> r), 1
         stage  0, 1
-        move   0, 1    L W (r -> r), 1   2 L W (r -> r), 2 L        L K (r -> r), 1
+        move   0, 1    L D (r -> r), 1   2 L D (r -> r), 2 L        L A (r -> r), 1
 
     The log of `cow` keeps a slot's bytes until one of its drafts is accepted. Of a request that keeps K of its rows,
     K - 1 of them drafts, the next window begins K slots on, and so many of its slots are logged for the first time;
@@ -242,8 +247,8 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
     With `fused`, vLLM writes the pages in the kernel that rotates queries and keys (`do_rope_and_kv_cache_update` of
     vLLM 0.32; ROCm alone). That kernel runs either way and holds the keys, so the write has no launch and reads the
     values alone: half of r'. `stage` needs the keys that rope leaves behind and no write, so it runs the plain rope:
-    against a fused vanilla it saves no launch, and it moves more bytes as soon as 2 K > W / 2, that is once a quarter
-    of the window is kept (r = r').
+    against a fused vanilla it saves no launch, and it moves more bytes as soon as 2 A > W / 2, that is once a quarter
+    of the window's rows are accepted drafts (r = r').
 
     Raises:
         ValueError: an unknown mode.
@@ -261,7 +266,8 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
         moved = shape.num_layers * min(window.kept_rows, window.draft_rows) * shape.row
         traffic["log"] = Moved(moved, moved, 1)
     if mode == "move":
-        L, held, kept = shape.num_layers, window.rows * shape.row, window.kept_rows * shape.row
+        L, held = shape.num_layers, window.draft_rows * shape.row
+        kept = held - window.rejected_rows * shape.row
         traffic.count("log", read=L * held, written=L * held, launches=1)
         traffic.count("put_back", read=2 * L * held, written=2 * L * held, launches=2 * L)
         traffic.count("commit", read=L * kept, written=L * kept, launches=1)
@@ -271,10 +277,10 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
 def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
     """Device memory, in bytes, that a rank sets aside for windows of `requests` requests with at most `k` drafts.
 
-    `cow` holds the drafts' old rows: L k r a request, k rounded up to a power of two. `stage` holds every row:
-    L (1 + k) r; `move` that twice, new and old. The manager's buffers are this, rounded up to whole blocks.
+    `cow` holds the drafts' old rows: L k r a request, k rounded up to a power of two. `stage` holds their new ones:
+    L k r; `move` that twice, new and old. The manager's buffers are this, rounded up to whole blocks.
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
-    rows = {"off": 0, "cow": next_power_of_2(k), "stage": 1 + k, "move": 2 * (1 + k)}[mode]
+    rows = {"off": 0, "cow": next_power_of_2(k), "stage": k, "move": 2 * k}[mode]
     return shape.num_layers * requests * rows * shape.row

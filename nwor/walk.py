@@ -188,7 +188,9 @@ def walk(directory: Path, chosen: list[Path], given: dict[str, str], resume: boo
     claims = claims[claims["notebook"].isin([notebook.stem for notebook in chosen])]
     results.write_table(directory / "claims.parquet", claims)
     print(f"\n{table(claims)}\n\nresults: {directory}")
-    broken = int((~claims["holds"].astype(bool)).sum())
+    broken, skipped = int(claims["holds"].isin([False]).sum()), int(claims["holds"].isna().sum())
+    if skipped:
+        print(f"{skipped} of {len(claims)} claims were skipped; the reason is under `measured`")
     if failed:
         print(f"{len(failed)} of {len(chosen)} notebooks failed: {', '.join(failed)}", file=sys.stderr)
     if broken:
@@ -200,7 +202,8 @@ def table(claims: Any) -> str:
     """Return the claims as aligned text: notebook, claim, predicted, measured, holds."""
     lines = [["notebook", "claim", "predicted", "measured", "holds"]]
     for line in claims.itertuples():
-        lines.append([line.notebook, line.claim, line.predicted, line.measured, "yes" if line.holds else "NO"])
+        holds = "skipped" if line.holds is None else "yes" if line.holds else "NO"
+        lines.append([line.notebook, line.claim, line.predicted, line.measured, holds])
     widths = [max(len(line[column]) for line in lines) for column in range(5)]
     return "\n".join("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in lines)
 

@@ -9,6 +9,7 @@ from paged import random_packing, write_rows
 from torch import Tensor
 
 from nwor import ops
+from nwor.vllm.self_check import attend
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # Half a unit in the last place of what the operator returns, and some fp32 noise of its sums.
@@ -21,7 +22,9 @@ def identity_packing(block_size: int, width: int) -> Tensor:
 
 @dataclass
 class Problem:
-    """Requests with `prefixes` positions in the pages and `tails` rows in the query; windows for those in `windows`.
+    """Requests with `prefixes` positions and `tails` rows in the query; windows for those in `windows`.
+
+    The first row of a window lies in the pages, behind its prefix, and the others in staging.
 
     Everything that is nobody's is NaN: pages, staging, what the block table leaves of a page, and the output.
     """
@@ -68,10 +71,10 @@ class Problem:
                 self.block_table[request] = 2**30
                 start.append(-1)
                 continue
-            positions = torch.arange(prefix)
+            positions = torch.arange(prefix + 1)
             write_rows(self.kv_cache, table[positions // n] * n + positions % n, self.rows[request], self.packing)
             start.append(sum(map(len, staged)))
-            staged.append(self.rows[request][prefix:])
+            staged.append(self.rows[request][prefix + 1 :])
         self.window_start = torch.tensor(start, dtype=torch.int32)
         self.staging = self.nan_cache(-(-max(1, sum(map(len, staged))) // n) + 1)
         if staged:
@@ -136,29 +139,3 @@ class Problem:
         torch.testing.assert_close(output.double(), self.reference(), rtol=tolerance, atol=2e-6, equal_nan=True)
         for tensor, old in zip((self.kv_cache, self.staging), before, strict=True):
             assert torch.equal(tensor.view(torch.uint8), old)
-
-
-def attend(
-    query: Tensor,
-    rows: Tensor,
-    prefix: int,
-    scale: float,
-    softcap: float = 0.0,
-    sliding_window: int = 0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> Tensor:
-    """Causal attention of one request.
-    query: float64 [tail, Hq, D]; rows: [prefix + tail, H, 2 * D], keys then values."""
-    group = query.shape[1] // rows.shape[1]
-    keys, values = rows.double().repeat_interleave(group, dim=1).chunk(2, dim=-1)
-    scores = torch.einsum("thd,phd->htp", query, keys * k_scale) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    last = prefix + torch.arange(query.shape[0])[:, None]
-    position = torch.arange(rows.shape[0])[None]
-    seen = position <= last
-    if sliding_window > 0:
-        seen &= position > last - sliding_window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-    return torch.einsum("htp,phd->thd", weights, values * v_scale)

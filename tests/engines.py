@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nwor.engine import EngineSpec, Generation, _Served
@@ -17,12 +18,16 @@ PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i 
 
 @dataclass
 class Outcome:
-    """What an engine did, or the traceback of why it stopped."""
+    """What an engine did, or the traceback of why it stopped.
+
+    libraries: vLLM's own compiled libraries that its process had loaded, by file name.
+    """
 
     generations: list[Generation] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     counters_after_start: dict[str, int] = field(default_factory=dict)
+    libraries: list[str] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -64,8 +69,9 @@ class Engines:
         """Build an engine, generate for `PROMPTS` greedily unless `call` says otherwise, and tear it down.
 
         calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
-            ``abandon`` is how many steps other requests run for before they are aborted and these begin, and ``paused``
-            says that the mode is for as long.
+            ``abandon`` is how many steps other requests run for before they are aborted and these begin, ``paused``
+            says that the mode is for as long, and ``joined`` lists the tokens by which the prompt of a request that
+            joins the first prompt's goes on behind all of that one's tokens (`_join`).
         """
         each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
         self._pipe.send((spec, settings, fault, each))
@@ -116,6 +122,9 @@ def _run(
                     _abandon(served, call["prompts"], call["abandon"])
                 if call.get("paused"):
                     served.on_every_rank(pause.pause)
+                if "joined" in call:
+                    outcome.generations.append(_join(served, call["prompts"][0], call["max_tokens"], call["joined"]))
+                    continue
                 outcome.generations.append(
                     served.generate(
                         call["prompts"],
@@ -128,6 +137,7 @@ def _run(
                 )
                 if call.get("paused"):
                     served.on_every_rank(pause.resume)
+            outcome.libraries = _loaded()
             outcome.ranks, outcome.metrics = served.on_every_rank(worker.status), served.metrics()
         except BaseException:  # noqa: BLE001  (what tests look at)
             outcome.error = traceback.format_exc()
@@ -137,6 +147,15 @@ def _run(
             cleanup_dist_env_and_memory()
             os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
     return outcome
+
+
+def _loaded() -> list[str]:
+    """Names of vLLM's compiled libraries in this process, those of its operators."""
+    import vllm
+
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    found = [Path(path) for path in mapped if path.startswith(str(Path(vllm.__file__).parent))]
+    return sorted(path.name for path in found if path.name.startswith("_C"))
 
 
 def _compile_grammars_at_once(patch: Any) -> None:
@@ -159,3 +178,58 @@ def _abandon(served: _Served, prompts: list[list[int]], steps: int) -> None:
         for _ in range(steps):
             served.engine.step()
         served.engine.abort_request(gone)
+
+
+def _join(served: _Served, prompt: list[int], max_tokens: int, endings: list[list[int]]) -> Generation:
+    """Let requests join one that decodes, each in a step in which that one's row 0 fills a block, and ask once more.
+
+    Such a step's scheduling publishes the block: the request that joins finds it in the prefix cache before it is
+    written. Asked again when all have ended, each finds what was left there; asked anew, with nothing cached.
+
+    Returns:
+        Of the first request, of those that joined it, and of the same asked again and anew; `text` names them.
+    """
+    from vllm import SamplingParams
+
+    scheduler = served.engine.engine_core.engine_core.scheduler
+    block_size = served.engine.vllm_config.cache_config.block_size
+    finished: dict[str, Any] = {}
+    joined: list[list[int]] = []
+
+    def add(name: str, tokens: list[int], length: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, logprobs=5)
+        served.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+
+    def step() -> None:
+        for output in served.engine.step():
+            if output.finished:
+                finished[output.request_id] = output.outputs[0]
+
+    add("0", prompt, max_tokens)
+    while served.engine.has_unfinished_requests():
+        first = next((request for name, request in scheduler.requests.items() if name.startswith("0")), None)
+        if first is not None and first.spec_token_ids and len(first.all_token_ids) % block_size == 0 and endings:
+            ending, *endings = endings
+            joined.append([*first.all_token_ids, *ending])
+            add(f"joined {len(joined)}", joined[-1], 12)
+        step()
+    assert not endings, f"only {len(joined)} requests joined: let the first run for longer"
+    for when in ("again", "anew"):
+        if when == "anew":
+            assert served.engine.reset_prefix_cache()
+        for index, tokens in enumerate(joined, start=1):
+            add(f"{when} {index}", tokens, 12)
+        while served.engine.has_unfinished_requests():
+            step()
+    names = sorted(finished)
+    return Generation(
+        tokens=[list(finished[name].token_ids) for name in names],
+        text=names,
+        step_seconds=[],
+        counters={},
+        accepted_at=[],
+        top_logprobs=[
+            [{token: entry.logprob for token, entry in place.items()} for place in finished[name].logprobs]
+            for name in names
+        ],
+    )

@@ -98,12 +98,11 @@ class Batch:
         self.slot_mapping = torch.full((self.num_tokens + 3,), -1, dtype=torch.int64, device=self.device)
         self.slot_mapping[: self.num_tokens] = slots.to(self.device)
 
-    def held(self, mode: str) -> list[int]:
-        """The rows a window holds, by the rule in words: the last d rows, and with `stage` the one before them."""
+    def held(self) -> list[int]:
+        """The rows a window holds, by the rule in words: the last d rows of each query."""
         rows = []
-        for request, drafts in enumerate(self.num_drafts):
-            first = self.query_start_loc[request + 1] - drafts - int(mode == "stage" and drafts > 0)
-            rows += range(first, self.query_start_loc[request + 1])
+        for end, drafts in zip(self.query_start_loc[1:], self.num_drafts, strict=True):
+            rows += range(end - drafts, end)
         return rows
 
     def kept(self, num_rejected: tuple[int, ...]) -> list[int]:

@@ -23,7 +23,7 @@ class FakeEngine:
     every: ClassVar[list["FakeEngine"]] = []
     log: ClassVar[list[str]] = []
 
-    def __init__(self, spec: EngineSpec, settings: Any) -> None:
+    def __init__(self, spec: EngineSpec, settings: Any, core: int = 0) -> None:
         self.spec, self.mode, self.calls = spec, settings.mode, []
         self.every.append(self)
         self.log.append("start")

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is made of the samples of the attention bench: floors, ratios, goals, figures; the data that is shipped."""
 
-import json
 from dataclasses import asdict
 
 import pandas as pd
 import pytest
 
 from nwor import attention_bench, attention_configs, attention_figures, endtoend, paths, results
-from nwor.attention_configs import Config
+from nwor.attention_configs import H200, Config
 from nwor.attention_windows import Shape
 
 SHAPE = Shape(32, 8, 16, 512)
@@ -93,7 +92,7 @@ def test_tuned_configurations_are_what_the_sweep_found():
     folder = paths.DATA / "attention"
     swept, steps = pd.read_parquet(folder / "h200_sweep.parquet"), pd.read_csv(folder / "h200_steps.csv")
     found = attention_bench.best(swept.astype({"cache": str}), steps)
-    assert found == json.loads((folder / "h200.json").read_text())["configurations"]
+    assert found == attention_configs.shipped("NVIDIA H200")
     without = attention_bench.best(swept.astype({"cache": str}))
     assert [entry for entry in without if entry not in found] == [
         entry | {"slower_from": 0} for entry in found if entry not in without
@@ -176,9 +175,9 @@ def test_warps_keep_keys_of_their_own_where_their_sums_fit(heads, k, head_size, 
     if head_size == 128:
         assert any(config.apart for config in attention_bench.kernels(shape)) is apart
     best = attention_bench.best(swept({512: 60}).assign(apart=True, tile=64))
-    monkeypatch.setattr(attention_configs, "tuned", lambda: best)
+    monkeypatch.setattr(attention_configs, "tuned", lambda device: best)
     attention_configs.choose.cache_clear()
-    assert attention_configs.choose(4, heads, 32 // heads, head_size, 2, k + 1).apart is apart
+    assert attention_configs.choose(H200, 4, heads, 32 // heads, head_size, 2, k + 1).apart is apart
     attention_configs.choose.cache_clear()
 
 
@@ -194,21 +193,20 @@ def test_sums_that_are_added_at_a_time(rows, splits, head_size):
     assert chunk >= 4 or most * 4 * width > attention_configs.COMBINED, "a sum would go from warp to warp"
 
 
-def test_batches_stand_aside_from_the_context_on_that_loses(monkeypatch):
+def test_batches_stand_aside_from_the_context_on_that_loses():
     """N1: the nearest tuned batch decides, the context midway between the one that won and the one that lost."""
     tuned = attention_bench.best(swept({512: 60, 8192: 120}))
     few, many = tuned[0] | {"programs": 4 * 8, "slower_from": 0}, tuned[0] | {"programs": 16 * 8}
-    monkeypatch.setattr(attention_configs, "tuned", lambda: [few, many])
     shape = {"kv_heads": 8, "group": 4, "head_size": 128, "cache_bytes": 2, "max_query_len": 9}
-    assert attention_configs.slower_batches(32, 4096, **shape) == dict.fromkeys(range(9, 33), 4096)
-    assert attention_configs.slower_batches(32, 4095, **shape) == {}
+    assert attention_configs.slower_batches([few, many], 32, 4096, **shape) == dict.fromkeys(range(9, 33), 4096)
+    assert attention_configs.slower_batches([few, many], 32, 4095, **shape) == {}
 
 
-def test_windows_of_each_length_have_a_configuration_of_their_own(monkeypatch):
+def test_windows_of_each_length_have_a_configuration_of_their_own():
     """Two and nine rows of one query head fill the same tile, and are not the same work."""
     frames = [swept({512: 60}).assign(k=k, heads=8, tile=tile) for k, tile in ((1, 128), (8, 32))]
-    monkeypatch.setattr(attention_configs, "tuned", lambda: attention_bench.best(pd.concat(frames)))
+    table = attention_bench.best(pd.concat(frames))
     assert attention_configs.row_tiles(2, 1) == attention_configs.row_tiles(9, 1)
     for query, tile in ((2, 128), (3, 128), (7, 32), (9, 32)):
-        found = attention_configs.nearest(16, 8, 1, 128, 2, query)
+        found = attention_configs.nearest(table, 16, 8, 1, 128, 2, query)
         assert found is not None and found["tile"] == tile, query

@@ -224,3 +224,12 @@ def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repea
 def test_minutes_are_no_debt():
     with pytest.raises(ValueError, match="max_minutes"):
         Plan(max_minutes=-1)
+
+
+@pytest.mark.parametrize(
+    ("words", "bound"), [(["--dtype", "float32"], 1e-3), (["--dtype", "bfloat16"], 0.25), (["--logit-gap", "0.1"], 0.1)]
+)
+def test_a_near_tie_is_one_of_the_dtype(words, bound):
+    """#29: what bfloat16 excuses would hide a fault in float32."""
+    _, plan, _ = bench.read(bench.parser().parse_args(words))
+    assert plan.logit_gap == bound

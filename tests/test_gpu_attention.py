@@ -1,31 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU's verify attention against float64 PyTorch, over poisoned pages and staging (R17, R21, R24, R25, #1, #25).
 
-Runs on an NVIDIA GPU, or anywhere with Triton's interpreter (``TRITON_INTERPRET=1``), where it is slow.
+Runs on an NVIDIA GPU, or anywhere with Triton's interpreter (``TRITON_INTERPRET=1``), as `make test` does.
 """
 
+import importlib.util
+import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from attention import attend
 from torch import Tensor
 
 from nwor.ops_reference import quantise
+from nwor.vllm.self_check import attend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-triton = pytest.importorskip("triton", reason="no Triton here")
-if not (INTERPRETED or torch.cuda.is_available()):
-    pytest.skip("no NVIDIA GPU here, and TRITON_INTERPRET is not 1", allow_module_level=True)
+if INTERPRETED:  # numpy warns where infinities meet; that their weights are 0 is what the tests look at
+    pytestmark = [pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning:triton")]
+    from triton_interpreter import install
 
+    install()
+elif torch.cuda.is_available():
+    pytestmark = [pytest.mark.gpu]
+    pytest.importorskip("triton", reason="no Triton here")
+else:
+    pytest.skip("no NVIDIA GPU; `make test` runs these under Triton's interpreter apart", allow_module_level=True)
+
+from nwor import gpu_attention, verify_kernel
 from nwor.attention_configs import HEAD_SIZES, Config
 from nwor.gpu_attention import Workspace, verify_attention
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies bf16 as if they were integers
+DTYPE = torch.bfloat16
 on_gpu = pytest.mark.skipif(INTERPRETED, reason="needs an NVIDIA GPU")
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # Relative error over all outputs: half a unit in the last place of the weights and of the output.
@@ -74,10 +83,6 @@ class Windows:
         self.kv_cache, self.staging = self.poisoned(num_blocks), self.poisoned(-(-max(tokens, 1) // n) + 1)
         self.qkv = torch.randn(tokens, hq + 2 * h, d, generator=self.generator).to(self.dtype)
         self.query, self.key, self.value = self.qkv.split([hq, h, h], dim=1)
-        if self.fp8 and INTERPRETED:  # which rounds towards zero: it gets numbers that need no rounding
-            self.scales = {"q_scale": 0.5, "k_scale": 0.5, "v_scale": 2.0}
-            for rows, scale in ((self.key, 0.5), (self.value, 2.0)):
-                rows.copy_((rows / scale).to(FP8[self.kv_cache_dtype]).to(self.dtype) * scale)
         self.q_read = self.query
         if self.query_fp8:
             self.q_read = (self.query.float() / self.scales["q_scale"]).to(torch.float8_e4m3fn)
@@ -251,7 +256,7 @@ def test_head_sizes_and_groups(heads, kv_heads, head_size):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("dtype", list(dict.fromkeys((DTYPE, torch.float16))), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_block_sizes_and_dtypes(block_size, dtype, kv_cache_dtype):
     """#7: a block size equal to the number of heads, too."""
@@ -296,6 +301,14 @@ def test_numbers_of_splits(splits, head_size):
     Windows(requests, num_heads=4, num_kv_heads=1, head_size=head_size, config=config).check()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("max_query_len", range(2, 10))
+def test_rows_of_windows(max_query_len, kv_cache_dtype):
+    """Windows of every width up to the bound, and a request one row longer, which is nobody's."""
+    requests = [(31 * (rows % 3), rows) for rows in {1, max_query_len - 1, max_query_len, max_query_len + 1}]
+    Windows(requests, kv_cache_dtype=kv_cache_dtype, max_query_len=max_query_len, config=SPLIT).check()
+
+
 @pytest.mark.parametrize("fates", ["h", "p", "n"])
 def test_fate_of_rows(fates):
     Windows(fates=fates, config=SPLIT).check()
@@ -306,7 +319,6 @@ def test_padded_batch():
     Windows(((0, 0), (0, 0)), config=SPLIT).check()
 
 
-@on_gpu
 def test_values_that_saturate_and_nan():
     """The tail's bytes are vLLM's for every value there is, NaN and infinity included."""
     for kv_cache_dtype in ("fp8", "fp8_e5m2"):
@@ -367,6 +379,73 @@ def test_wrong_input_is_refused(change, complaint):
     assert problem.output.isnan().all()
     assert torch.equal(problem.kv_cache.cpu(), before[0])
     assert torch.equal(problem.staging.cpu(), before[1])
+
+
+# -- a wrong kernel is seen ------------------------------------------------------------------------------------------
+
+SOME = ((70, 9), (0, 3), (37, 12), (40, 2))
+MASKS = {"sliding_window": 20, "softcap": 2.0}
+WRONG_ARGUMENTS = {
+    "staging_rows": lambda rows: rows.roll(1),
+    "page_slots": lambda slots: slots.roll(1),
+    "seq_lens": lambda lengths: (lengths - 1).clamp(min=0),
+    "k_scale": lambda scale: scale * 1.25,
+    "v_scale": lambda scale: scale * 1.25,
+    "sliding_window": lambda positions: positions + 1,
+    "softcap": lambda bound: 0.0,
+    "sinks": lambda sinks: None,
+}
+
+
+@pytest.mark.parametrize("masks", [{}, MASKS, {"sinks": True}], ids=["plain", "masks", "sinks"])
+def test_without_a_fault_nothing_is_seen(masks):
+    Windows(SOME, kv_cache_dtype="fp8", config=SPLIT, **masks).check()
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_seen(name):
+    masks = {"sinks": True} if name == "sinks" else MASKS
+    problem = Windows(SOME, kv_cache_dtype="fp8", config=SPLIT, **masks)
+    expected = problem.to_device().expected()
+    arguments = problem.arguments()
+    verify_attention(**arguments | {name: WRONG_ARGUMENTS[name](arguments[name])})
+    with pytest.raises(AssertionError):
+        problem.compare(*expected)
+
+
+WRONG_LINES = {
+    "held rows go to their pages": ("to_staging = staged >= 0", "to_staging = staged < -1"),
+    "rows that are not held go nowhere": ("keep = (at >= 0)", "keep = to_staging"),
+    "a row does not attend to itself": ("place[None, :] <= row[:, None]", "place[None, :] < row[:, None]"),
+    "a row attends to the next": ("place[None, :] <= row[:, None]", "place[None, :] <= row[:, None] + 1"),
+    "the position behind the prefix is read": ("seen = position < prefix", "seen = position <= prefix"),
+    "the last tile of a split is left out": ("tl.range(begin, end,", "tl.range(begin, end - 1,"),
+    "requests longer than a window are attended to": ("| (query_len > MAX_QUERY)", ""),
+    "the last split but one to arrive combines": ("!= active - 1:", "!= active - 2:"),
+    "splits are added without their share": ("tl.sum(found * fade[:, :, None], 1)", "tl.sum(found, 1)"),
+    "arrivals are left behind": ("tl.store(arrival, 0)", "pass"),
+    "values take the keys' scale": ("_stored(tail_values, v_scale, FP8)", "_stored(tail_values, k_scale, FP8)"),
+    "stored rows are too large": ("tl.minimum(tl.maximum(scaled, -largest), largest)", "scaled * 1.5"),
+    "query heads read the next KV head": ("kv_head * page_head.to(tl.int64)", "(1 - kv_head) * page_head.to(tl.int64)"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_LINES)
+def test_a_wrong_line_of_the_kernel_is_seen(fault, tmp_path, monkeypatch):
+    right, wrong = WRONG_LINES[fault]
+    source = inspect.getsource(verify_kernel)
+    assert right in source
+    (tmp_path / "wrong_kernel.py").write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("wrong_kernel", tmp_path / "wrong_kernel.py")
+    assert spec and spec.loader
+    wrong_kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wrong_kernel)
+    problem = Windows(SOME, kv_cache_dtype="fp8", config=SPLIT)
+    problem.workspace.partials.fill_(float("nan"))
+    problem.workspace.processors = 0  # the last split to arrive combines, on a GPU too
+    monkeypatch.setattr(gpu_attention, "verify_windows", wrong_kernel.verify_windows)
+    with pytest.raises(AssertionError):
+        problem.check()
 
 
 # -- what only a GPU shows -------------------------------------------------------------------------------------------
@@ -449,7 +528,7 @@ def test_splits_that_meet_and_that_do_not_in_one_workspace():
     prefixes, kv_heads = (900, 31, 0, 300, 64, 700), 2
     problem = Windows(tuple((prefix, 9) for prefix in prefixes), head_size=128, num_kv_heads=kv_heads).to_device()
     workspace = problem.workspace
-    most = workspace.processors // (len(prefixes) * kv_heads)
+    most = workspace.device.multiprocessors // (len(prefixes) * kv_heads)
     words = workspace.arrivals[: len(prefixes) * kv_heads, 1]
     words[::3] = -(2**31)
     for splits in (2, 5, most, 4 * most, 3, most + 1, most):

@@ -23,8 +23,9 @@ class Layer:
         ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
         monkeypatch.setitem(sys.modules, "nwor.gpu_attention", ours)
         manager = SimpleNamespace(
-            width=WIDTH, is_open=is_open, aside=aside, rehearsing=rehearsing, page_slots=torch.full((64,), 7),
+            max_query_len=WIDTH, is_open=is_open, aside=aside, rehearsing=rehearsing, page_slots=torch.full((64,), 7),
             staging_rows=None, staged=lambda index: None, mark_staged=lambda index: None, attention=None,
+            stored_first=False, graphs_of_prefills=False,
         )  # fmt: skip
         self.nwor = SimpleNamespace(manager=manager, index=0)
         self._q_scale = self._k_scale = self._v_scale = None
@@ -66,3 +67,19 @@ def test_what_serves_a_batch(case, monkeypatch):
     rehearsing, is_open, max_query_len, requests, called = CASES[case]
     layer = Layer(monkeypatch, is_open, {9: 0, 8: 4096}, rehearsing)
     assert layer.run(monkeypatch, max_query_len, requests) == called
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
+    """#26: our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
+    layer = Layer(monkeypatch, is_open, {}, rehearsing=False)
+    layer.nwor.manager.stored_first = True
+    assert layer.run(monkeypatch, 4, 8) == ["write 7", "vLLM", "ours"][: 3 if is_open else 2]
+
+
+@pytest.mark.parametrize(("rehearsing", "called"), [(True, ["write 7", "vLLM", "ours"]), (False, ["ours"])])
+def test_a_graph_that_any_batch_may_replay(rehearsing, called, monkeypatch):
+    """#4, #5: it is captured with small queries, and has to serve long ones."""
+    layer = Layer(monkeypatch, not rehearsing, {}, rehearsing)
+    layer.nwor.manager.graphs_of_prefills = True
+    assert layer.run(monkeypatch, 4, 8) == called

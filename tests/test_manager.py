@@ -121,7 +121,7 @@ def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
     step = Step(kind, "stage", device)
     step.begin()
     assert step.manager.holding
-    held = step.batch.held("stage")
+    held = step.batch.held()
     masked = [-1 if row in held else slot for row, slot in enumerate(step.before[1].tolist())]
     assert step.manager.page_slots[: len(masked)].tolist() == masked
     step.forward()
@@ -135,7 +135,7 @@ def test_emulation_puts_the_old_bytes_back_after_each_layer(kind, device):
     step = Step(kind, "emulate", device)
     step.begin()
     assert torch.equal(step.batch.slot_mapping, step.before[1])
-    free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held("stage")]
+    free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held()]
     step.manager.stage(0, step.writer(0), step.paged.targets()[0], step.batch.slot_mapping[: step.batch.num_tokens])
     written = step.expected.clone()
     step.expect(list(range(step.batch.num_tokens)), (0,))
@@ -156,7 +156,7 @@ def test_staged_rows_are_vllms_own_bytes(mode, device):
     width, starts = step.manager.width, step.batch.query_start_loc
     for layer in range(3):
         staged = step.manager.staged(layer).view(BITS[2])
-        for row in step.batch.held(step.mode):
+        for row in step.batch.held():
             request = bisect_right(starts, row) - 1
             index = (request + 1) * width - (starts[request + 1] - row)  # right-aligned in the request's W rows
             block, offset = divmod(step.batch.slots[row], BLOCK_SIZE)
@@ -174,7 +174,7 @@ def test_cancel_leaves_everything_as_it_was(mode, kind, layers, device):
     for layer in range(layers):
         step.forward_layer(layer)
     step.manager.cancel()
-    held = step.batch.held(step.mode)
+    held = step.batch.held()
     step.expect([row for row in range(step.batch.num_tokens) if row not in held], tuple(range(layers)))
     step.assert_pool()
     assert not step.manager.is_open
@@ -195,7 +195,7 @@ def test_a_writer_that_fails_half_way_is_undone(device):
     with pytest.raises(MemoryError):
         step.manager.stage(0, fail, step.paged.targets()[0], step.batch.slot_mapping[: step.batch.num_tokens])
     step.manager.cancel()
-    step.expect([row for row in range(step.batch.num_tokens) if row not in step.batch.held("stage")], (0,))
+    step.expect([row for row in range(step.batch.num_tokens) if row not in step.batch.held()], (0,))
     step.assert_pool()
 
 
@@ -231,11 +231,12 @@ def test_micro_batches_find_their_rows(mode, splits, device):
 
 
 def test_micro_batches_of_decodes_alone(device):
-    """R23: where every row is held no page is written, in either half."""
+    """R23: no draft is written before the commit, in either half."""
     step = Step("NHD", "stage", device, Batch((4, 2, 3), (3, 1, 2), device=device))
     step.begin()
     step.forward((4,))
-    assert torch.equal(step.paged.pool, step.before[0])
+    step.expect([0, 4, 6])
+    step.assert_pool()
     step.commit((3, 0, 1))
     step.expect(step.batch.kept((3, 0, 1)))
     step.assert_pool()
@@ -264,7 +265,7 @@ def test_a_layer_that_did_not_stage_stops_the_commit(mode, device):
     else:
         with pytest.raises(RuntimeError, match=r"target layers \[1\] staged nothing"):
             step.commit(REJECTED["none rejected"])
-        free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held("stage")]
+        free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held()]
         step.expect(free, (0, 2))
         assert step.manager.read_counters().cancelled == 1
     step.assert_pool()
@@ -278,6 +279,24 @@ def test_begin_twice(mode, device):
     with pytest.raises(RuntimeError, match="commit or cancel it"):
         step.begin()
     step.manager.cancel()
+    step.assert_pool()
+
+
+@modes
+def test_calls_out_of_order(mode, device):
+    """A clear in an open window forgot its rows without a word; a commit without one ended in an assertion."""
+    step = Step("HND", mode, device)
+    with pytest.raises(RuntimeError, match="no window is open: begin one"):
+        step.manager.commit(torch.zeros(1, dtype=torch.int32, device=device))
+    assert step.begin()
+    held = None if step.manager.staging_rows is None else step.manager.staging_rows.clone()
+    for slot_mapping in (None, step.batch.slot_mapping):
+        with pytest.raises(RuntimeError, match="a window is open: commit or cancel it before clear"):
+            step.manager.clear(slot_mapping)
+    assert step.manager.is_open and not step.manager.rehearsing
+    assert held is None or torch.equal(step.manager.staging_rows, held)
+    step.manager.cancel()
+    step.manager.clear()
     step.assert_pool()
 
 
@@ -407,7 +426,7 @@ def test_under_graphs_a_layer_is_staged_once_and_for_all(device):
 
 @modes
 def test_counts_explain_themselves(mode, device):
-    """R5, #3: 40 layers x 48 drafts are 1,920 operations and 48 tokens; sampled rows, where held, are no tokens."""
+    """R5, #3: 40 layers x 48 drafts are 1,920 operations and 48 tokens."""
     memory = torch.zeros(40, 16, NUM_HEADS, BLOCK_SIZE, WIDTH, dtype=torch.bfloat16, device=device)
     asked = "cow" if mode == "cow" else "stage"
     manager = DraftCommitManager(CacheLayout.of(list(memory)), asked, 12, 4, 64, emulate=mode == "emulate")
@@ -419,14 +438,12 @@ def test_counts_explain_themselves(mode, device):
             manager.stage(layer, lambda cache, slots: None, cache, batch.slot_mapping[: batch.num_tokens])
     manager.commit(rejected)
     counters = manager.read_counters()
-    sampled = 0 if mode == "cow" else 12
     row = 40 * NUM_HEADS * WIDTH * 2
     assert (counters.windows, counters.staged_tokens) == (12, 48)
     assert (counters.committed_tokens, counters.rejected_tokens) == (10, 38)
-    assert counters.stage_operations == 40 * (48 + sampled)
-    kept, held = 10 + sampled, 48 + sampled
+    assert counters.stage_operations == 40 * 48
     # cow: vLLM's write and the rejected rows again; emulation: write, put back, commit.
-    expected = {"cow": held + 38, "stage": kept, "emulate": held + held + kept}[mode]
+    expected = {"cow": 48 + 38, "stage": 10, "emulate": 48 + 48 + 10}[mode]
     assert counters.bytes_written == expected * row
     assert counters.bytes_avoided == (38 * row if mode == "stage" else 0)
     manager.reset_counters()

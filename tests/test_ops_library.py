@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from devices import each_device, needs_gpu
+from devices import each_device, needs_fp8_cache, needs_gpu
 
 from nwor import ops
 from nwor.ops_inputs import (
@@ -126,7 +126,9 @@ def write_with_vllm_cpu(key, value, slots, kv_cache_dtype, k_scale, v_scale, cac
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.037, 2.5])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["auto", *(pytest.param(fp8, marks=needs_fp8_cache) for fp8 in ("fp8", "fp8_e4m3", "fp8_e5m2"))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_bytes_of_vllms_cpu_writer(dtype, kv_cache_dtype, scale):
     """R12: what is staged and committed is what vLLM would have written, over all sizes and special values."""

@@ -41,9 +41,9 @@ def test_a_mixed_batch_in_words(device):
     (cow, counted), (slots, staging_rows, page_slots, staged) = open_both(batch, 5, 4, device, tokens=13)
     assert cow.tolist() == [[-1, -1, 41, 42], [-1] * 4, [-1] * 4, [-1] * 4, [-1] * 4]
     assert counted.tolist() == [1, 2, 5, 7, 5]
-    assert slots.tolist() == [[-1, 40, 41, 42], [-1] * 4, [-1] * 4, [-1, -1, 70, -1], [-1] * 4]
-    assert staging_rows.tolist() == [1, 2, 3, -1, -1, -1, -1, -1, 14, 15, -1, -1, -1]
-    assert page_slots.tolist() == [-1, -1, -1, 50, 51, 52, 53, 60, -1, -1, -1, -1, -1]
+    assert slots.tolist() == cow.tolist()
+    assert staging_rows.tolist() == [-1, 2, 3, -1, -1, -1, -1, -1, -1, 15, -1, -1, -1]
+    assert page_slots.tolist() == [40, -1, -1, 50, 51, 52, 53, 60, 70, -1, -1, -1, -1]
     assert staged.tolist() == [1, 2, 5, 7, 5]
 
 
@@ -53,9 +53,9 @@ def test_what_does_not_fit_falls_back(device):
     (cow, counted), (slots, staging_rows, page_slots, staged) = open_both(batch, 3, 2, device)
     assert cow.tolist() == [[-1, -1], [-1, 25], [-1, -1]]
     assert counted.tolist() == [1, 2, 4, 5, 7]  # 3 drafts of the first and of the last request
-    assert slots.tolist() == [[-1, -1], [24, 25], [-1, -1]]
-    assert staging_rows.tolist() == [-1, -1, -1, -1, 2, 3, -1, -1]
-    assert page_slots.tolist() == [20, 21, 22, 23, -1, -1, 26, 27]
+    assert slots.tolist() == cow.tolist()
+    assert staging_rows.tolist() == [-1, -1, -1, -1, -1, 3, -1, -1]
+    assert page_slots.tolist() == [20, 21, 22, 23, 24, -1, 26, 27]
     assert staged.tolist() == [1, 2, 4, 5, 6]  # the last request is no verify step: 4 logits, 2 rows
 
 
@@ -69,13 +69,12 @@ def test_a_window_without_columns_holds_nothing(device):
     assert staged.tolist() == [1, 2, 3, 4, 6]  # the last request has 3 logits and one row
 
 
-def test_a_window_as_wide_as_the_query(device):
+def test_a_window_as_wide_as_the_drafts(device):
     """#10: exactly full is full, not over."""
     batch = make_batch([5, 5], [5, 5], 16, device)
-    (cow, counted), (_, staging_rows, _, staged) = open_both(batch, 2, 5, device)
-    assert (cow[:, 0] == -1).all()
+    (_, counted), (_, staging_rows, _, staged) = open_both(batch, 2, 4, device)
     assert counted.tolist() == [1, 2, 5, 12, 5] == staged.tolist()
-    assert staging_rows.tolist()[:10] == list(range(10))
+    assert staging_rows.tolist()[:10] == [-1, 0, 1, 2, 3, -1, 4, 5, 6, 7]
 
 
 def test_no_requests(device):

@@ -138,7 +138,7 @@ def environment(monkeypatch):
 
 FRONT_AND_CORE = ["EngineCore._initialize_kv_caches", "WorkerWrapperBase.init_device"]
 COUNTS = ["Scheduler.make_spec_decoding_stats", "Scheduler.update_from_output"]
-METRICS = ["PrometheusStatLogger.__init__", "PrometheusStatLogger.record"]
+METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.3.32", "0.320.1", "1.32.0"])
@@ -232,9 +232,12 @@ def test_vllm_knows_our_variables(environment):
 def vllm_methods() -> dict[str, object]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    owners = {owner.__qualname__: owner for owner in (EngineCore, PrometheusStatLogger, Scheduler, WorkerWrapperBase)}
+    owners = {
+        owner.__qualname__: owner
+        for owner in (EngineCore, PrometheusStatLogger, Scheduler, StatLoggerManager, WorkerWrapperBase)
+    }
     names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS]
     return {f"{owner}.{name}": vars(owners[owner])[name] for owner, name in names}

@@ -44,7 +44,7 @@ def test_every_setting_is_a_point_of_its_own():
 
 
 def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours():
-    """32 layers save 70 - 60 us each, and a step opens and commits once: 4 + 4 of 36 rows kept on half the heads."""
+    """32 layers save 70 - 60 us each, and a step opens and commits 8 drafts once."""
     times = {"nwor": 60.0, "flash": 70.0, "triton": 65.0, "write": 4.0, "empty": 3.0}
     shapes = {(32, 4, 512): 1.0, (32, 4, 4096): 10.0, (16, 4, 512): 100.0, (32, 16, 512): 1000.0}
     rows = [
@@ -64,7 +64,7 @@ def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours()
     attention = pd.concat([pd.DataFrame(rows).assign(metric="between", k=8), alone]).assign(run_id="")
     staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8)
     (point,) = predicted.against_measured(staged, attention=attention).to_dict("records")
-    commit = 2 * 32 * 16384 * (4 + 8) / 4.24e6
+    commit = 2 * 32 * 16384 * 8 / 4.24e6
     assert point["with_attention"] == pytest.approx(1 + (-32 * 10 + 2 * 3.3 + commit) / 1500)
     assert point["predicted"] != point["with_attention"]
     triton = staged.assign(backend="TRITON_ATTN")

@@ -23,6 +23,7 @@ from nwor import (
 from nwor.acceptance import survival
 
 README = (paths.ROOT / "README.md").read_text()
+TABLE = attention_configs.shipped("NVIDIA H200")
 LATEST = "steps-12"  # the run of steps with the attention kernel as it is
 
 
@@ -244,7 +245,7 @@ def test_steps_on_a_gpu(cells) -> None:
 def aside_from(tp: int, kv_heads: int, cache: str, k: int) -> dict[int, int]:
     """Batches of one setting that stand aside, and from which context on."""
     heads, element = kv_heads // tp, 1 if cache == "fp8" else 2
-    return attention_configs.slower_batches(64, 8448, heads, 32 // kv_heads, 128, element, k + 1)
+    return attention_configs.slower_batches(TABLE, 64, 8448, heads, 32 // kv_heads, 128, element, k + 1)
 
 
 def test_where_stage_wins_and_does_not(table) -> None:
@@ -397,7 +398,7 @@ def test_steps_are_predicted_from_layers_between_their_neighbours(monkeypatch) -
     folder = paths.DATA / "attention"
     swept, whole = pd.read_parquet(folder / "h200_sweep.parquet"), pd.read_csv(folder / "h200_steps.csv")
     then = attention_bench.best(swept.astype({"cache": str}), whole[whole.heads == 32])
-    monkeypatch.setattr(attention_configs, "tuned", lambda: then)
+    monkeypatch.setattr(attention_configs, "shipped", lambda device_name: then)
     steps, times = (results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "attention"))
     saved = attention_figures.saved(times)
     less = (saved.alone - saved.between).median()

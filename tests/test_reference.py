@@ -172,7 +172,7 @@ def test_the_check_sees_a_missing_restore_and_a_missing_commit(monkeypatch):
     cache, batch = make_case(Shape(2, 2, 8, 4), torch.float32, MIXED)
     monkeypatch.setattr(Staging, "commit", lambda *_: None)
     run_step(make_policy("stage", cache), batch, [0, 0, 0, 0, 0])
-    key, _ = cache.layers[1].read(batch.slot_mapping[batch.window_rows], torch.float32)
+    key, _ = cache.layers[1].read(batch.slot_mapping[batch.draft_rows], torch.float32)
     assert key.isnan().all()
 
 
@@ -216,7 +216,7 @@ def test_cancel_undoes_a_window(mode):
     policy.cancel()
     prefill = batch.slot_mapping[batch.num_drafts[batch.row_request] == 0]
     first = batch.slot_mapping[batch.query_start_loc[:-1]]
-    always_kept = first if mode == "cow" else first[:0]
+    always_kept = first[:0] if mode == "blind" else first
     assert cache.changed_bytes(before, torch.cat((prefill, always_kept))) == 0
     run_step(policy, batch, [0, 0, 0, 0, 0])
 
@@ -225,14 +225,16 @@ def test_cancel_undoes_a_window(mode):
 
 
 def test_counts_of_a_decode_are_those_of_its_steps(pair, truth):
-    """R5, and R20's check: committed equals what the scheduler counts as accepted, plus one a verification."""
+    """R5, and R20's check: committed equals what the scheduler counts as accepted."""
     run = decode(pair[0], "stage", ScriptedDrafter(truth, 4, 0.4))
     windows = [step.window for step in run.steps if step.window.requests]
     counts = run.counts
     assert counts.windows == len(windows)
-    assert counts.staged_tokens == sum(w.rows for w in windows) == counts.committed_tokens + counts.rejected_tokens
+    assert (
+        counts.staged_tokens == sum(w.draft_rows for w in windows) == counts.committed_tokens + counts.rejected_tokens
+    )
     assert counts.stage_operations == CONFIG.num_hidden_layers * counts.staged_tokens
-    assert counts.committed_tokens == sum(run.accepted) + len(run.accepted)
+    assert counts.committed_tokens == sum(run.accepted)
     assert (counts.fallbacks, counts.cancelled) == (0, 0)
 
 

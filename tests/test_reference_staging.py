@@ -276,7 +276,7 @@ def test_overflow_takes_the_real_write(mode):
     """Hazard 10: more drafts than the buffer holds; neither an overrun nor a skipped write."""
     cache, batch = make_case(SHAPE, torch.float32, MIXED)
     vanilla, _ = make_case(SHAPE, torch.float32, MIXED)
-    policy = make_policy(mode, cache, capacity=11)
+    policy = make_policy(mode, cache, capacity={"blind": 11, "stage": 8}[mode])
     got = run_step(policy, batch, [1, 0, 0, 2])
     want = run_step(make_policy("off", vanilla), batch, [1, 0, 0, 2])
     assert torch.equal(cache.pool, vanilla.pool)

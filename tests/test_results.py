@@ -136,6 +136,18 @@ def test_claims_are_kept_replaced_and_gathered_over_notebooks(run: results.Run) 
     assert set(results.claims(run.directory)["notebook"]) == {"notebook"}, "claims of an earlier pass are gone"
 
 
+def test_a_claim_that_cannot_be_checked_is_skipped_with_its_reason(run: results.Run) -> None:
+    run.skip("fp8", 0, "no AVX-512")
+    assert run.finish()["holds"].tolist() == [None], "neither holds nor broken"
+    run.claim("fast", 1, 1, True)
+    results.Run(run.directory, "another").claim("small", 1, 1, True)
+    assert results.claims(run.directory).values.tolist() == [
+        ["another", "small", "1", "1", True],
+        ["notebook", "fp8", "0", "no AVX-512", None],
+        ["notebook", "fast", "1", "1", True],
+    ]
+
+
 def test_finish_names_each_claim_that_does_not_hold(run: results.Run) -> None:
     run.claim("good", 1, 1, True)
     run.claim("fast enough", 1, 2, False)

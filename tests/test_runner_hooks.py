@@ -11,6 +11,9 @@ from paged import Batch, Paged, write_rows
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+
 from nwor.manager import CacheLayout, Counters, DraftCommitManager, LayerContext
 from nwor.settings import Settings
 from nwor.vllm import (
@@ -71,7 +74,7 @@ class Stepping:
             cu_num_sampled_tokens=(drafts + 1).cumsum(0, dtype=torch.int32),
             cu_num_draft_tokens=drafts.cumsum(0, dtype=torch.int32),
         )
-        self.nwor_requests = ()
+        self.nwor_requests, self.nwor_stored_first = (), False
         self.nwor_receipts, self.nwor_receipt = True, None
         self.layers = [SimpleNamespace(nwor=LayerContext(self.nwor, index)) for index in range(3)]
         monkeypatch.setattr(runner_v1, "target_slot_mapping", lambda runner: runner.batch.slot_mapping)
@@ -134,7 +137,7 @@ def test_a_step_that_fails_is_cancelled(where, mode, monkeypatch):
     assert not made.nwor.is_open
     assert made.nwor.read_counters() == Counters(cancelled=1)
     assert torch.equal(made.batch.slot_mapping, made.before)
-    held = made.batch.held(mode)
+    held = made.batch.held()
     for before, after in zip(made.paged.targets(pool), made.paged.targets(), strict=True):
         for row in held:
             block, offset = divmod(made.batch.slots[row], 4)
@@ -182,6 +185,7 @@ class SteppingV2:
     """A stand-in for the V2 runner as far as its slots: a padded batch of the three requests above."""
 
     nwor_group = 0
+    nwor_stored_first = False
 
     def __init__(self, mode: str = "stage") -> None:
         self.paged, self.batch = Paged(), Batch(QUERIES, DRAFTS)
@@ -211,7 +215,7 @@ def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
     assert (tables, mappings.shape) == (("tables",), (1, 15))
     assert torch.equal(made.batch.slot_mapping, slots)
     assert made.nwor.is_open
-    held = made.batch.held(mode)
+    held = made.batch.held()
     found = sorted(slot for slot in made.nwor.slots.flatten().tolist() if slot >= 0)
     assert found == sorted(made.batch.slots[row] for row in held)
     with pytest.raises(MemoryError):
@@ -224,7 +228,9 @@ def test_requests_are_named_where_all_other_rows_are_drafts(rows, named, monkeyp
     """A step that prefills may write slots that a log still holds: its requests go unnamed, under both runners."""
     asked = []
     begin = DraftCommitManager.begin
-    monkeypatch.setattr(DraftCommitManager, "begin", lambda *args: (asked.append(args[5]), begin(*args))[1])
+    monkeypatch.setattr(
+        DraftCommitManager, "begin", lambda *args, **named: (asked.append(args[5]), begin(*args, **named))[1]
+    )
     scheduled = np.array(rows)
     first, second = Stepping(monkeypatch, "cow"), SteppingV2("cow")
     metadata = first.nwor_metadata
@@ -310,6 +316,70 @@ def test_v2_captures_launch_all_that_a_replay_may_need():
     assert capture(made) == "captured"
 
 
+# -- requests that read what another writes in the same step -----------------------------------------------------------
+
+
+def scheduled(new: dict[str, int], resumed: dict[str, int], running: dict[str, int], rows: dict[str, int]):
+    """A `SchedulerOutput`: computed tokens of requests by id, and the rows of each."""
+    cached = {**resumed, **running}
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=tokens) for name, tokens in new.items()],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[*cached], num_computed_tokens=[*cached.values()], resumed_req_ids={*resumed}
+        ),
+        num_scheduled_tokens=rows,
+    )
+
+
+READS = {
+    "decodes alone": (({}, {}, {"a": 40}, {"a": 4}), False),
+    "a new request with a cached prefix": (({"b": 32}, {}, {"a": 40}, {"a": 4, "b": 4}), True),
+    "one that comes back": (({}, {"b": 32}, {"a": 40}, {"a": 4, "b": 1}), True),
+    "one without a cached prefix": (({"b": 0}, {}, {"a": 40}, {"a": 4, "b": 3}), False),
+    "one with a long query": (({"b": 32}, {}, {"a": 40}, {"a": 4, "b": 5}), False),
+    "long and short ones": (({"b": 32, "c": 16}, {}, {}, {"b": 5, "c": 2}), True),
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_steps_in_which_a_query_may_read_another_requests_new_row(case):
+    """#26: only what is admitted in the step can find a block that the step fills, and only short queries are ours."""
+    arguments, expected = READS[case]
+    manager = SimpleNamespace(attention="a workspace", max_query_len=4)
+    assert runner.reads_rows_of_this_step(manager, scheduled(*arguments)) is expected
+    assert not runner.reads_rows_of_this_step(SimpleNamespace(attention=None), scheduled(*arguments)), "a CPU"
+    assert not runner.reads_rows_of_this_step(None, scheduled(*arguments))
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize("case", ["decodes alone", "a new request with a cached prefix"])
+def test_such_a_step_replays_no_graph_of_decodes(case, dummy, monkeypatch):
+    """#26, R21: in a FULL graph our kernel attends and stores at once; both runners leave it, and only in this step."""
+    arguments, reads = READS[case]
+    reads = reads and not dummy
+    step = scheduled(*arguments)
+
+    second = SteppingV2()
+    second.nwor.attention = "a workspace"
+    gather = runner_v2._make_gather(lambda self, scheduler_output, dummy_run: ("state", 4))
+    assert gather(second, step, dummy) == ("state", None if reads else 4)
+    runner_v2._make_prepare(SteppingV2.prepare_attn)(second, second.input_batch(sum(DRAFTS)))
+    assert second.nwor.stored_first is reads
+    if dummy:
+        return
+
+    first = Stepping(monkeypatch)
+    first.nwor.attention = "a workspace"
+    metadata = first.nwor_metadata
+    metadata.num_draft_tokens = list(DRAFTS)
+    runner_v1._make_prepare(lambda *args: (None, metadata, 0))(first, step, np.array(QUERIES))
+    batch = runner_v1._make_batch(lambda self, **options: options)
+    assert batch(first, num_tokens=8) == {"num_tokens": 8} | ({"force_eager": True} if reads else {})
+    first.run([[7, -1, -1, -1]] * 3)
+    assert first.nwor.stored_first is reads
+    assert batch(first, num_tokens=8) == {"num_tokens": 8}, "a dummy run behind it is free to replay"
+
+
 # -- every rank serves the mode ----------------------------------------------------------------------------------------
 
 
@@ -356,11 +426,46 @@ def test_carried_counters_arrive_and_leave_no_trace():
     counters = asdict(Counters(windows=3, staged_tokens=12, bytes_written=2**40))
     stats = SimpleNamespace(num_kv_fetch_reqs_by_stage={"prefill": 2})
     silent, speaking = SimpleNamespace(scheduler_stats=None), SimpleNamespace(scheduler_stats=stats)
-    engine.carry({0: silent, 1: speaking}, counters)
+    metrics.carry({0: silent, 1: speaking}, counters)
     assert stats.num_kv_fetch_reqs_by_stage.keys() > {"prefill"}
     assert metrics.take(stats.num_kv_fetch_reqs_by_stage) == counters
     assert stats.num_kv_fetch_reqs_by_stage == {"prefill": 2}
     assert metrics.take(stats.num_kv_fetch_reqs_by_stage) == {}
+
+
+def test_no_logger_of_the_front_end_sees_a_carried_counter(monkeypatch):
+    """Whichever comes first: only the Prometheus logger took them off, after all others had read vLLM's dict."""
+    seen, observed = [], []
+
+    class Logger:
+        def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0):
+            seen.append((dict(scheduler_stats.num_kv_fetch_reqs_by_stage), engine_idx))
+
+    prometheus = Logger()
+    prometheus.nwor_counters = {}
+    monkeypatch.setattr(metrics, "_observe", lambda logger, *what: observed.append((logger, *what)))
+    manager = object.__new__(StatLoggerManager)
+    manager.stat_loggers = [Logger(), prometheus, Logger()]
+    try:
+        metrics.install()
+        for number in (1, 2):  # two data-parallel engines
+            stats = SchedulerStats(num_kv_fetch_reqs_by_stage={"waiting": 3})
+            metrics.carry({0: SimpleNamespace(scheduler_stats=stats)}, {"windows": number})
+            manager.record(stats, None, engine_idx=number)
+    finally:
+        patch.undo_all()
+    assert seen == [({"waiting": 3}, number) for number in (1, 2) for _ in range(3)]
+    assert observed == [(prometheus, {"windows": number}, number) for number in (1, 2)]
+
+
+def test_nothing_is_carried_where_nobody_takes_it_off():
+    """With metrics off, the scheduler's check still runs; its counts stayed in vLLM's own dict."""
+    stats = SchedulerStats()
+    hook = engine._make_update(lambda *_: {0: SimpleNamespace(scheduler_stats=stats)}, strict=True, emit=False)
+    scheduler = SimpleNamespace()
+    hook(scheduler, None, SimpleNamespace(nwor_committed={}, nwor_counters=asdict(Counters(windows=1))))
+    assert stats.num_kv_fetch_reqs_by_stage == {}
+    assert scheduler.nwor_checked == (1, 0)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -374,7 +479,7 @@ def test_commits_are_held_against_the_scheduler(committed, mismatches, strict):
         note(self, None, request_id="q", num_accepted_tokens=2)
         return {0: SimpleNamespace(scheduler_stats=stats)}
 
-    hook, scheduler = engine._make_update(update, strict), SimpleNamespace()
+    hook, scheduler = engine._make_update(update, strict, emit=True), SimpleNamespace()
     output = SimpleNamespace(nwor_committed=committed, nwor_counters=asdict(Counters(windows=1)))
     if strict and mismatches:
         with pytest.raises(AssertionError, match="committed and accepted drafts differ, by request: {'q'"):
@@ -389,11 +494,67 @@ def test_commits_are_held_against_the_scheduler(committed, mismatches, strict):
 
 def test_the_carrier_is_vllms():
     """The field must stay a dict of names to numbers, or counters would be lost on the way."""
-    from vllm.v1.metrics.stats import SchedulerStats
-
     carrier = {field.name: field for field in fields(SchedulerStats)}["num_kv_fetch_reqs_by_stage"]
     assert carrier.type == dict[str, int] or carrier.type == "dict[str, int]"
     assert SchedulerStats().num_kv_fetch_reqs_by_stage == {}
+
+
+# -- one drafter in all modes ------------------------------------------------------------------------------------------
+
+
+class Head(torch.nn.Module):
+    """An EAGLE head as vLLM builds it: `fc` without a bias, attention with one where the config promises it."""
+
+    def __init__(self, promised: bool) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleDict(
+            {"fc": torch.nn.Linear(4, 2, bias=False), "qkv_proj": torch.nn.Linear(2, 2, bias=promised)}
+        )
+
+    def load_weights(self, weights):
+        return {name for name, _ in weights}
+
+
+@pytest.mark.parametrize(
+    ("bias", "promised", "said"),
+    [(0.0, False, ""), (1.0, False, "fc.bias, which vLLM's EAGLE head drops"), (0.0, True, "qkv_proj.bias, which ")],
+)
+def test_a_head_is_repaired_when_asked_for_and_only_then(bias, promised, said, monkeypatch):
+    """Hazard 37: modes repaired the head unasked, and were compared with a baseline that drafts otherwise."""
+    warned = []
+    logger = SimpleNamespace(warning=lambda text, *values: warned.append(text % values))
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
+    weights = [("fc.weight", torch.ones(2, 4)), ("fc.bias", torch.full((2,), bias))]
+    head = Head(promised)
+    before = {name: parameter.clone() for name, parameter in head.named_parameters()}
+    assert eagle_bias._make_watch(Head.load_weights)(head, iter(weights)) == {"fc.weight", "fc.bias"}
+    after = dict(head.named_parameters())
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert len(warned) == bool(said)
+    if said:
+        assert said in warned[0] and "VLLM_NWOR_EAGLE_BIAS=1 repairs it" in warned[0]
+    eagle_bias._make_load(Head.load_weights)(head, iter(weights))
+    assert ("model.fc.bias" in dict(head.named_parameters())) == bool(bias)
+    assert not promised or not head.model["qkv_proj"].bias.any()
+
+
+@pytest.mark.parametrize("mode", ["off", "cow", "stage"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_no_mode_has_a_drafter_of_its_own(mode, asked, monkeypatch):
+    """Hazard 37: the same switch, whatever the mode."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    installed = []
+    monkeypatch.setattr(eagle_bias, "install", installed.append)
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", lambda self: None)
+    made = object.__new__(WorkerWrapperBase)
+    made.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), use_v2_model_runner=False)
+    try:
+        worker.install(Settings(mode=mode, eagle_bias=asked))
+        made.init_device()
+    finally:
+        patch.undo_all()
+    assert installed == [asked]
 
 
 # -- vLLM is the one the hooks were written for ------------------------------------------------------------------------
@@ -405,8 +566,9 @@ def test_every_hook_fits_the_installed_vllm():
     try:
         for module in (worker, engine, runner_v1):
             module.install(settings)
-        for module in (cpu, cpu_sampling, metrics, eagle_bias):
+        for module in (cpu, cpu_sampling, metrics):
             module.install()
+        eagle_bias.install(repair=True)
         audit.install_v1()
         assert {"CPUAttentionBackendImpl.do_kv_cache_update", "CPUAttentionBackendImpl.forward"} < {*patch.wrapped()}
         assert {"GPUModelRunner._model_forward", "GPUModelRunner._sample"} < {*patch.wrapped()}

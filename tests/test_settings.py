@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nwor.settings import MODES, PREFIX, Settings
+from nwor.settings import MODES, PREFIX, WORDS, Settings
 
-FLAGS = [field.name for field in fields(Settings) if field.name != "mode"]
+FLAGS = [field.name for field in fields(Settings) if field.name not in WORDS]
 
 
 def test_nothing_set_is_off():

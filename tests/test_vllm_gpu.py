@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from nwor import bench, pair, paths, shapes
-from nwor.engine import Engine, EngineSpec
+from nwor.engine import Engine, EngineSpec, Generation
 from nwor.parity import compare
 from nwor.plan import Plan
 from nwor.settings import Settings
@@ -171,6 +171,18 @@ def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS) 
     assert 0 <= counters["stage_operations"] - metrics["nwor_stage_operations"] <= layers * 9 * ahead
     assert metrics["nwor_scheduler_checks"] > 20
     assert metrics["nwor_scheduler_mismatches"] == 0
+
+
+@both
+def test_under_batch_invariance_a_request_is_the_same_alone_and_in_company(model, monkeypatch, mode):
+    """N11, hazard 34: under cow because vLLM attends, under stage because it steps back. vLLM's CPU build has none."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with Engine(spec_of(model), Settings(mode=mode)) as engine:
+        company = engine.generate(PROMPTS, 40).tokens
+        assert [engine.generate([prompt], 40).tokens[0] for prompt in PROMPTS[:4]] == company[:4]
+        [rank] = engine.report()
+    assert rank["serving"] == ("cow" if mode == "cow" else "off")
+    assert ("batch invariance" in rank["reason"]) == (mode == "stage")
 
 
 @both
@@ -343,6 +355,63 @@ def test_other_architectures(engines, tmp_path_factory, architecture, mode):
     assert not outcome.error, outcome.error
     assert_clean_and_counted(outcome, mode)
     assert compare(plain.generation, outcome.generation).explained(GAPS["auto"])
+
+
+def part(generation: Generation, when: str) -> Generation:
+    """The requests whose names begin with `when`."""
+    places = [place for place, name in enumerate(generation.text) if name.startswith(when)]
+    tokens, best = ([values[place] for place in places] for values in (generation.tokens, generation.top_logprobs))
+    return replace(generation, tokens=tokens, top_logprobs=best)
+
+
+@pytest.mark.parametrize("method", ["eagle", "ngram", "draft_model"])
+@pytest.mark.parametrize(
+    "stack", ["v2 FA graphs", "v2 FA one graph", "v2 Triton graphs", "v1 FA graphs", "v2 FA eager"]
+)
+def test_a_request_that_joins_as_a_block_is_filled(model, stack, method):
+    """#26: one more token, as many as a window has, fewer and more, behind a block that the same step fills."""
+    draft = {"eagle": str(model / "eagle"), "draft_model": str(model / "target"), "ngram": ""}[method]
+    sizes = {} if method == "eagle" else {"batch": 4}
+    spec = replace(spec_of(model, stack, prefix_caching=True, **sizes), method=method, draft=draft)
+    prompts, made = [[(7 * i) % 50 + 3 for i in range(20)] * 2], {}
+    endings = [[9], [5, 6, 7], [3, 1, 4, 1, 5], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
+    for mode in ("off", "cow", "stage"):
+        engines = Engines()
+        try:
+            settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
+            made[mode] = engines.run(spec, settings, calls=[{"joined": endings}], prompts=prompts, max_tokens=400)
+        finally:
+            engines.close()
+        assert not made[mode].error, made[mode].error
+        if mode != "off":
+            assert made[mode].audit["dirty_layer_steps"] == made[mode].audit["unwritten_rows"] == 0
+            assert made[mode].ranks[0]["counters"]["windows"] > 10
+    assert made["cow"].tokens == made["off"].tokens
+    for outcome in made.values():
+        joined, again, anew = (part(outcome.generation, when) for when in ("joined", "again", "anew"))
+        for parity in (compare(anew, joined), compare(anew, again)):
+            assert parity.requests == len(endings) and parity.explained(GAPS["auto"]), parity
+
+
+def test_short_prompts_in_one_graph_for_all(engines, model):
+    """#4, #5: a graph captured with queries of one row is replayed for a prompt longer than a window."""
+    prompts = [[(5 * i + j) % 90 + 3 for i in range(length)] for j, length in enumerate((6, 7, 8, 9, 12))]
+    plain, staged = (
+        engines.run(
+            spec_of(model, "v2 FA one graph", batch=8),
+            Settings(mode=mode, audit=True),
+            prompts=[prompts[0]],
+            max_tokens=24,
+            logprobs=5,
+            calls=[{"prompts": [prompt]} for prompt in prompts],
+        )
+        for mode in ("off", "stage")
+    )
+    assert not plain.error and not staged.error, plain.error + staged.error
+    assert staged.audit["dirty_layer_steps"] == staged.audit["unwritten_rows"] == 0
+    for theirs, ours in zip(plain.generations, staged.generations, strict=True):
+        parity = compare(theirs, ours)
+        assert parity.explained(GAPS["auto"]), parity
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

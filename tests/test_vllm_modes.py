@@ -7,6 +7,7 @@ chunked prefill runs beside decodes throughout.
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,17 @@ from nwor.plan import Plan
 from nwor.settings import Settings
 from nwor.vllm.random_weights import FORMAT
 from tests import checkpoints, faults, request_kinds
+from tests.devices import needs_fp8_cache
 from tests.engines import PROMPTS, Engines, Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-CACHES = [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"), ("bfloat16", "fp8_e5m2")]
+CACHES = [
+    ("float32", "auto"),
+    ("bfloat16", "auto"),
+    pytest.param("bfloat16", "fp8", marks=needs_fp8_cache),
+    pytest.param("bfloat16", "fp8_e5m2", marks=needs_fp8_cache),
+]
 GAP = 0.25  # nats; near ties of the bf16 model below it may fall either way
 ROUNDING = 1e-4  # nats; a float32 sum in another order
 
@@ -237,6 +244,56 @@ def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, va
     assert "packing" in outcome.ranks[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "fault", "says"),
+    [
+        ("stage", faults.blind_from_the_start, "the attention differs from a plain one by "),
+        ("stage", faults.attention_fails, "ValueError: out of resource: shared memory"),
+        (
+            "stage",
+            partial(faults.one_byte_too_many, "commit_all_layers"),
+            "the pages that stage left are not those with",
+        ),
+        ("cow", partial(faults.one_byte_too_many, "restore_all_layers"), "the pages that cow left are not those with"),
+    ],
+    ids=["blind attention", "a kernel that fails", "a commit too far", "a restore too far"],
+)
+def test_an_operator_that_fails_here_is_met_before_any_request(engines, model, vanilla, mode, fault, says):
+    """R36: vLLM's own write serves, and the rank says why."""
+    outcome = engines.run(spec_of(model), Settings(mode=mode), fault)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == vanilla().tokens
+    [rank] = outcome.ranks
+    assert rank["serving"] == "off"
+    assert "the check at start-up failed" in rank["reason"] and says in rank["reason"], rank["reason"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says", "modes"),
+    [
+        (faults.one_layer_of_another_class, "a hybrid model: 1 of its layers are not served", ("cow", "stage")),
+        (faults.unknown_mask, "CPUAttentionBackendImpl.chunk_lookback is 1, a mask that stage does not", ("stage",)),
+        (faults.writes_its_own, "the model writes keys and values itself", ("stage",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_models_and_settings_that_a_mode_refuses_by_name(engines, model, vanilla, fault, says, modes):
+    """Hazards 35 and 36, and models that write their own cache: vLLM's write serves from the start; or `cow` does."""
+    for mode in ("cow", "stage"):
+        outcome = engines.run(spec_of(model), Settings(mode=mode, audit=mode not in modes, debug_sync=True), fault)
+        assert not outcome.error, outcome.error
+        assert outcome.tokens == vanilla().tokens
+        [rank] = outcome.ranks
+        assert rank["serving"] == ("off" if mode in modes else mode)
+        assert (says in rank["reason"]) == (mode in modes), rank["reason"]
+        assert mode in modes or outcome.audit["dirty_layer_steps"] == 0 < rank["counters"]["windows"]
+
+
+def test_the_audit_refuses_a_model_it_would_see_a_part_of(engines, model):
+    outcome = engines.run(spec_of(model), Settings(audit=True), faults.one_layer_of_another_class)
+    assert "the audit would not see the whole cache: a hybrid model" in outcome.error
+
+
 def test_the_audit_refuses_a_packing_it_cannot_read(engines, model):
     """It would mark other bytes than the slots'."""
     assert "unset VLLM_NWOR_AUDIT" in engines.run(spec_of(model), Settings(audit=True), faults.unreadable_packing).error
@@ -327,6 +384,13 @@ class TestFcBias:
 
     def test_vllm_alone_drops_it(self, engines, model, vanilla, tmp_path):
         outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings())
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    @pytest.mark.parametrize("mode", ["cow", "stage"])
+    def test_no_mode_applies_it_unasked(self, engines, model, vanilla, tmp_path, mode):
+        """Hazard 37: a mode that did was compared with a baseline of another drafter."""
+        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(mode=mode))
+        assert not outcome.error, outcome.error
         assert outcome.generation.counters == vanilla().generation.counters
 
     def test_zeros_are_skipped(self, engines, model, vanilla, tmp_path):

@@ -44,7 +44,7 @@ void open_window(const OpenArgs& a) {
     const Hold hold = hold_of(a, request);
     hold_rows(a, request, hold);
     a.counts[2] += hold.held > 0;
-    a.counts[3] += hold.drafts;
+    a.counts[3] += hold.held;
     a.counts[4] += hold.falls_back;
   }
 }

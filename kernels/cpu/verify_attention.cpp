@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of verify windows on the CPU: the prefix from the pages through the block table, the tail from staging.
+// Attention of verify windows on the CPU: pages through the block table, up to each window's first row; drafts from
+// staging.
 //
 // Pages and staging hold elements of one packing, so one gather reads both. Softmax and sums are fp32 whatever the
 // cache holds, each (request, KV head) is one task, and the order of positions is the order of the sequence.
@@ -58,12 +59,12 @@ void attend(const Problem& p, const Q* query, const Pages<C>& pages, const Pages
             int64_t request, int64_t kv_head) {
   const int64_t first_row = p.query_start_loc[request];
   const int64_t rows = p.query_start_loc[request + 1] - first_row;
-  const int64_t length = p.seq_lens[request], prefix = length - rows;
+  const int64_t length = p.seq_lens[request], prefix = length - rows, written = prefix + 1;
   const int64_t d = p.head_size, slot_elements = 2 * d;
   std::vector<float> keys(length * d), values(length * d), scores(length), vector(d), sum(d);
   for (int64_t position = 0; position < length; ++position) {
-    const bool in_pages = position < prefix;
-    const int64_t slot = in_pages ? position : p.window_start[request] + position - prefix;
+    const bool in_pages = position < written;
+    const int64_t slot = in_pages ? position : p.window_start[request] + position - written;
     const int64_t page = slot / p.block_size;
     const C* chunk = in_pages ? pages.chunk(p.block_table[request * p.table_width + page], kv_head)
                               : staging.chunk(page, kv_head);
@@ -176,9 +177,9 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const Tensor&
     STD_TORCH_CHECK(p.query_start_loc[r] >= 0 && rows > 0 && prefix >= 0 && p.query_start_loc[r + 1] <= query.size(0),
                     "request ", r,
                     ": its rows do not fit its length or the batch");
-    STD_TORCH_CHECK(p.window_start[r] + rows <= staging.size(0) * n, "request ", r, ": its window leaves staging");
-    STD_TORCH_CHECK((prefix + n - 1) / n <= block_table.size(1), "request ", r, ": block_table is too short");
-    for (int64_t page = 0; page * n < prefix; ++page) {
+    STD_TORCH_CHECK(p.window_start[r] + rows - 1 <= staging.size(0) * n, "request ", r, ": its window leaves staging");
+    STD_TORCH_CHECK(prefix / n < block_table.size(1), "request ", r, ": block_table is too short");
+    for (int64_t page = 0; page * n <= prefix; ++page) {
       const int64_t block = p.block_table[r * p.table_width + page];
       STD_TORCH_CHECK(block >= 0 && block < kv_cache.size(0), "request ", r, ": block ", block, " is not in the cache");
     }

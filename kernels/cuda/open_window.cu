@@ -51,7 +51,7 @@ __device__ void count(const OpenArgs& a) {
   for (int request = threadIdx.x; request < a.num_requests; request += kThreads) {
     const Hold hold = hold_of(a, request);
     windows += hold.held > 0;
-    drafts += static_cast<int>(hold.drafts);
+    drafts += static_cast<int>(hold.held);
     fallbacks += hold.falls_back;
   }
   for (int lane = 16; lane; lane /= 2) {

@@ -51,8 +51,10 @@ class LayerContext:
         """Bytes of one token's key and value."""
         return 2 * self.key_cache[0, 0].numel() * self.key_cache.element_size()
 
-    def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor, launches: int = 1) -> None:
         """vLLM's paged write: `key, value [T, H, D]` to `slot_mapping` int64 `[T]`, where a negative slot is skipped.
+
+        It counts as `launches`.
 
         Raises:
             TypeError, ValueError, IndexError: wrong dtype, shape or slot; nothing has been written then.
@@ -62,7 +64,7 @@ class LayerContext:
         self.store(self.encode(key, value), slots)
         if n := len(slots):
             read = (key.numel() + value.numel()) * key.element_size()
-            self.traffic.count("write", read=read, written=n * self.row_bytes, launches=1)
+            self.traffic.count("write", read=read, written=n * self.row_bytes, launches=launches)
 
     def read(self, slots: Tensor, dtype: torch.dtype, tail: int = 0) -> tuple[Tensor, Tensor]:
         """What attention gathers: the keys and values `[T, H, D]` at `slots` int64 `[T]`, in `dtype`.

@@ -4,7 +4,10 @@
 off     write all rows to the pages, as vLLM does; rejected rows stay there until they are overwritten
 blind   hold the window's rows back, but attend to the pages alone (the flaw of the second generation)
 cow     log the draft slots, write all rows, put back the rejected ones
-stage   hold the window's rows back; attend to the prefix in the pages and the tail in staging
+stage   hold the drafts back; attend to the pages up to them, and to the tail in staging
+
+The first row of a window, the token sampled last, is never rejected. vLLM publishes the block that it fills to the
+prefix cache while it schedules the step, so `stage` writes it at once; `blind` holds it back as well.
 """
 
 import torch
@@ -109,7 +112,12 @@ class BlindStaging(WriteAll):
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        self.interceptor.begin(batch.slot_mapping, batch.window_rows)
+        self.interceptor.begin(batch.slot_mapping, self.held_rows)
+
+    @property
+    def held_rows(self) -> Tensor:
+        """Rows of the batch that are held back, int64 `[M]`."""
+        return self.batch.window_rows
 
     def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
         self.interceptor.write(self.cache.layers[layer], key, value, self.batch.slot_mapping)
@@ -122,18 +130,30 @@ class BlindStaging(WriteAll):
 
 
 class Staging(BlindStaging):
-    """Mode `stage`: the same, with a tail that attention can see."""
+    """Mode `stage`: the drafts alone wait, in a tail that attention can see."""
 
     fused = True
 
+    @property
+    def held_rows(self) -> Tensor:
+        return self.batch.draft_rows
+
+    def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
+        prefills = len(self.batch.window_rows) < len(self.batch.slot_mapping)  # these need vLLM's writer
+        context = self.cache.layers[layer]
+        self.interceptor.write(context, key, value, self.batch.slot_mapping, launches=int(prefills))
+
     def rows(self, layer: int, request: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        tokens = self.batch.window_tokens(request)
-        if self.interceptor.state == "direct" or not len(tokens):
+        drafts = torch.nonzero(self.batch.row_request[self.held_rows] == request).flatten()
+        if self.interceptor.state == "direct" or not len(drafts):
             return super().rows(layer, request, dtype)
-        prefix = self.batch.sequence_slots[request][: -len(tokens)]
-        pages = self.cache.layers[layer].read(prefix, dtype)
-        tail = self.buffer.tail(layer, tokens, dtype)
-        return torch.cat((pages[0], tail[0])), torch.cat((pages[1], tail[1]))
+        layer_cache, slots = self.cache.layers[layer], self.batch.sequence_slots[request]
+        first = len(slots) - len(drafts) - 1
+        pages = layer_cache.read(slots[:first], dtype)
+        # Not counted, nor is the tail: a kernel that attends and stores has these rows on one read.
+        sampled = layer_cache.decode(layer_cache.load(slots[first : first + 1]), dtype)
+        tail = self.buffer.tail(layer, drafts, dtype)
+        return torch.cat((pages[0], sampled[0], tail[0])), torch.cat((pages[1], sampled[1], tail[1]))
 
 
 POLICIES: dict[str, type[WriteAll]] = {"off": WriteAll, "blind": BlindStaging, "cow": CopyOnWrite, "stage": Staging}

@@ -201,8 +201,8 @@ class KVCacheInterceptor:
         """From now on windows are real. Profiling and dummy runs before this are neither staged nor counted."""
         self.ready = True
 
-    def begin(self, slot_mapping: Tensor, window_rows: Tensor) -> bool:
-        """Hold back the batch rows `window_rows` int64 `[M]` of `slot_mapping` int64 `[T]`; say if they will be.
+    def begin(self, slot_mapping: Tensor, held_rows: Tensor) -> bool:
+        """Hold back the batch rows `held_rows` int64 `[M]` of `slot_mapping` int64 `[T]`; say if they will be.
 
         Rows without a slot (negative) are padding and part of no window.
 
@@ -211,9 +211,9 @@ class KVCacheInterceptor:
         """
         if self._rows is not None:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
-        if not self.ready or not len(window_rows) or is_fake(slot_mapping):
+        if not self.ready or not len(held_rows) or is_fake(slot_mapping):
             return False
-        self._rows = window_rows[slot_mapping[window_rows] >= 0]
+        self._rows = held_rows[slot_mapping[held_rows] >= 0]
         self._batch_size = len(slot_mapping)
         try:
             self.buffer.begin(slot_mapping[self._rows])
@@ -221,8 +221,11 @@ class KVCacheInterceptor:
             self._fall_back(error)
         return self.state == "staging"
 
-    def write(self, context: LayerContext, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Take one layer's `key, value [T, H, D]` for `slot_mapping` int64 `[T]`, in place of `context.write`."""
+    def write(self, context: LayerContext, key: Tensor, value: Tensor, slot_mapping: Tensor, launches: int = 1) -> None:
+        """Take one layer's `key, value [T, H, D]` for `slot_mapping` int64 `[T]`, in place of `context.write`.
+
+        launches: what the write of rows that are not held back counts, 0 where attention's launch makes it.
+        """
         if is_fake(key):
             return
         if self.state == "direct" or self._rows is None or context.layer not in self.layers:
@@ -239,7 +242,7 @@ class KVCacheInterceptor:
             return
         at_once = torch.ones(len(slot_mapping), dtype=torch.bool)
         at_once[rows] = False
-        context.write(key[at_once], value[at_once], slot_mapping[at_once])
+        context.write(key[at_once], value[at_once], slot_mapping[at_once], launches)
 
     def commit(self, kept: Tensor) -> None:
         """Close the window; `kept` bool `[T]` says of each row of the batch whether it stays.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor.audit import CacheAudit
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import target_group, target_layers
+from nwor.vllm.runner import not_whole, target_group, target_layers
 
 _INITIALIZE = ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context")
 
@@ -52,6 +52,8 @@ def _make_initialize(original: Callable) -> Callable:
         self.nwor_audit = None
         original(self, *args, **kwargs)
         layers = target_layers(self)
+        if unseen := not_whole(self, layers):
+            raise RuntimeError(f"the audit would not see the whole cache: {unseen}: unset VLLM_NWOR_AUDIT")
         packing = None
         if self.device.type == "cpu":
             from nwor.vllm.cpu import find_packing

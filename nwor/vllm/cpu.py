@@ -2,8 +2,8 @@
 """Patch of vLLM's CPU attention for mode ``stage``: no paged write of window rows, attention over pages and staging.
 
 Why: vLLM attends over pages alone, so a row that is not in them would not be seen.
-How: window rows are written by vLLM's own writer into staging, a mini-cache of the same packing; our operator reads
-the prefix through the block table and the tail from staging. Rows of other requests in the batch go vLLM's way.
+How: drafts are written by vLLM's own writer into staging, a mini-cache of the same packing; our operator reads them
+there, and what lies before them through the block table. Rows of other requests in the batch go vLLM's way.
 When it can go: when the CPU backend takes keys and values beside the cache.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nwor import ops
+from nwor.vllm import own_write
 from nwor.vllm.patch import wrap_attention
 
 _DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 included
@@ -23,6 +24,7 @@ def install() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     wrap_attention(CPUAttentionBackendImpl, _make_update, _make_forward)
+    own_write.watch(CPUAttentionBackendImpl)
 
 
 def _make_update(original: Callable) -> Callable:
@@ -59,8 +61,11 @@ def _make_forward(original: Callable) -> Callable:
         if context is None or not context.manager.holding or attn_metadata is None:
             return original(*vanilla)
         manager = context.manager
-        tokens = attn_metadata.num_actual_tokens
-        if manager.emulate or not bool((manager.staging_rows[:tokens] >= 0).all()):
+        tokens, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
+        # The second row of a query, its first draft, says where the window lies; a query of one row has none.
+        second = torch.minimum(starts[:-1] + 1, starts[1:] - 1)
+        window_start = manager.staging_rows[second].to(torch.int32)
+        if manager.emulate or not bool((window_start >= 0).all()):
             original(*vanilla)
         if manager.emulate:
             manager.put_back(context.index)
@@ -70,10 +75,10 @@ def _make_forward(original: Callable) -> Callable:
             kv_cache,
             manager.staged(context.index),
             output[:tokens].view(query[:tokens].shape),
-            attn_metadata.query_start_loc,
+            starts,
             attn_metadata.seq_lens,
             attn_metadata.block_table,
-            manager.staging_rows[attn_metadata.query_start_loc[:-1]].to(torch.int32),
+            window_start,
             scale=self.scale,
             softcap=self.logits_soft_cap,
             sliding_window=self.sliding_window,
@@ -94,8 +99,6 @@ def cannot_attend(layer: Any) -> str:
         return "ALiBi"
     if impl.sinks is not None:
         return "attention sinks"
-    if impl.attn_type != "decoder":
-        return f"attention of type {impl.attn_type}"
     return ""
 
 

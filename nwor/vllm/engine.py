@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nwor.settings import Settings
+from nwor.vllm import metrics
 from nwor.vllm.patch import wrap
 from nwor.vllm.worker import status
 
@@ -51,7 +52,7 @@ def install(settings: Settings) -> None:
         Scheduler,
         "update_from_output",
         ("self", "scheduler_output", "model_runner_output"),
-        lambda original: _make_update(original, settings.debug_sync),
+        lambda original: _make_update(original, settings.debug_sync, settings.emit_metrics),
     )
 
 
@@ -81,7 +82,7 @@ def _make_spec_decoding_stats(original: Callable) -> Callable:
     return make_spec_decoding_stats
 
 
-def _make_update(original: Callable, strict: bool) -> Callable:
+def _make_update(original: Callable, strict: bool, emit: bool) -> Callable:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.nwor_accepted = {}
         outputs = original(self, scheduler_output, model_runner_output)
@@ -98,23 +99,8 @@ def _make_update(original: Callable, strict: bool) -> Callable:
             counters["scheduler_checks"], counters["scheduler_mismatches"] = self.nwor_checked
             if wrong and strict:
                 raise AssertionError(f"committed and accepted drafts differ, by request: {wrong}")
-            carry(outputs, counters)
+            if emit:
+                metrics.carry(outputs, counters)
         return outputs
 
     return update_from_output
-
-
-CARRIER_PREFIX = "nwor:"
-
-
-def carry(outputs: dict[int, Any], counters: dict[str, int]) -> None:
-    """Put the counters on the step's scheduler statistics, in the one of their fields that is an open dict.
-
-    Statistics cross to the front end as a fixed schema; `nwor.vllm.metrics` takes the extra keys out again there.
-    """
-    for output in outputs.values():
-        if output.scheduler_stats is not None:
-            output.scheduler_stats.num_kv_fetch_reqs_by_stage.update(
-                {CARRIER_PREFIX + name: value for name, value in counters.items()}
-            )
-            return

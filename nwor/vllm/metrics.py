@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of the front end's Prometheus logger: ``vllm:nwor_*`` beside vLLM's own, for `/metrics` and `LLM.get_metrics`.
+"""Patch of the front end's statistics: ``vllm:nwor_*`` beside vLLM's own, for `/metrics` and `LLM.get_metrics`.
 
 Why: worker counts have no way into vLLM's metrics of their own.
-How: `engine.carry` sends the output rank's cumulative counters along with the scheduler's statistics; here they
-become the increments of Prometheus counters and a gauge.
+How: `carry` sends the output rank's cumulative counters along with the scheduler's statistics, if metrics are on. Where
+these arrive, before any of vLLM's loggers sees them, the counters are taken off again and become the increments of
+Prometheus counters and a gauge.
 When it can go: when vLLM carries a plugin's worker metrics.
 """
 
@@ -12,8 +13,9 @@ from dataclasses import fields
 from typing import Any
 
 from nwor.manager import Counters
-from nwor.vllm.engine import CARRIER_PREFIX
 from nwor.vllm.patch import wrap
+
+_PREFIX = "nwor:"
 
 HELP = {
     "windows": "Verify windows opened, one a request and step.",
@@ -32,11 +34,11 @@ assert {field.name for field in fields(Counters)} <= HELP.keys()
 
 
 def install() -> None:
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     wrap(PrometheusStatLogger, "__init__", ("self", "vllm_config", "engine_indexes"), _make_init)
     wrap(
-        PrometheusStatLogger,
+        StatLoggerManager,
         "record",
         ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
         _make_record,
@@ -66,19 +68,35 @@ def _make_init(original: Callable) -> Callable:
 
 def _make_record(original: Callable) -> Callable:
     def record(
-        self: Any, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        self: Any, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int | None = None
     ) -> None:
         if scheduler_stats is not None:
-            _observe(self, take(scheduler_stats.num_kv_fetch_reqs_by_stage), engine_idx)
+            counters = take(scheduler_stats.num_kv_fetch_reqs_by_stage)
+            for logger in self.stat_loggers:
+                if hasattr(logger, "nwor_counters"):  # vLLM's Prometheus logger, or a kind of it
+                    _observe(logger, counters, engine_idx or 0)
         original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
     return record
 
 
+def carry(outputs: dict[int, Any], counters: dict[str, int]) -> None:
+    """Put the counters on the step's scheduler statistics, in the one of their fields that is an open dict.
+
+    Statistics cross to the front end as a fixed schema; `take` removes the extra keys there.
+    """
+    for output in outputs.values():
+        if output.scheduler_stats is not None:
+            output.scheduler_stats.num_kv_fetch_reqs_by_stage.update(
+                {_PREFIX + name: value for name, value in counters.items()}
+            )
+            return
+
+
 def take(carried: dict[str, int]) -> dict[str, int]:
     """Remove our keys from the carrying dict and return them without their prefix."""
-    names = [name for name in carried if name.startswith(CARRIER_PREFIX)]
-    return {name.removeprefix(CARRIER_PREFIX): carried.pop(name) for name in names}
+    names = [name for name in carried if name.startswith(_PREFIX)]
+    return {name.removeprefix(_PREFIX): carried.pop(name) for name in names}
 
 
 def _observe(logger: Any, counters: dict[str, int], engine: int) -> None:

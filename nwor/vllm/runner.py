@@ -9,6 +9,8 @@ import torch
 
 from nwor.manager import CacheLayout, DraftCommitManager, LayerContext, Receipt, rows_held
 from nwor.settings import Settings
+from nwor.vllm import own_write, self_check
+from nwor.vllm.masks import unknown_mask
 
 
 def make_initialize(settings: Settings, by_context: bool) -> Callable[[Callable], Callable]:
@@ -52,6 +54,20 @@ def make_initialize(settings: Settings, by_context: bool) -> Callable[[Callable]
     return make
 
 
+def make_load(original: Callable) -> Callable:
+    """A wrapper of a GPU runner's `load_model`, for mode ``stage``: the layers are watched from their first run on."""
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        from nwor.vllm import gpu
+
+        original(self, *args, **kwargs)
+        for implementation in {type(layer.impl) for layer in target_layers(self).values()}:
+            if implementation.__name__ in gpu.SERVED:
+                own_write.watch(implementation)
+
+    return load_model
+
+
 def serve_by(runner: Any, manager: DraftCommitManager | None) -> None:
     """Let the hooks of the runner and of its target layers go through `manager` from now on, or be vLLM alone."""
     runner.nwor = manager
@@ -60,15 +76,43 @@ def serve_by(runner: Any, manager: DraftCommitManager | None) -> None:
 
 
 def target_layers(runner: Any) -> dict[str, Any]:
-    """The target model's attention layers by name, in order; the drafter's own are never part of a window."""
-    from vllm.model_executor.layers.attention import Attention
+    """The target model's attention layers by name, in order; the drafter's own are never part of a window.
 
+    Of these classes, no subclass included: each writes a row to the one slot that its cache group's slot mapping says.
+    """
+    from vllm.model_executor.layers import attention
+
+    served = (
+        attention.Attention,
+        attention.ChunkedLocalAttention,
+        attention.PrefillPrefixLMAttention,
+        attention.RSWAAttention,
+    )
+    context, drafter = runner.compilation_config.static_forward_context, draft_layers(runner)
+    return {name: layer for name, layer in context.items() if type(layer) in served and name not in drafter}
+
+
+def draft_layers(runner: Any) -> set[str]:
+    """Names of the drafter's own layers, under either runner; none where it has none."""
     of_v1: set[str] = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", set())
     of_v2: set[str] = getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", set())
+    return of_v1 | of_v2
+
+
+def not_whole(runner: Any, layers: dict[str, Any]) -> str:
+    """Why `layers` are not all of the target's cache, or why they lie in several groups, or an empty string.
+
+    A part of a model is neither served nor audited: what was rejected in the rest of it would stay.
+    """
+    groups = [set(spec.layer_names) for spec in runner.kv_cache_config.kv_cache_groups]
     context = runner.compilation_config.static_forward_context
-    return {
-        name: layer for name, layer in context.items() if isinstance(layer, Attention) and name not in of_v1 | of_v2
-    }
+    if others := sorted(set().union(*groups) - layers.keys() - draft_layers(runner)):
+        kind = type(context[others[0]]).__name__ if others[0] in context else "a class of its own"
+        return f"a hybrid model: {len(others)} of its layers are not served, {others[0]} ({kind}) among them"
+    holding = [group for group in groups if group & layers.keys()]
+    if len(holding) != 1 or not layers.keys() <= holding[0]:
+        return f"a hybrid model: its target layers lie in {len(holding)} cache groups"
+    return ""
 
 
 def target_group(runner: Any, layers: dict[str, Any]) -> int | None:
@@ -85,6 +129,27 @@ def drafts_alone(num_scheduled_tokens: Any, num_drafts: int) -> bool:
     return int(num_scheduled_tokens.sum()) == num_drafts + len(num_scheduled_tokens)
 
 
+def reads_rows_of_this_step(manager: DraftCommitManager | None, scheduler_output: Any) -> bool:
+    """Whether a request may attend to rows that another request of this step writes, where our attention stores rows.
+
+    vLLM publishes a block to the prefix cache while it schedules the step that fills it, so a request admitted in this
+    step may find it there. Of a query longer than a window vLLM's own attention takes care, behind vLLM's own writer.
+    """
+    if manager is None or manager.attention is None:
+        return False
+    resumed = scheduler_output.scheduled_cached_reqs
+    computed = {request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs}
+    computed |= {
+        request: tokens
+        for request, tokens in zip(resumed.req_ids, resumed.num_computed_tokens, strict=True)
+        if request in resumed.resumed_req_ids
+    }
+    return any(
+        tokens > 0 and scheduler_output.num_scheduled_tokens[request] <= manager.max_query_len
+        for request, tokens in computed.items()
+    )
+
+
 def attention_metadata(layer_name: str) -> Any:
     """What vLLM's attention of a layer is given in this forward; None in a dummy run without attention."""
     from vllm.forward_context import get_forward_context
@@ -95,6 +160,7 @@ def attention_metadata(layer_name: str) -> Any:
 
 def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     """Why the mode cannot serve this configuration, or an empty string."""
+    from vllm import envs
     from vllm.platforms import current_platform
 
     config = runner.vllm_config
@@ -111,12 +177,12 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return "context parallelism"
     if any(getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers.values()):
         return "layers that share another layer's KV cache"
-    names = [set(spec.layer_names) for spec in runner.kv_cache_config.kv_cache_groups]
-    groups = [group for group in names if group & layers.keys()]
-    if len(groups) != 1 or not layers.keys() <= groups[0]:
-        return f"a hybrid model: its target layers lie in {len(groups)} cache groups"
+    if reason := not_whole(runner, layers):
+        return reason
     if mode == "cow":
         return ""
+    if envs.VLLM_BATCH_INVARIANT:
+        return "batch invariance (VLLM_BATCH_INVARIANT): how stage's attention adds up depends on the batch"
     if parallel.use_ubatching:
         return "micro-batches: stage's attention takes a batch whole"
     if parallel.enable_elastic_ep:
@@ -124,10 +190,15 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     for layer in layers.values():
         if layer.kv_cache_torch_dtype.is_floating_point and layer.kv_cache_torch_dtype != layer.dtype:
             return f"a cache of {layer.kv_cache_torch_dtype} beside a model of {layer.dtype}"
+        if reason := unknown_mask(layer, config):
+            return reason
+    if own_write.some_layer_does(runner, layers.values()):
+        return "the model writes keys and values itself, or reads them once more: they never reach the attention hook"
     if runner.device.type == "cuda":
         from nwor.vllm import gpu
 
-        return gpu.fused_passes(config) or next(filter(None, map(gpu.cannot_attend, layers.values())), "")
+        blocked = gpu.fused_passes(config) or gpu.captured_writes(config)
+        return blocked or next(filter(None, map(gpu.cannot_attend, layers.values())), "")
     return ""
 
 
@@ -164,6 +235,7 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
             from nwor.vllm import gpu
 
             manager.attention = gpu.workspace(manager, layers[0])
+            manager.graphs_of_prefills = manager.replayed and graphs.mixed_mode().has_full_cudagraphs()
             if aside := gpu.slower(manager, layers[0], config.model_config.max_model_len):
                 manager.aside = aside if by_context else dict.fromkeys(aside, 0)
                 where = f"from contexts of {min(aside.values())} on" if by_context else "at every context"
@@ -171,6 +243,8 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
                     f"{len(aside)} batch sizes from {min(aside)} to {max(aside)} requests stand aside {where}: "
                     "by the recorded tuning little or nothing is to be won there"
                 )
+        if failure := self_check.failure(manager, layers, max_drafts):
+            return None, failure
     except torch.cuda.OutOfMemoryError as error:
         needed = layout.num_layers * layout.slot_bytes * max_requests * rows_held(mode, max_drafts, layout.block_size)
         raise RuntimeError(

@@ -16,12 +16,21 @@ from torch import Tensor
 
 from nwor.settings import Settings
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import attach, attention_metadata, drafts_alone, make_initialize
+from nwor.vllm.runner import (
+    attach,
+    attention_metadata,
+    drafts_alone,
+    make_initialize,
+    make_load,
+    reads_rows_of_this_step,
+)
 
 
 def install(settings: Settings) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    if settings.mode == "stage":
+        wrap(GPUModelRunner, "load_model", ("self", "load_dummy_weights", "model"), make_load)
     wrap(
         GPUModelRunner,
         "initialize_kv_cache",
@@ -29,6 +38,25 @@ def install(settings: Settings) -> None:
         make_initialize(settings, by_context=False),
     )
     wrap(GPUModelRunner, "_prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens"), _make_prepare)
+    wrap(
+        GPUModelRunner,
+        "_determine_batch_execution_and_padding",
+        (
+            "self",
+            "num_tokens",
+            "num_reqs",
+            "num_scheduled_tokens_np",
+            "max_num_scheduled_tokens",
+            "use_cascade_attn",
+            "allow_microbatching",
+            "force_eager",
+            "force_uniform_decode",
+            "force_has_lora",
+            "force_num_active_loras",
+            "num_encoder_reqs",
+        ),
+        _make_batch,
+    )
     wrap(
         GPUModelRunner,
         "_model_forward",
@@ -66,9 +94,19 @@ def _make_prepare(original: Callable) -> Callable:
         metadata = self.nwor_metadata = result[1]
         drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
         self.nwor_requests = self.input_batch.req_ids if drafts_alone(num_scheduled_tokens, drafts) else ()
+        self.nwor_stored_first = reads_rows_of_this_step(self.nwor, scheduler_output)
         return result
 
     return _prepare_inputs
+
+
+def _make_batch(original: Callable) -> Callable:
+    def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "nwor_stored_first", False):
+            kwargs["force_eager"] = True  # a graph of decodes stores rows while it attends
+        return original(self, *args, **kwargs)
+
+    return _determine_batch_execution_and_padding
 
 
 def _make_forward(original: Callable) -> Callable:
@@ -77,13 +115,17 @@ def _make_forward(original: Callable) -> Callable:
         if manager is None:
             return original(self, *args, **kwargs)
         if metadata is None:
+            self.nwor_stored_first = False
             manager.clear(target_slot_mapping(self))
             return original(self, *args, **kwargs)
         num_reqs = self.input_batch.num_reqs
         query_start_loc = self.query_start_loc.gpu[: num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
         slot_mapping, padded = target_slot_mapping(self), padded_requests(self)
-        manager.begin(query_start_loc, cu_num_logits, slot_mapping, padded, self.nwor_requests)
+        stored_first, self.nwor_stored_first = self.nwor_stored_first, False
+        manager.begin(
+            query_start_loc, cu_num_logits, slot_mapping, padded, self.nwor_requests, stored_first=stored_first
+        )
         try:
             return original(self, *args, **kwargs)
         except BaseException:

@@ -18,18 +18,21 @@ from torch import Tensor
 from nwor.settings import Settings
 from nwor.vllm import graphs
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import attach, drafts_alone, make_initialize
+from nwor.vllm.runner import attach, drafts_alone, make_initialize, make_load, reads_rows_of_this_step
 
 
 def install(settings: Settings) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+    if settings.mode == "stage":
+        wrap(GPUModelRunner, "load_model", ("self", "load_dummy_weights", "args", "model", "kwargs"), make_load)
     wrap(
         GPUModelRunner,
         "initialize_kv_cache",
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
         make_initialize(settings, by_context=True),
     )
+    wrap(GPUModelRunner, "gather_batch_req_state", ("self", "scheduler_output", "dummy_run"), _make_gather)
     wrap(GPUModelRunner, "prepare_attn", ("self", "input_batch"), _make_prepare)
     wrap(GPUModelRunner, "prepare_dummy_attn", ("self", "input_batch", "valid_state_slots"), _make_dummy)
     wrap(GPUModelRunner, "capture_model", ("self", "profile_only"), _make_capture)
@@ -58,6 +61,16 @@ def install(settings: Settings) -> None:
     wrap(GPUModelRunner, "sample_tokens", ("self", "grammar_output"), _make_sample_tokens)
 
 
+def _make_gather(original: Callable) -> Callable:
+    def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
+        state, uniform = original(self, scheduler_output, dummy_run)
+        self.nwor_stored_first = not dummy_run and reads_rows_of_this_step(self.nwor, scheduler_output)
+        # A graph of decodes stores rows while it attends, and is replayed where all queries are of one length.
+        return state, None if self.nwor_stored_first else uniform
+
+    return gather_batch_req_state
+
+
 def _make_prepare(original: Callable) -> Callable:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         block_tables, slot_mappings = original(self, input_batch)
@@ -71,6 +84,7 @@ def _make_prepare(original: Callable) -> Callable:
                     input_batch.num_reqs_after_padding,
                     input_batch.req_ids if drafts_alone(input_batch.num_scheduled_tokens, drafts) else (),
                     int(input_batch.seq_lens_cpu_upper_bound.max()) if manager.aside else 0,
+                    self.nwor_stored_first,
                 )
             else:
                 manager.clear(slot_mapping)

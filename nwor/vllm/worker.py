@@ -40,7 +40,7 @@ def install(settings: Settings) -> None:
         def init_device(self: Any) -> Any:
             from nwor.vllm import audit, cpu, cpu_sampling, eagle_bias, runner_v1, runner_v2
 
-            eagle_bias.install()
+            eagle_bias.install(settings.eagle_bias)
             if settings.fix_cpu_sampling:
                 cpu_sampling.install()
             on_cpu = self.vllm_config.device_config.device_type == "cpu"

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the machine at hand can do in vLLM, asked the way vLLM 0.32 asks: a GPU by torch, a CPU by `torch.cpu`.
+
+vLLM's CPU build has one library for AVX2, one for AVX-512 and one for AVX-512 with bf16 and AMX; those answers choose.
+"""
+
+import platform
+
+
+def on_cpu() -> bool:
+    """Whether vLLM will run on the CPU here."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def why_no_fp8_cache() -> str:
+    """Why vLLM cannot hold an fp8 cache on this machine, in one line; empty where it can.
+
+    The rule of vLLM's `cpu_attn._get_attn_isa`, which raises `NotImplementedError` late, in the engine's child.
+    """
+    import torch
+
+    if not on_cpu() or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
+        return ""
+    return f"vLLM has no fp8 cache on this CPU ({platform.machine()} without AVX-512 and AMX)"
+
+
+def refuse_cache(kv_cache_dtype: str) -> str:
+    """Why a cache of this dtype, by vLLM's name, cannot be held on this machine, in one line; empty where it can."""
+    return why_no_fp8_cache() if kv_cache_dtype.startswith("fp8") else ""
+
+
+def has_bf16() -> bool:
+    """Whether this machine multiplies bfloat16 in hardware."""
+    import torch
+
+    if not on_cpu():
+        return True
+    arm = platform.machine() == "aarch64" and torch.cpu.get_capabilities().get("bf16", False)
+    return bool(arm or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def model_dtype(asked: str = "") -> str:
+    """The dtype of weights, by vLLM's name: `asked`, or if that is empty bfloat16 where `has_bf16`, else float32."""
+    return asked or ("bfloat16" if has_bf16() else "float32")
+
+
+def why_this_dtype() -> str:
+    """Why `model_dtype` chooses as it does, in words."""
+    return f"this {'CPU' if on_cpu() else 'GPU'} has {'' if has_bf16() else 'no '}bf16 instructions"
+
+
+def summary(dtype: str = "") -> str:
+    """The dtype that runs here, as `model_dtype` has it, and what this machine cannot do, in one line."""
+    chosen = "as asked" if dtype else why_this_dtype()
+    return "; ".join(filter(None, [f"{model_dtype(dtype)} ({chosen})", why_no_fp8_cache()]))
