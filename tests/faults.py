@@ -32,8 +32,8 @@ def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
     _behind_the_check(patch)
     begin = DraftCommitManager.begin
 
-    def mask(self, query_start_loc, cu_num_logits, slot_mapping, *rest):  # type: ignore[no-untyped-def]
-        opened = begin(self, query_start_loc, cu_num_logits, slot_mapping, *rest)
+    def mask(self, query_start_loc, cu_num_logits, slot_mapping, *rest, **named):  # type: ignore[no-untyped-def]
+        opened = begin(self, query_start_loc, cu_num_logits, slot_mapping, *rest, **named)
         slot_mapping.copy_(self.page_slots[: slot_mapping.numel()])
         return opened
 

@@ -129,7 +129,8 @@ def test_a_backend_that_was_never_run(stood_in, monkeypatch, backend, name, is_o
         metadata = SimpleNamespace(**described, block_table=2)
     impl = getattr(module, name)(**GIVEN, kv_cache_dtype="bfloat16")
     manager = SimpleNamespace(
-        width=4, is_open=is_open, aside={}, rehearsing=not is_open, page_slots=None, staging_rows=None, attention=None,
+        width=4, max_query_len=5, is_open=is_open, aside={}, rehearsing=not is_open, graphs_of_prefills=False,
+        stored_first=False, page_slots=None, staging_rows=None, attention=None,
         staged=lambda index: None, mark_staged=lambda index: calls.append(index),
     )  # fmt: skip
     scale = torch.ones(1)
@@ -143,5 +144,5 @@ def test_a_backend_that_was_never_run(stood_in, monkeypatch, backend, name, is_o
     assert impl.forward(layer, output, rows, rows, None, metadata, output) is output
     asked, index = calls
     assert index == 3 and (asked["softcap"], asked["sliding_window"], asked["scale"]) == (0.0, 0, 0.125)
-    assert (asked["query_start_loc"], asked["block_table"], asked["max_query_len"]) == (1, 2, 4)
+    assert (asked["query_start_loc"], asked["block_table"], asked["max_query_len"]) == (1, 2, 5)
     assert asked["seq_lens"] is described["seq_lens"] and asked["kv_cache_dtype"] == "auto"

@@ -64,7 +64,7 @@ def test_it_is_thin(path: Path) -> None:
     assert len(cells) <= 12
     lines = [len([line for line in cell.splitlines() if line.strip()]) for cell in cells]
     assert statistics.median(lines) <= 4
-    assert max(lines) <= 14
+    assert max(lines[1:]) <= 14, "the first holds the parameters, a line each"
     for cell in cells:
         tree = ast.parse(cell)
         assert not [node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Try))]

@@ -95,15 +95,14 @@ def test_vanilla_leaves_rejected_bytes_behind(vanilla, dtype, kv_cache_dtype):
 def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, explained):
     """#24: under vLLM's own dummy weights both faults gave vanilla's tokens, request for request."""
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
-    spec = EngineSpec(str(target), str(head), load_format=FORMAT, num_blocks=64)
+    spec = EngineSpec(str(target), str(head), load_format=FORMAT, num_blocks=64, dtype="float32")
     prompts = bench.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
     plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
     settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
     outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
     assert not plain.error and not outcome.error, plain.error + outcome.error
     parity = compare(plain.generation, outcome.generation)
-    assert parity.explained(GAP) == explained, parity
-    assert explained or parity.equal == 0
+    assert parity.explained(ROUNDING) == explained, parity
 
 
 @pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES)
@@ -149,8 +148,7 @@ def assert_clean_and_counted(outcome: Outcome, mode: str) -> None:
     assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"]
     assert counters["committed_tokens"] == metrics["spec_decode_num_accepted_tokens"] > 0
     assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
-    held = counters["staged_tokens"] + (counters["windows"] if mode == "stage" else 0)
-    assert counters["stage_operations"] == 3 * held, "layers x rows, once each (R5, #3)"
+    assert counters["stage_operations"] == 3 * counters["staged_tokens"], "layers x rows, once each (R5, #3)"
     assert counters["fallbacks"] == counters["cancelled"] == 0
     assert (counters["bytes_avoided"] > 0) == (mode == "stage")
     for name, value in counters.items():
