@@ -223,7 +223,7 @@ class Engine:
         do: a request's own generator fails there beside a chunked prefill ("CPU Generator does not use offset").
 
         sampling: further fields of vLLM's `SamplingParams`; requests take them in turn. Its `structured_outputs` is a
-            dict here.
+            dict here. With `n` the answers of a prompt follow each other.
         """
         return self._call("generate", list(prompts), max_tokens, temperature, seed, logprobs, list(sampling))
 
@@ -338,8 +338,8 @@ class _Served:
             step_seconds.append(time.perf_counter() - start)
             for output in outputs:
                 if output.finished:
-                    finished[int(output.request_id.split("-")[1])] = output.outputs[0]
-        answers = [finished[index] for index in range(len(prompts))]
+                    finished[int(output.request_id.split("-")[1])] = output.outputs
+        answers = [answer for index in range(len(prompts)) for answer in finished[index]]
         after, after_at = self._spec_counters()
         return Generation(
             tokens=[list(answer.token_ids) for answer in answers],
@@ -364,7 +364,7 @@ class _Served:
     ) -> list[str]:
         """Queue the requests and return their names."""
         from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         self.calls += 1
         names = [f"{self.calls}-{index}" for index in range(len(prompts))]
@@ -375,6 +375,7 @@ class _Served:
                 "ignore_eos": True,
                 "seed": None if on_cpu() else seed + index,
                 "logprobs": logprobs or None,
+                "output_kind": RequestOutputKind.FINAL_ONLY,
                 **(sampling[index % len(sampling)] if sampling else {}),
             }
             if "structured_outputs" in fields:

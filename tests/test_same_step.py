@@ -82,3 +82,21 @@ def test_a_request_that_joins_as_a_block_is_filled(run, model, method, scheduled
             assert outcome.ranks[0]["counters"]["windows"] > 10
     assert tokens["cow"] == tokens["off"]
     assert tokens["stage"] == tokens["off"]
+
+
+def test_answers_to_one_prompt_share_blocks_that_one_step_fills(run, model):
+    """Each of n answers is a request; all but the first find in the cache the blocks that the first is filling."""
+    prompts = [[(7 * i + 13 * j) % 50 + 3 for i in range(length)] for j, length in enumerate((33, 36, 64, 70))]
+    tokens = {}
+    for mode in ("off", "cow", "stage"):
+        settings = Settings(mode=mode, audit=True, debug_sync=mode != "off", fix_cpu_sampling=True)
+        more = {"prompts": prompts, "max_tokens": 24, "temperature": 1.0, "sampling": [{"n": 4}]}
+        outcome = run(spec_of(model, "draft_model"), settings, **more)
+        assert not outcome.error, outcome.error
+        tokens[mode] = outcome.tokens
+        assert len(tokens[mode]) == 16 and len(set(map(tuple, tokens[mode]))) > 4
+        if mode != "off":
+            assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
+            assert outcome.ranks[0]["counters"]["windows"] > 10
+    assert tokens["cow"] == tokens["off"]
+    assert tokens["stage"] == tokens["off"]
