@@ -13,6 +13,7 @@ import importlib.util
 import os
 import platform
 import sys
+import tempfile
 from types import MappingProxyType
 
 HIDDEN = ("avx512", "avx10", "avx_vnni", "avx_ne", "amx")
@@ -41,4 +42,6 @@ class _FindTorchCpu:
 if platform.machine() == "x86_64":
     os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+    # Inductor's cache does not ask for which CPU a graph was compiled.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), f"torchinductor_avx2_{os.getuid()}")
     sys.meta_path.insert(0, _FindTorchCpu())
