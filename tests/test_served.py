@@ -272,6 +272,8 @@ ELSEWHERE = {
     "steps in which little or nothing is to be won, by the tuning (GPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
+    "prefix caching, several answers to a prompt (`n` > 1), requests that join as a block is filled",
+    "cascade attention, sleep mode (read through, not run)",
     "a CPU packing that is no permutation",
     "an fp8 cache on a GPU older than compute capability 8.9",
     "`VLLM_BATCH_INVARIANT`",
