@@ -70,8 +70,9 @@ class Engines:
 
         calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
             ``abandon`` is how many steps other requests run for before they are aborted and these begin, ``paused``
-            says that the mode is for as long, and ``joined`` lists the tokens by which the prompt of a request that
-            joins the first prompt's goes on behind all of that one's tokens (`_join`).
+            says that the mode is for as long, ``asleep`` that the engine sleeps and is woken first, and ``joined``
+            lists the tokens by which the prompt of a request that joins the first prompt's goes on behind all of that
+            one's tokens (`_join`).
         """
         each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
         self._pipe.send((spec, settings, fault, each))
@@ -122,6 +123,9 @@ def _run(
                     _abandon(served, call["prompts"], call["abandon"])
                 if call.get("paused"):
                     served.on_every_rank(pause.pause)
+                if call.get("asleep"):
+                    served.engine.sleep(level=1)
+                    served.engine.wake_up()
                 if "joined" in call:
                     outcome.generations.append(_join(served, call["prompts"][0], call["max_tokens"], call["joined"]))
                     continue

@@ -4,6 +4,7 @@
 import pytest
 
 from nwor import ops
+from nwor.engine import EngineSpec
 from nwor.manager import DraftCommitManager
 from nwor.vllm import self_check
 
@@ -88,14 +89,20 @@ def small_batches_aside(patch: pytest.MonkeyPatch) -> None:
     """No fault: as if the tuning said that vLLM serves the smaller half of all batches faster, at every context."""
     from nwor.vllm import gpu
 
-    patch.setattr(gpu, "slower_batches", lambda most, *rest: dict.fromkeys(range(1, most // 2 + 1), 1))
+    patch.setattr(gpu, "slower_batches", lambda table, most, *rest: dict.fromkeys(range(1, most // 2 + 1), 1))
 
 
 def long_contexts_aside(patch: pytest.MonkeyPatch) -> None:
     """No fault: as if the tuning said that vLLM serves every batch faster from a context of 150 on."""
     from nwor.vllm import gpu
 
-    patch.setattr(gpu, "slower_batches", lambda most, *rest: dict.fromkeys(range(1, most + 1), 150))
+    patch.setattr(gpu, "slower_batches", lambda table, most, *rest: dict.fromkeys(range(1, most + 1), 150))
+
+
+def sleep_mode(patch: pytest.MonkeyPatch) -> None:
+    """No fault: an engine that can be sent to sleep."""
+    arguments = EngineSpec.llm_arguments
+    patch.setattr(EngineSpec, "llm_arguments", lambda spec: {**arguments(spec), "enable_sleep_mode": True})
 
 
 def small_capacity(patch: pytest.MonkeyPatch) -> None:

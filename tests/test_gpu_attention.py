@@ -442,7 +442,8 @@ def test_a_wrong_line_of_the_kernel_is_seen(fault, tmp_path, monkeypatch):
     spec.loader.exec_module(wrong_kernel)
     problem = Windows(SOME, kv_cache_dtype="fp8", config=SPLIT)
     problem.workspace.partials.fill_(float("nan"))
-    problem.workspace.processors = 0  # the last split to arrive combines, on a GPU too
+    # The last split to arrive combines, on a GPU too.
+    problem.workspace.device = replace(problem.workspace.device, multiprocessors=0)
     monkeypatch.setattr(gpu_attention, "verify_windows", wrong_kernel.verify_windows)
     with pytest.raises(AssertionError):
         problem.check()

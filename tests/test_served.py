@@ -266,14 +266,14 @@ MATRIX = {
     ],
 }
 # Seen above and below, in a step, or while a manager is built:
-# tests/test_manager.py, test_vllm_modes.py and test_gpu_hooks.py hold these.
+# tests/test_manager.py, test_vllm_modes.py, test_vllm_gpu.py and test_gpu_hooks.py hold these.
 ELSEWHERE = {
     "ROCm (AITER's unified attention has a hook; the operators are not built for it)",
     "steps in which little or nothing is to be won, by the tuning (GPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
     "prefix caching, several answers to a prompt (`n` > 1), requests that join as a block is filled",
-    "cascade attention, sleep mode (read through, not run)",
+    "sleep mode (GPU)",
     "a CPU packing that is no permutation",
     "an fp8 cache on a GPU older than compute capability 8.9",
     "`VLLM_BATCH_INVARIANT`",
