@@ -7,7 +7,7 @@
 #   docker run --rm -it --gpus all --ipc=host nwor bash                        (a shell; also `make shell`)
 #
 # Run in November 2026, step by step in a root filesystem of Debian 12's packages: everything below, as this user, with all
-# hashes checked, `pip check`, the build for sm_80, sm_90 and sm_100, `python -m nwor doctor`, and JupyterLab's answer.
+# hashes checked, `pip check`, the build for sm_80, sm_90 and sm_100, `nwor doctor`, and JupyterLab's answer.
 # Untried: `docker build` and `docker run` themselves, the base image, and anything that needs a GPU.
 
 FROM debian:12-slim

@@ -27,23 +27,24 @@ help: ## list the targets
 setup: $(VENV)/.stamp ## make .venv from the exact lock and build the extension
 
 reproduce: setup ## run every notebook on the CPU, print the table of claims, leave results/<run>/; RESUME=<run> goes on
-	$(BIN)/python -m nwor walk $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))
+	$(BIN)/nwor walk $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))
 
-test: setup $(VENV)/.interpreter ## ruff, mypy and the tests that need no GPU
+test: setup $(VENV)/.interpreter ## ruff, mypy, import contracts and the tests that need no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -n 2 tests/test_gpu_attention.py
+	$(BIN)/lint-imports --no-cache --no-logo
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -n 2 tests/kernels/test_gpu_attention.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 lab: setup ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
 figures: setup ## redraw the paper figures from the newest results, or from the recorded ones
-	$(BIN)/python -m nwor figures
+	$(BIN)/nwor figures
 
 doctor: setup ## print the environment, the operators and the modes that can run here
-	$(BIN)/python -m nwor doctor
+	$(BIN)/nwor doctor
 
 kernels: $(VENV)/.packages need-cxx ## rebuild the extension alone
 	$(BIN)/python setup.py build_ext --inplace
@@ -63,7 +64,7 @@ shell: need-docker ## open a shell in the GPU container, on this checkout
 
 clean: ## remove the environment and everything built; results stay
 	rm -rf $(VENV) build dist *.egg-info nwor/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find nwor tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find nwor nwor_lab tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- the environment -----------------------------------------------------------------------------------------------
 

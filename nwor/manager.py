@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nwor import ops
-from nwor.attention_configs import next_power_of_2
+from nwor.attention.configs import next_power_of_2
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ class Settings:
         ones; ``stage`` keeps drafts out of the pages until they are accepted.
     emit_metrics: export the ``vllm:nwor_*`` counters.
     debug_sync: check the worker's committed counts against the scheduler's in every step, and stop at a difference.
-    audit: compare the whole cache before and after every step (`nwor.audit`); works in every mode, ``off`` too.
+    audit: for the lab's plugin, which compares the whole cache before and after every step, in every mode, ``off`` too.
     eagle_bias: apply an EAGLE head's biases, which vLLM drops; in no mode unless asked for, so that all modes run the
         same drafter.
     fix_cpu_sampling: repair vLLM's sampling at temperatures above 0 with speculation on a CPU.
-    tuning: a folder whose tables of configurations are used instead of those shipped (`nwor.attention_configs`).
+    tuning: a folder whose tables of configurations are used instead of those shipped (`nwor.attention.configs`).
     """
 
     mode: str = "off"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that vLLM must load, made from those of `nwor.pair`: heads with a bias, EAGLE-3 heads."""
+"""Checkpoints that vLLM must load, made from those of `nwor_lab.pair`: heads with a bias, EAGLE-3 heads."""
 
 import shutil
 from pathlib import Path
@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nwor.llama import LlamaConfig, load_weights
-from nwor.pair import hf_config, random_weights, save_checkpoint
+from nwor_lab.pair import hf_config, random_weights, save_checkpoint
+from nwor_lab.pair.llama import LlamaConfig, load_weights
 
 
 def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = None) -> Path:

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from nwor import machine
+from nwor_lab import machine
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])

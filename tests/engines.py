@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nwor.engine import EngineSpec, Generation, _Served
 from nwor.settings import Settings
-from nwor.vllm import pause, worker
+from nwor_lab.engines import pause
+from nwor_lab.engines.engine import EngineSpec, Generation, _Served, status
 
 PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i in range(13)]
 
@@ -117,7 +117,7 @@ def _run(
             if fault is not None:
                 fault(patch)
             served = _Served(spec)
-            outcome.counters_after_start = dict(served.on_every_rank(worker.status)[0]["counters"])
+            outcome.counters_after_start = dict(served.on_every_rank(status)[0]["counters"])
             for call in calls:
                 if "abandon" in call:
                     _abandon(served, call["prompts"], call["abandon"])
@@ -142,7 +142,7 @@ def _run(
                 if call.get("paused"):
                     served.on_every_rank(pause.resume)
             outcome.libraries = _loaded()
-            outcome.ranks, outcome.metrics = served.on_every_rank(worker.status), served.metrics()
+            outcome.ranks, outcome.metrics = served.on_every_rank(status), served.metrics()
         except BaseException:  # noqa: BLE001  (what tests look at)
             outcome.error = traceback.format_exc()
         finally:

@@ -20,18 +20,17 @@ def register() -> None:
     """
     settings = Settings.from_env()
     _declare_variables(settings)
-    if not (settings.mode != "off" or settings.audit or settings.eagle_bias or settings.fix_cpu_sampling):
+    if not (settings.mode != "off" or settings.eagle_bias or settings.fix_cpu_sampling):
         return
 
     from nwor import ops
-    from nwor.vllm import engine, metrics, patch, random_weights, worker
+    from nwor.vllm import metrics, patch, scheduler, worker
 
     patch.check_version()
-    random_weights.install()
     if settings.mode != "off":
         ops.load()
     worker.install(settings)
-    engine.install(settings)
+    scheduler.install(settings)
     if settings.emit_metrics and settings.mode != "off":
         metrics.install()
 

@@ -33,9 +33,9 @@ def make_initialize(settings: Settings, by_context: bool) -> Callable[[Callable]
             manager = None
             if not self.nwor_reason:
                 if settings.mode == "stage" and self.device.type == "cuda":
-                    from nwor.vllm import gpu
+                    from nwor.vllm import attention_gpu
 
-                    gpu.install(layers.values())
+                    attention_gpu.install(layers.values())
                 with torch.inference_mode(False):
                     manager, self.nwor_reason = build_manager(self, settings.mode, list(layers.values()), by_context)
             if self.nwor_reason:
@@ -58,11 +58,11 @@ def make_load(original: Callable) -> Callable:
     """A wrapper of a GPU runner's `load_model`, for mode ``stage``: the layers are watched from their first run on."""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        from nwor.vllm import gpu
+        from nwor.vllm import attention_gpu
 
         original(self, *args, **kwargs)
         for implementation in {type(layer.impl) for layer in target_layers(self).values()}:
-            if implementation.__name__ in gpu.SERVED:
+            if implementation.__name__ in attention_gpu.SERVED:
                 own_write.watch(implementation)
 
     return load_model
@@ -150,14 +150,6 @@ def reads_rows_of_this_step(manager: DraftCommitManager | None, scheduler_output
     )
 
 
-def attention_metadata(layer_name: str) -> Any:
-    """What vLLM's attention of a layer is given in this forward; None in a dummy run without attention."""
-    from vllm.forward_context import get_forward_context
-
-    metadata = get_forward_context().attn_metadata
-    return metadata.get(layer_name) if isinstance(metadata, dict) else None
-
-
 def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     """Why the mode cannot serve this configuration, or an empty string."""
     from vllm import envs
@@ -195,10 +187,10 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     if own_write.some_layer_does(runner, layers.values()):
         return "the model writes keys and values itself, or reads them once more: they never reach the attention hook"
     if runner.device.type == "cuda":
-        from nwor.vllm import gpu
+        from nwor.vllm import attention_gpu
 
-        blocked = gpu.fused_passes(config) or gpu.captured_writes(config)
-        return blocked or next(filter(None, map(gpu.cannot_attend, layers.values())), "")
+        blocked = attention_gpu.fused_passes(config) or attention_gpu.captured_writes(config)
+        return blocked or next(filter(None, map(attention_gpu.cannot_attend, layers.values())), "")
     return ""
 
 
@@ -206,12 +198,12 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
     """The manager of this rank, and a notice; or None, and why these layers cannot be served."""
     packing, notice = None, ""
     if runner.device.type == "cpu":
-        from nwor.vllm import cpu
+        from nwor.vllm import attention_cpu
 
-        packing = cpu.find_packing(layers[0])
+        packing = attention_cpu.find_packing(layers[0])
         if packing is None:
             return None, f"a CPU cache packing ({layers[0].isa}) that is no permutation of a slot's elements"
-        unread = next(filter(None, map(cpu.cannot_attend, layers)), "")
+        unread = next(filter(None, map(attention_cpu.cannot_attend, layers)), "")
         if mode == "stage" and unread:
             notice = f"stage is emulated (write, attend, put back): {unread}"
     try:
@@ -232,11 +224,11 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
             replayed=graphs is not None and graphs.has_full_cudagraphs(),
         )
         if mode == "stage" and runner.device.type == "cuda":
-            from nwor.vllm import gpu
+            from nwor.vllm import attention_gpu
 
-            manager.attention = gpu.workspace(manager, layers[0])
+            manager.attention = attention_gpu.workspace(manager, layers[0])
             manager.graphs_of_prefills = manager.replayed and graphs.mixed_mode().has_full_cudagraphs()
-            if aside := gpu.slower(manager, layers[0], config.model_config.max_model_len):
+            if aside := attention_gpu.slower(manager, layers[0], config.model_config.max_model_len):
                 manager.aside = aside if by_context else dict.fromkeys(aside, 0)
                 where = f"from contexts of {min(aside.values())} on" if by_context else "at every context"
                 notice = (

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from nwor.settings import Settings
+from nwor.vllm.context import attention_metadata
 from nwor.vllm.patch import wrap
 from nwor.vllm.runner import (
     attach,
-    attention_metadata,
     drafts_alone,
     make_initialize,
     make_load,

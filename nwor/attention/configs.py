@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the verify attention is run on a shape: by a table found by a sweep on that very device, or by its limits.
+
+There is one table a device, named after it: `configs/NVIDIA_H200.json` is that of ``NVIDIA H200``. A table in the
+folder that ``VLLM_NWOR_TUNING`` names is used instead of the one shipped here. No table is used on another device.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nwor.settings import Settings
+
+SHIPPED = Path(__file__).parent / "configs"
+
+HEAD_SIZES = (64, 96, 128, 256)
+LARGEST_TILE = 128  # packed rows of one tile; more make more tiles, each of which reads the pages
+LARGEST_APART = 1 << 11  # sums that each warp keeps of its own keys: of more, the registers would spill
+COMBINED = 1 << 14  # partial sums that are added at a time: of more, the registers would spill
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a configuration depends on.
+
+    name: as `torch.cuda.get_device_name` has it. multiprocessors: their number; 0 is no GPU (Triton's interpreter).
+    shared_memory: bytes that one block can have at most (opt-in).
+    """
+
+    name: str
+    multiprocessors: int
+    shared_memory: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes of shared memory that tiles may take: the compiler takes some for sums that change hands."""
+        return self.shared_memory * 200 // 227
+
+    def largest_tile(self, head_size: int) -> int:
+        """Packed rows of a tile at most: their sums, of 4 bytes, pass through shared memory in padded rows."""
+        rows = LARGEST_TILE
+        while rows > 16 and rows * (next_power_of_2(head_size) + 16) * 4 > self.usable:
+            rows //= 2
+        return rows
+
+    @classmethod
+    def of(cls, device: Any) -> Device:
+        """The limits of a torch device; those of a GPU are asked of CUDA."""
+        import torch
+
+        if torch.device(device).type != "cuda":
+            return cls("", 0, H200.shared_memory)
+        found = torch.cuda.get_device_properties(device)
+        return cls(found.name, found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+H200 = Device("NVIDIA H200", multiprocessors=132, shared_memory=227 << 10)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a shape is run; it changes no result beyond the order of sums.
+
+    tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
+    splits: programs of a window, KV head and tile of rows, at most. least: tiles of positions for which one more split
+    is worth its sums. apart: each warp attends to keys of its own, for tiles of few rows.
+    """
+
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+    registers: int = 0
+    splits: int = 1
+    least: int = 1
+    apart: bool = False
+
+
+def row_tiles(max_query_len: int, group: int, largest: int = LARGEST_TILE) -> tuple[int, int]:
+    """How the window's rows for each of the `group` query heads of a KV head are packed: (rows of a tile, tiles)."""
+    packed = max_query_len * group
+    rows = min(largest, max(16, next_power_of_2(packed)))
+    return rows, -(-packed // rows)
+
+
+def file_name(device_name: str) -> str:
+    """The name of the file with a device's table."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", device_name).strip("_") + ".json"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The configurations of one file, each with the shape it was found for.
+
+    Raises:
+        ValueError: the file is named after another device than it was found on.
+    """
+    table = json.loads(path.read_text())
+    if file_name(table["gpu"]) != path.name:
+        raise ValueError(f"{path} was found on {table['gpu']!r} and belongs into {file_name(table['gpu'])}")
+    return table["configurations"]
+
+
+@functools.cache
+def shipped(device_name: str) -> list[dict[str, Any]]:
+    """The table that comes with the package for the device of that name; none where there is none."""
+    path = SHIPPED / file_name(device_name)
+    return read(path) if path.exists() else []
+
+
+@functools.cache
+def tuned(device: Device) -> list[dict[str, Any]]:
+    """The device's table, of the user's folder before the one shipped; none, with one warning, where there is none."""
+    folder = Settings.from_env().tuning
+    path = Path(folder) / file_name(device.name)
+    if folder and path.exists():
+        return read(path)
+    found = shipped(device.name)
+    if not found and device.multiprocessors:
+        logging.getLogger(__name__).warning(
+            "No tuning for %r (no %s in %s): configurations of the verify attention are derived from the device's "
+            "limits and may be slow. `nwor tune` finds better ones in minutes.",
+            device.name, path.name, " or ".join(filter(None, [folder, str(SHIPPED)])),
+        )  # fmt: skip
+    return found
+
+
+def nearest(
+    table: Iterable[dict[str, Any]],
+    requests: int,
+    kv_heads: int,
+    group: int,
+    head_size: int,
+    cache_bytes: int,
+    max_query_len: int,
+) -> dict[str, Any] | None:
+    """The entry of the table for the nearest shape, None where the table is empty.
+
+    Nearest by factors between shapes: of bytes of an element, rows of a window, query heads of a KV head, head size,
+    and programs without splits.
+    """
+    shape = {
+        "cache_bytes": cache_bytes, "query": max_query_len, "group": group, "head_size": head_size,
+        "programs": requests * kv_heads,
+    }  # fmt: skip
+    weights = {"cache_bytes": 8, "query": 4, "group": 4, "head_size": 4, "programs": 1}
+
+    def distance(entry: dict[str, Any]) -> float:
+        return sum(weight * abs(math.log2(shape[name] / entry[name])) for name, weight in weights.items())
+
+    return min(table, key=distance, default=None)
+
+
+@functools.cache
+def choose(
+    device: Device, requests: int, kv_heads: int, group: int, head_size: int, cache_bytes: int, max_query_len: int
+) -> Config:
+    """The configuration of the nearest shape of the device's table; without one, what fills the device twice."""
+    entry = nearest(tuned(device), requests, kv_heads, group, head_size, cache_bytes, max_query_len)
+    if entry is None:
+        config = Config(splits=max(1, min(64, 2 * device.multiprocessors // (requests * kv_heads))), least=2)
+    else:
+        config = Config(**{name: entry[name] for name in Config.__dataclass_fields__})
+        # The number of programs is what a number of splits is good for.
+        splits = max(1, round(config.splits * entry["programs"] / (requests * kv_heads)))
+        config = replace(config, splits=splits)
+    rows, _ = row_tiles(max_query_len, group, device.largest_tile(head_size))
+    return _fitting(config, rows, head_size, cache_bytes, device)
+
+
+def slower_batches(
+    table: list[dict[str, Any]],
+    max_requests: int,
+    max_context: int,
+    kv_heads: int,
+    group: int,
+    head_size: int,
+    cache_bytes: int,
+    max_query_len: int,
+) -> dict[int, int]:
+    """Batches, in requests, with which little or nothing is to be won at a context they may reach,
+    by the nearest shape of the device's table beside vLLM's write and attention.
+
+    Returns:
+        For each the context from which on that is so: half of the least one swept at which it was, since the one swept
+        before is a fourth of that.
+    """
+    found = {}
+    for requests in range(1, max_requests + 1):
+        entry = nearest(table, requests, kv_heads, group, head_size, cache_bytes, max_query_len)
+        since = entry["slower_from"] // 2 if entry else 0
+        if 0 < since <= max_context:
+            found[requests] = since
+    return found
+
+
+def shrunk(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> Config:
+    """`config`, or the like of it whose tiles of pages and queries fit into shared memory."""
+    width = next_power_of_2(head_size)
+    tile, stages = config.tile, config.stages
+    while stages * tile * 2 * width * cache_bytes + rows * width * 2 > device.usable and (stages > 1 or tile > 32):
+        stages, tile = (stages - 1, tile) if stages > 2 or tile <= 32 else (stages, tile // 2)
+    return replace(config, tile=tile, stages=stages)
+
+
+def _fitting(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> Config:
+    """`config`, or the like of it whose tiles fit into shared memory, and whose sums into registers."""
+    width = next_power_of_2(head_size)
+    warps = 8 if rows * width > 8192 else config.warps
+    registers = config.registers if width <= 128 else 0
+    config = shrunk(replace(config, tile=max(config.tile, 32)), rows, head_size, cache_bytes, device)
+    apart = config.apart and rows * width <= LARGEST_APART and config.tile >= 16 * warps
+    return replace(config, warps=warps, registers=registers, apart=apart)
+
+
+def division(splits: int, windows: int, rows: int, head_size: int, processors: int) -> tuple[int, bool, int, int]:
+    """How splits are combined: (splits, whether all meet, bound of splits compiled for, rows combined at a time).
+
+    They meet, that is wait for each other and share the work, where there is a multiprocessor for each program; a
+    cooperative launch then promises that all run at once.
+    """
+    splits = min(splits, 64)
+    meet = 1 < splits <= processors // windows
+    most = next_power_of_2(splits)
+    # A row for each of four warps at least; of more than eight, a window's few rows would be left to few splits.
+    chunk = 8 if rows > 4 * most else 4
+    return splits, meet, most, min(chunk, COMBINED // (most * next_power_of_2(head_size)))

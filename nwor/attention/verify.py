@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of verify windows on a GPU: prefix from the pages, the step's own rows from the projection, one launch.
+
+A window is a request whose query has 1 to `max_query_len` rows. Its rows attend to the positions
+``[0, seq_len - query_len)`` in the pages and, causally, to the query's own keys and values, which need not be in any
+page; each of these rows is stored once on the way, to staging or to its page.
+
+Importing this module imports Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nwor.attention.configs import HEAD_SIZES, Config, Device, choose, division, next_power_of_2, row_tiles
+from nwor.attention.kernel import verify_windows
+
+FP8 = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
+PARTIAL_ROWS = 1 << 16  # rows of the partial sums of all splits: bounds the number of splits, 32 MiB at head size 128
+
+
+class Workspace:
+    """What splits leave for each other; made once, used by all layers of a stream in turn.
+
+    `arrivals` holds two numbers for each window, KV head and tile of rows, of splits that the last one combines and of
+    those that meet. Between launches the first is 0, and of the second all but the sign.
+
+    Args:
+        max_requests: of a batch, padding included.
+        max_query_len: rows of a window at most.
+        num_heads: query heads of a layer.
+        head_size: their size.
+        device: of everything.
+    """
+
+    def __init__(
+        self, max_requests: int, max_query_len: int, num_heads: int, head_size: int, device: torch.device | str
+    ) -> None:
+        self.max_requests, self.max_query_len, self.num_heads = max_requests, max_query_len, num_heads
+        rows = max(PARTIAL_ROWS, num_heads * max_query_len)
+        self.partials = torch.empty(rows, head_size, dtype=torch.float32, device=device)
+        self.softmax = torch.empty(rows, 2, dtype=torch.float32, device=device)
+        tiles = num_heads * (2 + max_query_len // 16)
+        self.arrivals = torch.zeros(max_requests * tiles, 2, dtype=torch.int32, device=device)
+        self.device = Device.of(self.arrivals.device)
+
+    def splits(self, requests: int) -> int:
+        """How many splits of the windows of so many requests there is room for."""
+        return max(1, len(self.partials) // (requests * self.num_heads * self.max_query_len))
+
+
+def verify_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    page_slots: Tensor,
+    staging: Tensor,
+    staging_rows: Tensor,
+    max_query_len: int,
+    scale: float,
+    softcap: float = 0.0,
+    sliding_window: int = 0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    workspace: Workspace,
+    config: Config | None = None,
+) -> None:
+    """Attend and store the window rows of one layer, in one launch.
+
+    Requests with more than `max_query_len` rows, and padded ones with none, are left alone: their output, pages and
+    staging are not touched. No page position from ``seq_len - query_len`` on is read. Allocates nothing, waits for
+    nothing, and depends on the shapes alone, so it may be captured in a CUDA graph and replayed on other values.
+
+    Args:
+        query: [T, Hq, D] bf16 or fp16, or float8_e4m3fn with an fp8 cache; D 64, 96, 128 or 256.
+        key, value: [T', H, D] bf16 or fp16, T' >= T, the rows as projected (rotated), not yet quantised.
+        kv_cache: [num_blocks, H, N, 2 * D], keys then values, of the dtype of `key`, or uint8 for fp8; any strides
+            but the last, which is 1.
+        output: [T, Hq, D] bf16 or fp16. The last dimension of these four is dense, their other strides are free.
+        query_start_loc: int32 [R + 1]; seq_lens: int32 [R], the query's rows included.
+        block_table: int32 [R, max_blocks], rows dense.
+        page_slots: int64 [>= T], ``block * N + offset`` of the page slot to write a row to, negative: none.
+        staging: [B', H, N, 2 * D], the layer's mini-cache, of the dtype of `kv_cache`.
+        staging_rows: int64 [>= T], the row of staging (block ``m // N``, offset ``m % N``) for a held row; such a row
+            is not written to its page. Negative: not held.
+        max_query_len: rows of a window at most.
+        scale: of the scores. softcap: 0 is none. sliding_window: 0 or the window in positions, own row included.
+        alibi_slopes: fp32 [Hq] or None. sinks: [Hq] or None, a score more in each head's softmax.
+        kv_cache_dtype: ``"auto"``, ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``. Stored bytes are those of vLLM's
+            `reshape_and_cache_flash`; with fp8 the tail is attended to as it is stored.
+        q_scale, k_scale, v_scale: fp32, one element each on the device: what fp8 numbers are multiples of.
+        workspace: see `Workspace`; not shared by launches that may run at once.
+        config: instead of the tuned one.
+
+    Raises:
+        ValueError: wrong input, named, before anything is launched.
+    """
+    requests, kv_heads, block_size = seq_lens.shape[0], kv_cache.shape[1], kv_cache.shape[2]
+    _check(
+        query, key, value, kv_cache, output, query_start_loc, seq_lens, block_table, page_slots, staging, staging_rows,
+        max_query_len, kv_cache_dtype, q_scale, k_scale, v_scale, alibi_slopes, sinks, workspace,
+    )  # fmt: skip
+    if requests == 0:
+        return
+    heads, head_size = query.shape[1:]
+    group = heads // kv_heads
+    if config is None:
+        config = choose(workspace.device, requests, kv_heads, group, head_size, kv_cache.element_size(), max_query_len)
+    rows, tiles = row_tiles(max_query_len, group, workspace.device.largest_tile(head_size))
+    fp8 = FP8.get(kv_cache_dtype, 0)
+    if fp8:  # as such the tensor cores can take keys from where they were copied to
+        kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2
+        kv_cache, staging = kv_cache.view(kind), staging.view(kind)
+    splits, meet, most, chunk = division(
+        min(config.splits, workspace.splits(requests)),
+        kv_heads * requests * tiles,
+        min(rows, max_query_len * group),
+        head_size,
+        workspace.device.multiprocessors,
+    )
+    verify_windows[(kv_heads, requests * tiles, splits)](
+        query,
+        key,
+        value,
+        kv_cache,
+        output,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        page_slots,
+        staging,
+        staging_rows,
+        alibi_slopes,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        workspace.partials,
+        workspace.softmax,
+        workspace.arrivals,
+        scale,
+        softcap,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        output.stride(0),
+        output.stride(1),
+        *kv_cache.stride()[:3],
+        *staging.stride()[:3],
+        block_table.stride(0),
+        config.least,
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        WIDTH=next_power_of_2(head_size),
+        BLOCK_SIZE=block_size,
+        MAX_QUERY=max_query_len,
+        ROWS=rows,
+        ROW_TILES=tiles,
+        TAIL=max(16, next_power_of_2(max_query_len)),
+        TILE=config.tile,
+        SPLIT=splits > 1,
+        SLIDING_WINDOW=sliding_window,
+        SOFTCAP=softcap > 0,
+        ALIBI=alibi_slopes is not None,
+        SINKS=sinks is not None,
+        FP8=fp8,
+        QUERY_FP8=query.dtype == torch.float8_e4m3fn,
+        STAGES=config.stages,
+        PARTS=config.warps if config.apart else 1,
+        MEET=meet,
+        MOST=most,
+        CHUNK=chunk,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_cooperative_grid=meet,
+        maxnreg=config.registers or None,
+    )
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    page_slots: Tensor,
+    staging: Tensor,
+    staging_rows: Tensor,
+    max_query_len: int,
+    kv_cache_dtype: str,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    workspace: Workspace,
+) -> None:
+    def need(condition: bool, complaint: str) -> None:
+        if not condition:
+            raise ValueError(complaint)
+
+    need(query.dim() == 3 and key.dim() == 3 and value.dim() == 3, "query, key and value must be [T, heads, D]")
+    need(kv_cache.dim() == 4 and staging.dim() == 4, "kv_cache and staging must be [blocks, H, N, 2 * D]")
+    tokens, heads, head_size = query.shape
+    kv_heads = kv_cache.shape[1]
+    fp8 = kv_cache_dtype in FP8
+    need(head_size in HEAD_SIZES, f"head size {head_size} is none of {HEAD_SIZES}; use vLLM's own attention")
+    need(heads % kv_heads == 0, f"{heads} query heads do not divide among {kv_heads} KV heads")
+    need(fp8 or kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is none of auto, {', '.join(FP8)}")
+    need(key.dtype in (torch.bfloat16, torch.float16), f"key must be bfloat16 or float16, is {key.dtype}")
+    need(key.shape == value.shape and key.dtype == value.dtype, "key and value must have one shape and dtype")
+    need(key.shape[0] >= tokens and key.shape[1:] == (kv_heads, head_size), f"key has shape {tuple(key.shape)}")
+    need(output.shape == query.shape and output.dtype == key.dtype, "output must have query's shape and key's dtype")
+    cache_dtype = torch.uint8 if fp8 else key.dtype
+    need(kv_cache.dtype == cache_dtype, f"kv_cache of {kv_cache_dtype} must be {cache_dtype}, is {kv_cache.dtype}")
+    need(kv_cache.shape[3] == 2 * head_size, f"kv_cache rows hold {kv_cache.shape[3]} elements, not {2 * head_size}")
+    need(
+        staging.dtype == kv_cache.dtype and staging.shape[1:] == kv_cache.shape[1:],
+        "staging must have the dtype, heads, block size and row of kv_cache",
+    )
+    quantised = query.dtype == torch.float8_e4m3fn
+    need(query.dtype == key.dtype or (fp8 and quantised), f"query is {query.dtype} beside a key of {key.dtype}")
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("output", output)):
+        need(tensor.stride(2) == 1, f"{name} must have a dense last dimension")
+    need(kv_cache.stride(3) == 1 and staging.stride(3) == 1, "kv_cache and staging must have a dense last dimension")
+    requests = seq_lens.shape[0]
+    for name, tensor, dtype, least in (
+        ("query_start_loc", query_start_loc, torch.int32, requests + 1),
+        ("seq_lens", seq_lens, torch.int32, requests),
+        ("page_slots", page_slots, torch.int64, tokens),
+        ("staging_rows", staging_rows, torch.int64, tokens),
+    ):
+        need(tensor.dtype == dtype and tensor.is_contiguous(), f"{name} must be contiguous {dtype}")
+        need(tensor.numel() >= least, f"{name} has {tensor.numel()} elements, needs {least}")
+    need(
+        block_table.dim() == 2 and block_table.dtype == torch.int32 and block_table.stride(1) == 1,
+        "block_table must be int32 [R, max_blocks] with dense rows",
+    )
+    need(block_table.shape[0] >= requests, f"block_table has {block_table.shape[0]} rows, needs {requests}")
+    scales = [("q_scale", q_scale, quantised), ("k_scale", k_scale, fp8), ("v_scale", v_scale, fp8)]
+    for name, scale, wanted in scales:
+        if wanted:
+            need(scale is not None, f"{name} is needed for fp8")
+            assert scale is not None
+            need(scale.numel() == 1 and scale.dtype == torch.float32, f"{name} must be one fp32; use vLLM's attention")
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        need(per_head is None or per_head.shape == (heads,), f"{name} must be [{heads}]")
+    need(
+        requests <= workspace.max_requests
+        and 0 < max_query_len <= workspace.max_query_len
+        and heads <= workspace.num_heads
+        and head_size <= workspace.partials.shape[1],
+        f"the workspace is for {workspace.max_requests} requests of {workspace.max_query_len} rows, "
+        f"{workspace.num_heads} heads of {workspace.partials.shape[1]}; make a larger one",
+    )
+    tensors = [key, value, kv_cache, output, query_start_loc, seq_lens, block_table, page_slots, staging, staging_rows]
+    tensors += [tensor for tensor in (q_scale, k_scale, v_scale, alibi_slopes, sinks) if tensor is not None]
+    need(
+        all(tensor.device == query.device for tensor in [*tensors, workspace.partials]),
+        f"everything must be on {query.device}, where query is",
+    )

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of vLLM's GPU attention for mode ``stage``: one kernel attends over pages and tail and puts each row away.
+
+Why: vLLM attends over pages alone, and writes them in a launch of its own before each layer's attention.
+How: where no query is longer than a window, `nwor.attention.verify.verify_attention` takes the place of writer and
+attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
+that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), or one that may read
+a row which another stores in this step, vLLM's writer and attention run first, with held rows masked in a copy of the
+slots, and our kernel then serves the windows. Where, by the
+recorded tuning, little or nothing is to be won no window opens, and vLLM alone serves the batch: in graphs, by a set of
+its own. All backends share one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's
+gets that description where it is built. ROCm AITER's unified attention cannot be run before our operators are built for
+ROCm: what its hook takes is held to vLLM's own classes.
+When it can go: when vLLM's attention takes keys and values beside the cache.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nwor.attention.configs import HEAD_SIZES, Device, slower_batches, tuned
+from nwor.vllm.context import attention_metadata
+from nwor.vllm.patch import wrap, wrap_attention
+
+if TYPE_CHECKING:
+    from nwor.attention.verify import Workspace
+    from nwor.manager import DraftCommitManager
+
+SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl", "RocmAiterUnifiedAttentionImpl")
+FP8_SINCE = (8, 9)  # Triton's fp8e4nv
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+
+
+def install(layers: Iterable[Any]) -> None:
+    """Wrap the attention backends of these layers; no other is imported."""
+    for implementation in {type(layer.impl) for layer in layers}:
+        wrap_attention(implementation, _make_update, _make_forward)
+        if implementation.__name__ == "FlashInferImpl":
+            from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
+
+            build = ("self", "common_prefix_len", "common_attn_metadata", "fast_build")
+            wrap(FlashInferMetadataBuilder, "build", build, _make_build)
+
+
+def fused_passes(config: Any) -> str:
+    """Why a compilation pass keeps rows from our hooks, or an empty string."""
+    passes = config.compilation_config.pass_config
+    if passes.fuse_rope_kvcache or passes.fuse_qk_norm_rope_kvcache:
+        return "rope and cache write are fused: the rows never reach the attention hook"
+    if passes.fuse_attn_quant:
+        return "attention with quantised output"
+    return ""
+
+
+def captured_writes(config: Any) -> str:
+    """Why the cache write is captured in graphs of pieces, where our hook does not run, or an empty string."""
+    from vllm import envs
+
+    compilation = config.compilation_config
+    graphs = compilation.cudagraph_mode
+    if graphs is None or not graphs.has_piecewise_cudagraphs():
+        return ""
+    if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        return "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH): they hold the cache write"
+    if compilation.use_inductor_graph_partition or "vllm::unified_kv_cache_update" not in compilation.splitting_ops:
+        return "piecewise CUDA graphs that hold the cache write: it is none of splitting_ops"
+    return ""
+
+
+def cannot_attend(layer: Any) -> str:
+    """Why our attention cannot serve this layer, or an empty string."""
+    impl = layer.impl
+    if type(impl).__name__ not in SERVED:
+        return f"the attention backend {type(impl).__name__}: stage has a hook in {', '.join(SERVED)}"
+    if impl.head_size not in HEAD_SIZES:
+        return f"heads of size {impl.head_size}"
+    if impl.kv_cache_dtype not in CACHE_DTYPES:
+        return f"a cache of type {impl.kv_cache_dtype}"
+    if impl.kv_cache_dtype.startswith("fp8") and (capability := torch.cuda.get_device_capability()) < FP8_SINCE:
+        return "an fp8 cache on a GPU of compute capability {}.{}: the kernel needs 8.9".format(*capability)
+    if impl.alibi_slopes is not None:
+        return "ALiBi"
+    if impl.sinks is not None:
+        return "attention sinks"
+    if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
+        return "a scale for each head"
+    return ""
+
+
+def workspace(manager: "DraftCommitManager", layer: Any) -> "Workspace":
+    """What the attention kernel keeps between its programs; one for all layers, which run after each other."""
+    from nwor.attention.verify import Workspace
+
+    requests = len(manager.slots)
+    return Workspace(requests, manager.max_query_len, layer.impl.num_heads, layer.impl.head_size, manager.slots.device)
+
+
+def slower(manager: "DraftCommitManager", layer: Any, max_context: int) -> dict[int, int]:
+    """Batches with which little or nothing is to be won, by the recorded tuning, and from which context on."""
+    impl, cache = layer.impl, manager.layout
+    element = 1 if impl.kv_cache_dtype.startswith("fp8") else 2
+    group = impl.num_heads // cache.num_heads
+    requests, rows = len(manager.slots), manager.max_query_len
+    table = tuned(Device.of(manager.slots.device))
+    return slower_batches(table, requests, max_context, cache.num_heads, group, impl.head_size, element, rows)
+
+
+def _make_build(original: Callable) -> Callable:
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        metadata = original(self, common_prefix_len, common_attn_metadata, fast_build)
+        metadata.max_query_len = common_attn_metadata.max_query_len
+        metadata.query_start_loc = common_attn_metadata.query_start_loc
+        metadata.seq_lens = common_attn_metadata.seq_lens
+        metadata.block_table = common_attn_metadata.block_table_tensor
+        return metadata
+
+    return build
+
+
+def _make_update(original: Callable) -> Callable:
+    def do_kv_cache_update(
+        self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        context = getattr(layer, "nwor", None)
+        if context is not None and (metadata := attention_metadata(layer.layer_name)) is not None:
+            manager = context.manager
+            if _served(manager, metadata) and _alone(manager, metadata):
+                return  # the attention kernel stores these rows
+            slot_mapping = manager.page_slots[: slot_mapping.numel()]
+        original(self, layer, key, value, kv_cache, slot_mapping)
+
+    return do_kv_cache_update
+
+
+def _served(manager: "DraftCommitManager", metadata: Any) -> bool:
+    """Whether our kernel serves this batch: it has a window, or is captured for batches that will."""
+    return manager.is_open or (manager.rehearsing and manager.aside.get(metadata.seq_lens.shape[0], 1) > 0)
+
+
+def _alone(manager: "DraftCommitManager", metadata: Any) -> bool:
+    """Whether our kernel needs no writer and no attention of vLLM's before it.
+
+    It serves no query longer than a window, and stores rows while it attends, so that a query that reads a row of
+    another would race with it. A graph for prefill and decodes alike is captured with small queries and replayed with
+    any.
+    """
+    if manager.rehearsing and manager.graphs_of_prefills:
+        return False
+    return metadata.max_query_len <= manager.max_query_len and not manager.stored_first
+
+
+def _make_forward(original: Callable) -> Callable:
+    from nwor.attention.verify import verify_attention
+
+    def forward(
+        self: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        context = getattr(layer, "nwor", None)
+        vanilla = (self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        if context is None or attn_metadata is None:
+            return original(*vanilla)
+        manager = context.manager
+        if not _served(manager, attn_metadata):
+            return original(*vanilla)
+        if not _alone(manager, attn_metadata):
+            original(*vanilla)
+        verify_attention(
+            query,
+            key,
+            value,
+            kv_cache,
+            output,
+            query_start_loc=attn_metadata.query_start_loc,
+            seq_lens=attn_metadata.seq_lens,
+            block_table=attn_metadata.block_table,
+            page_slots=manager.page_slots,
+            staging=manager.staged(context.index),
+            staging_rows=manager.staging_rows,
+            max_query_len=manager.max_query_len,
+            scale=self.scale,
+            softcap=self.logits_soft_cap or 0.0,  # FlashInfer's is None where there is none
+            sliding_window=self.sliding_window[0] + 1,
+            kv_cache_dtype=self.kv_cache_dtype if self.kv_cache_dtype.startswith("fp8") else "auto",
+            q_scale=layer._q_scale,
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+            workspace=manager.attention,
+        )
+        manager.mark_staged(context.index)
+        return output
+
+    return forward

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of the engine core: stop unless every rank serves the mode, and hold each step's commits to the scheduler's.
+
+Why: vLLM logs and skips a plugin that fails in a worker, and a clean baseline would then carry the treatment's name.
+How: after the caches are initialised every rank is asked for its `Status`; in each step the drafts a worker committed,
+which travel on its output, are compared with those the scheduler counts as accepted.
+When it can go: when vLLM makes a failing plugin an error.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nwor.settings import Settings
+from nwor.vllm import metrics
+from nwor.vllm.patch import wrap
+from nwor.vllm.worker import status
+
+
+class ModeNotActive(RuntimeError):
+    """A rank does not serve the mode that was asked for."""
+
+
+def install(settings: Settings) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    def make_initialize(original: Callable) -> Callable:
+        def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+            result = original(self, vllm_config)
+            require_mode(settings.mode, self.model_executor.collective_rpc(status))
+            return result
+
+        return _initialize_kv_caches
+
+    wrap(EngineCore, "_initialize_kv_caches", ("self", "vllm_config"), make_initialize)
+    if settings.mode == "off":
+        return
+    wrap(
+        Scheduler,
+        "make_spec_decoding_stats",
+        (
+            "self",
+            "spec_decoding_stats",
+            "num_draft_tokens",
+            "num_accepted_tokens",
+            "num_invalid_spec_tokens",
+            "request_id",
+        ),
+        _make_spec_decoding_stats,
+    )
+    wrap(
+        Scheduler,
+        "update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+        lambda original: _make_update(original, settings.debug_sync, settings.emit_metrics),
+    )
+
+
+def require_mode(mode: str, ranks: Sequence[dict[str, Any]]) -> None:
+    """Raise `ModeNotActive` unless all ranks were asked for `mode` and agree on what serves it.
+
+    A model that no mode can serve is served by vLLM's own write, on all ranks alike: a fallback, not an error.
+    """
+    asked = {rank["mode"] for rank in ranks}
+    serving = {rank["serving"] for rank in ranks}
+    if asked != {mode}:
+        raise ModeNotActive(f"VLLM_NWOR_MODE={mode} was asked for, but the ranks have {sorted(asked)}: {ranks}")
+    if len(serving) != 1:
+        raise ModeNotActive(f"the ranks disagree on what serves VLLM_NWOR_MODE={mode}: {sorted(serving)}: {ranks}")
+    if unexplained := [rank["rank"] for rank in ranks if rank["serving"] != mode and not rank["reason"]]:
+        raise ModeNotActive(
+            f"VLLM_NWOR_MODE={mode} is not active on ranks {unexplained}; "
+            "see whether the nwor plugin loads there (`nwor doctor`)"
+        )
+
+
+def _make_spec_decoding_stats(original: Callable) -> Callable:
+    def make_spec_decoding_stats(self: Any, spec_decoding_stats: Any, **counts: Any) -> Any:
+        self.nwor_accepted[counts["request_id"]] = counts["num_accepted_tokens"]
+        return original(self, spec_decoding_stats, **counts)
+
+    return make_spec_decoding_stats
+
+
+def _make_update(original: Callable, strict: bool, emit: bool) -> Callable:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self.nwor_accepted = {}
+        outputs = original(self, scheduler_output, model_runner_output)
+        committed = getattr(model_runner_output, "nwor_committed", None)
+        if committed is not None:
+            counters = dict(model_runner_output.nwor_counters)
+            steps, mismatches = getattr(self, "nwor_checked", (0, 0))
+            wrong = {
+                request: (committed.get(request), accepted)
+                for request, accepted in self.nwor_accepted.items()
+                if committed.get(request) != accepted
+            }
+            self.nwor_checked = steps + 1, mismatches + len(wrong)
+            counters["scheduler_checks"], counters["scheduler_mismatches"] = self.nwor_checked
+            if wrong and strict:
+                raise AssertionError(f"committed and accepted drafts differ, by request: {wrong}")
+            if emit:
+                metrics.carry(outputs, counters)
+        return outputs
+
+    return update_from_output

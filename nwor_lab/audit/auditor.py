@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof, step by step, of which bytes of the KV cache a step changed: none but those of the rows that were kept.
+
+The audit knows nothing of how a mode works. Before the forward it marks the slots of the step's rows, whose content
+nobody may read until it is written, and copies the target layers' caches; after sampling it compares every byte with
+the copy. A slot whose bytes changed must belong to a row that sampling kept, and no kept row may still bear the mark.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# A finite number in every cache dtype: kernels multiply what lies beyond a sequence by zero, and 0 x NaN is NaN.
+_MARK = {1: 0x55, 2: 0x5555, 4: 0x55555555}
+_EXAMPLES = 8
+
+
+@dataclass
+class AuditReport:
+    """What an audited run found; a step is *dirty* in a layer where a slot outside the kept rows changed.
+
+    steps: audited steps; layer_steps: steps x target layers.
+    dirty_layer_steps, dirty_slots: where bytes changed that were not to change.
+    kept_rows: rows x layers that were to be written; unwritten_rows: those of them that still bear the mark.
+    dirty_by_step: the dirty slots of each step, all layers.
+    """
+
+    steps: int = 0
+    layer_steps: int = 0
+    dirty_layer_steps: int = 0
+    dirty_slots: int = 0
+    kept_rows: int = 0
+    unwritten_rows: int = 0
+    dirty_by_step: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def clean(self) -> bool:
+        return self.steps > 0 and self.dirty_layer_steps == 0 and self.unwritten_rows == 0
+
+
+class CacheAudit:
+    """Compares caches before and after a step, on their own device.
+
+    All slots bear the mark from the start, so that a kernel that reads where nothing was written reads numbers of
+    1e13 (13 in fp8) and its tokens cannot stay vanilla's.
+
+    Args:
+        caches: the target layers' views, each [num_blocks, H, N, 2 * head_size].
+        packing: as in `nwor.manager.CacheLayout`.
+
+    Attributes:
+        report: what was found so far.
+        examples: the first few slots that changed and were not to, in words.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], packing: Tensor | None = None) -> None:
+        self.caches, self.packing = caches, packing
+        self.enabled = True
+        self._before = [torch.empty_like(cache) for cache in caches]
+        self._open = False
+        self._starts: list[int] = []
+        self._slots: list[int] = []
+        for cache in caches:
+            cache.view(_SAME_SIZE[cache.element_size()]).fill_(_MARK[cache.element_size()])
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        """Forget what was audited so far."""
+        self.report = AuditReport()
+        self.examples: list[str] = []
+
+    def before(self, query_start_loc: Sequence[int], slot_mapping: Tensor) -> None:
+        """Mark and remember, before the forward.
+
+        Args:
+            query_start_loc: [num_reqs + 1], where each request's rows start.
+            slot_mapping: int64 [num_rows] or longer, the slots of all rows of the step; negative ones are skipped.
+        """
+        self._starts = list(query_start_loc)
+        rows = slot_mapping[: self._starts[-1]]
+        self._slots = rows.tolist()
+        slots = rows[rows >= 0]
+        block_size = self.caches[0].shape[2]
+        block, offset = slots // block_size, slots % block_size
+        for cache in self.caches:
+            bits = cache.view(_SAME_SIZE[cache.element_size()])
+            if self.packing is None:
+                bits[block, :, offset] = _MARK[cache.element_size()]
+            else:
+                chunks = bits.view(*bits.shape[:2], -1)
+                heads = torch.arange(bits.shape[1])
+                places = self.packing[offset].long()
+                chunks[block[:, None, None], heads[None, :, None], places[:, None, :]] = _MARK[cache.element_size()]
+        for before, cache in zip(self._before, self.caches, strict=True):
+            before.copy_(cache)  # fresh memory in every step would cost more than the copy
+        self._open = True
+
+    def after(self, num_rejected: Sequence[int]) -> None:
+        """Judge the step: of each query all rows but the last `num_rejected` are to be written, and nothing else.
+
+        Args:
+            num_rejected: [num_reqs].
+        """
+        if not self._open:
+            raise ValueError("no step is open: call before() ahead of the forward")
+        report, blocks, block_size = self.report, self.caches[0].shape[0], self.caches[0].shape[2]
+        starts = self._starts
+        rows = [range(starts[i], starts[i + 1] - gone) for i, gone in enumerate(num_rejected)]
+        kept_slots = [self._slots[row] for part in rows for row in part if self._slots[row] >= 0]
+        kept = torch.zeros(blocks * block_size, dtype=torch.bool, device=self.caches[0].device)
+        kept[torch.tensor(kept_slots, dtype=torch.int64, device=kept.device)] = True
+        report.dirty_by_step.append(0)
+        for layer, (cache, before) in enumerate(zip(self.caches, self._before, strict=True)):
+            changed = self.changed_slots(cache, before)
+            dirty, missing, count = torch.stack([(changed & ~kept).sum(), (kept & ~changed).sum(), kept.sum()]).tolist()
+            report.layer_steps += 1
+            report.dirty_layer_steps += int(dirty > 0)
+            report.dirty_slots += dirty
+            report.dirty_by_step[-1] += dirty
+            report.kept_rows += count
+            report.unwritten_rows += missing
+            if dirty and len(self.examples) < _EXAMPLES:
+                self._explain(layer, (changed & ~kept).nonzero().flatten().tolist())
+        report.steps += 1
+        self._open = False
+
+    def _explain(self, layer: int, slots: list[int]) -> None:
+        for slot in slots[: _EXAMPLES - len(self.examples)]:
+            owner = "of no row of the step"
+            if slot in self._slots:
+                row = self._slots.index(slot)
+                owner = f"of request {bisect_right(self._starts, row) - 1} of the batch"
+            self.examples.append(f"step {self.report.steps}, layer {layer}, slot {slot}, {owner}")
+
+    def changed_slots(self, cache: Tensor, before: Tensor) -> Tensor:
+        """bool [num_blocks * N], the slots of one layer in which any byte differs."""
+        blocks, heads, block_size, width = cache.shape
+        bits = _SAME_SIZE[cache.element_size()]
+        now, then = cache.view(bits), before.view(bits)
+        # Few blocks change in a step: those alone are looked at slot by slot.
+        touched = (now != then).flatten(1).any(dim=1).nonzero().flatten()
+        different = now[touched] != then[touched]
+        if self.packing is not None:
+            flat = different.reshape(len(touched), heads, block_size * width)
+            different = flat[:, :, self.packing.flatten().long()].view(different.shape)
+        changed = torch.zeros(blocks, block_size, dtype=torch.bool, device=cache.device)
+        changed[touched] = different.any(dim=3).any(dim=1)
+        return changed.flatten()
+
+
+def planted() -> AuditReport:
+    """Audit one step of two layers with a fault of each kind:
+    a rejected row that is written, a kept row that is not."""
+    caches = [torch.zeros(2, 1, 4, 8) for _ in range(2)]
+    audit = CacheAudit(caches)
+    audit.before((0, 4), torch.tensor([0, 1, 2, 3]))
+    caches[0][0, :, :3] = 1.0
+    caches[1][0, :, 1] = 1.0
+    audit.after((2,))
+    return audit.report

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nwor <command>`: each command lives in a module of its own and is imported only when it is called."""
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    "doctor": ("nwor_lab.doctor", "print the environment, the operators and the modes that can run here"),
+    "walk": ("nwor_lab.reproduce", "run the notebooks and print the table of claims"),
+    "sweep": ("nwor_lab.grid", "run a notebook over a grid of parameters, here or on a Ray cluster"),
+    "figures": ("nwor_lab.plots.paper", "redraw the paper figures"),
+    "bench": ("nwor_lab.experiments.bench", "run one engine configuration and write its results"),
+    "acceptance": (
+        "nwor_lab.experiments.acceptance",
+        "count accepted drafts at many draft lengths",
+    ),
+    "tune": ("nwor_lab.microbench.tune", "find the fastest configurations of stage's attention on this GPU"),
+    "measure": ("nwor_lab.measure", "measure on GPUs what data/recorded holds of them"),
+    "record": ("nwor_lab.record", "keep a run's tables in data/recorded"),
+    "audit": ("nwor_lab.experiments.audit", "prove that no uncommitted byte is left in the cache"),
+    "pair": ("nwor_lab.pair", "train the target and its EAGLE head, or write a random pair"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nwor",
+        description="No-Write-On-Reject for vLLM's speculative decoding.",
+        epilog="\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each takes --help")
+    arguments = sys.argv[1:] if argv is None else argv
+    command = parser.parse_args(arguments[:1]).command
+    return importlib.import_module(COMMANDS[command][0]).main(arguments[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a bench: tidy rows of what its engines did, and their summary."""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from nwor_lab.engines.engine import Generation
+from nwor_lab.experiments import parity
+from nwor_lab.experiments.plan import Plan
+from nwor_lab.model.ratios import crossover
+
+
+def measured(generation: Generation) -> list[dict[str, Any]]:
+    """Tidy rows of one generation: step times, tokens, acceptance by position."""
+    count = generation.counters
+    rows = [
+        {"metric": "step_ms", "value": 1e3 * seconds, "unit": "ms", "step": step}
+        for step, seconds in enumerate(generation.step_seconds)
+    ]
+    rows += [
+        {"metric": "tokens", "value": sum(map(len, generation.tokens)), "unit": "tokens"},
+        {"metric": "wall", "value": sum(generation.step_seconds), "unit": "s"},
+        {"metric": "windows", "value": count["drafts"], "unit": "windows"},
+        {"metric": "draft_tokens", "value": count["draft_tokens"], "unit": "tokens"},
+        {"metric": "accepted_tokens", "value": count["accepted_tokens"], "unit": "tokens"},
+    ]
+    rows += [
+        {"metric": "accepted_at", "value": accepted, "unit": "windows", "position": position}
+        for position, accepted in enumerate(generation.accepted_at)
+    ]
+    return rows
+
+
+KINDS = {
+    "KV write": r"reshape_and_cache",
+    "attention": r"flash|unified_attention|verify_windows|fmha|FlashAttn",
+    "NWOR": r"nwor::",
+    "communication": r"nccl|(?i:all_?reduce)|cross_device_reduce|multimem",
+    "matmul": r"gemm|nvjet|cutlass|cublas|splitK",
+}
+
+
+def kernel_rows(ranks: Sequence[dict[str, float]], steps: int) -> list[dict[str, Any]]:
+    """GPU microseconds of a step by kind of kernel, mean of the ranks; what a name does not tell is ``other``."""
+    sums = dict.fromkeys([*KINDS, "other"], 0.0)
+    for name, microseconds in itertools.chain.from_iterable(times.items() for times in ranks):
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+        sums[kind] += microseconds / steps / len(ranks)
+    return [{"metric": "kernel_us", "value": value, "kind": kind} for kind, value in sums.items()]
+
+
+def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tidy rows of what holds for the whole run: each rank's counters and audit."""
+    rows: list[dict[str, Any]] = []
+    for rank in ranks:
+        for kind in ("counters", "audit"):
+            for name, value in rank[kind].items():
+                if isinstance(value, list):
+                    continue
+                unit = "bytes" if name.startswith("bytes") else "count"
+                rows.append({"metric": f"{kind}.{name}", "value": value, "unit": unit, "rank": rank["rank"]})
+    return rows
+
+
+def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
+    """One line a turn, batch and length of prompts: parity, acceptance, step time and its ratio to the baseline's.
+
+    That is the first mode, and for an engine that takes turns with its mode paused, itself so. A step's time is the
+    median over steps; repeats give its spread, and the ratio is their `crossover`. Where a turn is without
+    parity its speed columns stay empty, and everywhere if a pass that is not timed, as the first, is without.
+    """
+    lines: list[dict[str, Any]] = []
+    timed = frame[frame.metric == "step_ms"]
+    load = [name for name in ("prompt", "batch") if name in timed]
+    loads = timed[load].drop_duplicates()
+    parts = {turn: frame[(frame[list(turn.columns)] == pd.Series(turn.columns)).all(axis=1)] for turn in plan.turns}
+    untimed = {turn: parity.of_rows(_without(part, loads)) for turn, part in parts.items()}
+    for _, found in loads.iterrows() if len(timed) else [(0, pd.Series())]:
+        bases: dict[str, pd.Series] = {}
+        for turn, part in parts.items():
+            here = part[(part[found.index] == found).all(axis=1)]
+            judged, total = parity.of_rows(here), here.groupby("metric")["value"].sum()
+            steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
+            clock = here.loc[here.metric == "sm_clock", "value"]
+            good = (judged + untimed[turn]).explained(plan.logit_gap)
+            base = bases.setdefault(turn.columns["engine"], steps)
+            line = {name: int(value) for name, value in found.items()}
+            lines.append(
+                {
+                    "mode": turn.name,
+                    **line,
+                    "equal": f"{judged.equal}/{judged.requests}",
+                    "gap_nats": judged.largest_gap,
+                    "shift_nats": judged.largest_shift,
+                    "acceptance_length": 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0)),
+                    "step_ms": steps.median() if good else math.nan,
+                    "spread_ms": steps.max() - steps.min() if good else math.nan,
+                    "ratio": crossover(steps / base) if good and len(steps) else math.nan,
+                    **({"clock_mhz": clock.median()} if len(clock) else {}),
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+def _without(rows: pd.DataFrame, loads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of no load of `loads`."""
+    beside = rows.merge(loads, on=list(loads), how="left", indicator=True)["_merge"]
+    return rows[(beside == "left_only").to_numpy()]

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `nwor_lab.microbench.attention` times: one layer's windows on a GPU, and each backend's call on them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nwor.attention.configs import Config
+from nwor_lab.microbench.operators import Call, empty
+
+HEAD_SIZE, BLOCK_SIZE = 128, 16
+HIDDEN, LAYERS = 4096, 8  # of `between`
+BATCHES = (1, 4, 16, 64)
+FLASH_SPLITS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's attention of `batch` windows of a token and k drafts.
+
+    cache: bf16 or fp8 (e4m3, with the query in fp8 as vLLM has it).
+    """
+
+    heads: int
+    kv_heads: int
+    batch: int
+    context: int
+    cache: str = "bf16"
+    k: int = 8
+    head_size: int = HEAD_SIZE
+
+    @property
+    def query(self) -> int:
+        """Rows of a window."""
+        return self.k + 1
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def element(self) -> int:
+        return {"bf16": 2, "fp8": 1}[self.cache]
+
+    @property
+    def bytes(self) -> int:
+        """What has to move: prefix and query read, new rows read and stored, output written."""
+        row = self.kv_heads * 2 * self.head_size
+        query = self.query * self.heads * self.head_size * (self.element + 2)
+        return self.batch * (self.context * row * self.element + self.query * row * (2 + self.element) + query)
+
+
+KEYS = [name for name in Shape.__dataclass_fields__ if name != "head_size"]
+"""Columns that tell a shape in a table; all shapes of a table have heads of one size."""
+
+
+class Windows:
+    """The tensors of one layer and step, the cache laid out as vLLM's (block, slot, head, key and value): "NHD"."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        from nwor.attention.verify import Workspace
+
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        random = functools.partial(torch.randn, device="cuda", generator=generator)
+        self.shape, self.fp8 = shape, shape.cache == "fp8"
+        batch, length, tokens = shape.batch, shape.context + shape.query, shape.batch * shape.query
+        pages = -(-length // BLOCK_SIZE)
+        self.kv_cache = self.cache(batch * pages, generator)
+        self.staging = self.cache(-(-tokens // BLOCK_SIZE), generator)
+        table = torch.randperm(batch * pages, device="cuda", generator=generator).view(batch, pages)
+        self.block_table = torch.zeros(batch, 1024, dtype=torch.int32, device="cuda")  # room for 16k positions
+        self.block_table[:, :pages] = table
+        self.qkv = random(tokens, shape.heads + 2 * shape.kv_heads, shape.head_size).bfloat16()
+        query, self.key, self.value = self.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        self.query = query.to(torch.float8_e4m3fn) if self.fp8 else query
+        self.output = torch.empty(tokens, shape.heads, shape.head_size, dtype=torch.bfloat16, device="cuda")
+        self.query_start_loc = torch.arange(0, tokens + 1, shape.query, dtype=torch.int32, device="cuda")
+        self.seq_lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        positions = torch.arange(shape.context, length, device="cuda")
+        self.slots = (table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
+        draft = torch.arange(tokens, device="cuda") % shape.query > 0
+        self.page_slots = self.slots.masked_fill(draft, -1)
+        self.staging_rows = torch.where(draft, draft.cumsum(0) - 1, -1)
+        self.one = torch.ones(1, device="cuda")
+        self.scale = shape.head_size**-0.5
+        self.workspace = Workspace(max(BATCHES), shape.query, shape.heads, shape.head_size, "cuda")
+
+    def cache(self, blocks: int, generator: torch.Generator) -> Tensor:
+        """[blocks, H, N, 2 * D] of random numbers around 1."""
+        size = (blocks, BLOCK_SIZE, self.shape.kv_heads, 2 * self.shape.head_size)
+        if self.fp8:
+            cache = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda", generator=generator)
+            cache &= 0xBF  # numbers under 2
+        else:
+            cache = torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(generator=generator)
+        return cache.transpose(1, 2)
+
+    def split_cache(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [blocks, N, H, D], as vLLM passes them."""
+        cache = self.kv_cache.view(torch.float8_e4m3fn) if self.fp8 else self.kv_cache
+        keys, values = cache.transpose(1, 2).split(self.shape.head_size, -1)
+        return keys, values
+
+    def nwor(self, config: Config | None = None) -> Call:
+        from nwor.attention.verify import verify_attention
+
+        return functools.partial(
+            verify_attention, self.query, self.key, self.value, self.kv_cache, self.output,
+            query_start_loc=self.query_start_loc, seq_lens=self.seq_lens, block_table=self.block_table,
+            page_slots=self.page_slots, staging=self.staging, staging_rows=self.staging_rows,
+            max_query_len=self.shape.query, scale=self.scale, kv_cache_dtype="fp8" if self.fp8 else "auto",
+            workspace=self.workspace, config=config,
+            **dict.fromkeys(("q_scale", "k_scale", "v_scale"), self.one if self.fp8 else None),
+        )  # fmt: skip
+
+    def write(self) -> None:
+        from vllm import _custom_ops
+
+        keys, values = self.kv_cache.transpose(1, 2).split(self.shape.head_size, -1)
+        dtype = "fp8" if self.fp8 else "auto"
+        _custom_ops.reshape_and_cache_flash(self.key, self.value, keys, values, self.slots, dtype, self.one, self.one)
+
+    def flash(self, splits: int) -> Call:
+        """vLLM's write and FlashAttention 3; 32 splits mean at most, by a schedule as vLLM makes it for full graphs.
+
+        Where there is no FlashAttention 3, FlashAttention 2 with splits of its own choice.
+        """
+        from vllm.vllm_flash_attn.flash_attn_interface import (
+            flash_attn_varlen_func,
+            get_scheduler_metadata,
+            is_fa_version_supported,
+        )
+
+        keys, values = self.split_cache()
+        shape, longest = self.shape, self.block_table.shape[1] * BLOCK_SIZE
+        schedule, version = None, 3 if is_fa_version_supported(3) else 2
+        if version == 2:
+            splits = 0
+        elif splits == 32:
+            schedule = get_scheduler_metadata(
+                batch_size=shape.batch, max_seqlen_q=self.shape.query, max_seqlen_k=longest, num_heads_q=shape.heads,
+                num_heads_kv=shape.kv_heads, headdim=self.shape.head_size, cache_seqlens=self.seq_lens,
+                qkv_dtype=self.query.dtype, cu_seqlens_q=self.query_start_loc, page_size=BLOCK_SIZE, causal=True,
+                window_size=(-1, -1), num_splits=splits,
+            )  # fmt: skip
+        descale = self.one.expand(shape.batch, shape.kv_heads) if self.fp8 else None
+
+        def call() -> None:
+            self.write()
+            flash_attn_varlen_func(
+                q=self.query, k=keys, v=values, out=self.output, cu_seqlens_q=self.query_start_loc,
+                max_seqlen_q=self.shape.query, seqused_k=self.seq_lens, max_seqlen_k=longest, softmax_scale=self.scale,
+                causal=True, block_table=self.block_table, scheduler_metadata=schedule, num_splits=splits,
+                fa_version=version, q_descale=descale, k_descale=descale, v_descale=descale,
+            )  # fmt: skip
+
+        return call
+
+    def triton(self) -> Call:
+        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash as write
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+        from vllm.v1.kv_cache_interface import KVQuantMode
+
+        keys, values = self.split_cache()
+        mode = KVQuantMode.FP8_PER_TENSOR if self.fp8 else KVQuantMode.NONE
+        descale = self.one.expand(self.shape.batch, self.shape.kv_heads)
+
+        def call() -> None:
+            write(self.key, self.value, keys, values, self.slots, "fp8" if self.fp8 else "auto", self.one, self.one)
+            unified_attention(
+                q=self.query, k=keys, v=values, out=self.output, cu_seqlens_q=self.query_start_loc,
+                max_seqlen_q=self.shape.query, seqused_k=self.seq_lens,
+                max_seqlen_k=self.block_table.shape[1] * BLOCK_SIZE, softmax_scale=self.scale, causal=True,
+                window_size=(-1, -1), block_table=self.block_table, softcap=0,
+                q_descale=self.one if self.fp8 else None, k_descale=descale, v_descale=descale, kv_quant_mode=mode,
+            )  # fmt: skip
+
+        return call
+
+    def vanilla(self) -> dict[str, Call]:
+        """vLLM's backends on this device, each with its write, by name; FlashAttention 2 takes no fp8 cache."""
+        from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+
+        flash = {} if self.fp8 and not is_fa_version_supported(3) else {"flash": self.flash(32)}
+        return {**flash, "triton": self.triton()}
+
+    def calls(self) -> dict[str, Call]:
+        """Everything that is compared, by name."""
+        return {
+            "empty": empty,
+            "nwor": self.nwor(),
+            "flash": self.flash(32),
+            **{f"flash {splits}": self.flash(splits) for splits in FLASH_SPLITS},
+            "triton": self.triton(),
+            "write": self.write,
+        }
+
+    def between(self, calls: Mapping[str, Call], layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Call]:
+        """All that `layers` (their weights) run around the attention of `calls`:
+        with ours, vLLM's two and none, by name."""
+        from vllm import _custom_ops
+
+        tokens, shape = len(self.qkv), self.shape
+        hidden = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        after, rows = torch.empty_like(hidden), self.qkv.view(tokens, -1)
+        query, key, _ = rows.split(
+            [n * self.shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)], dim=1
+        )
+        angles = torch.rand(shape.context + shape.query, self.shape.head_size, device="cuda").bfloat16()
+        positions = torch.arange(shape.context, len(angles), device="cuda").repeat(shape.batch)
+
+        def run(attend: Call) -> None:
+            for projection, output in layers:
+                torch.mm(hidden, projection, out=rows)
+                _custom_ops.rotary_embedding(positions, query, key, self.shape.head_size, angles, True)
+                if self.fp8:
+                    self.query.copy_(query.view(self.query.shape))
+                attend()
+                torch.mm(self.output.view(tokens, -1), output, out=after)
+
+        found = {name: functools.partial(run, calls[name]) for name in ("nwor", "flash", "triton")}
+        return {"none": functools.partial(run, lambda: None), **found}
+
+    def error(self, call: Call, requests: int = 2) -> float:
+        """Relative error of a call's output for the first requests against fp32 softmax over what the cache reads."""
+        self.write()
+        self.output.fill_(float("nan"))
+        call()
+        keys, values = self.split_cache()
+        found, wanted = [], []
+        seen = torch.arange(self.shape.context + self.shape.query, device="cuda")
+        seen = seen <= self.shape.context + torch.arange(self.shape.query, device="cuda")[:, None]
+        for request in range(min(requests, self.shape.batch)):
+            pages = self.block_table[request, : -(-len(seen[0]) // BLOCK_SIZE)].long()
+            rows = slice(request * self.shape.query, (request + 1) * self.shape.query)
+            key, value = (
+                half[pages].float().flatten(0, 1)[: seen.shape[1]].repeat_interleave(self.shape.group, dim=1)
+                for half in (keys, values)
+            )
+            scores = torch.einsum("thd,phd->htp", self.query[rows].float(), key) * self.scale
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            wanted.append(torch.einsum("htp,phd->thd", weights, value))
+            found.append(self.output[rows].float())
+        difference = torch.cat(found) - torch.cat(wanted)
+        return float(difference.norm() / torch.cat(wanted).norm())
+
+
+def weights(heads: int, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
+    """Weights before and after the attention, of each layer of `between`."""
+    widths = (HIDDEN, (heads + 2 * kv_heads) * HEAD_SIZE), (heads * HEAD_SIZE, HIDDEN)
+    random = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+    return [tuple(random(*width).normal_(std=0.02) for width in widths) for _ in range(LAYERS)]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps the verify attention and vLLM's write and FlashAttention 3 busy, as the hardware counts it.
+
+    python -m nwor_lab.microbench.counters --out results/counters
+
+Needs a GPU, vLLM and Nsight Compute. Each kernel runs with its caches flushed, as the profiler does by itself.
+"""
+
+import argparse
+import itertools
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from nwor_lab import results
+from nwor_lab.microbench import nsight
+from nwor_lab.microbench.attention_inputs import KEYS, Shape, Windows
+
+METRICS = {
+    "gpu__time_duration.sum": "time",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": "dram",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "tensor",
+    "sm__issue_active.avg.pct_of_peak_sustained_elapsed": "issue",
+    "sm__warps_active.avg.per_cycle_active": "warps",
+    "launch__grid_size": "programs",
+}
+"""Names in the table: us, % of the peak of memory, tensor cores and issue slots, warps that a multiprocessor holds."""
+KERNELS = {"verify_windows": "nwor", "reshape_and_cache": "write", "FlashAttnFwdCombine": "combine", "Flash": "flash"}
+"""What a kernel is called by, the first pattern that its name has."""
+
+
+def shapes() -> list[Shape]:
+    """Short and long contexts from few programs to many, and where the kernel loses most: an fp8 cache and 8 KV heads.
+
+    64 requests of 8k on 32 KV heads, 9 GB, are left out: the profiler saves and restores memory around every pass.
+    """
+    every = [Shape(32, *rest) for rest in itertools.product((32, 8), (1, 16, 64), (512, 8192))]
+    few = [Shape(32, 8, 1, 512, "fp8"), Shape(32, 8, 16, 8192, "fp8")]
+    return [shape for shape in every if (shape.kv_heads, shape.batch, shape.context) != (32, 64, 8192)] + few
+
+
+def launch() -> None:
+    """Ours and vLLM's two or three kernels of every shape, once each after a call that is not seen."""
+    for shape in shapes():
+        windows = Windows(shape)
+        for call in (windows.nwor(), windows.flash(32)):
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStart()
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStop()
+        del windows, call
+
+
+def measure(ncu: str = "ncu") -> pd.DataFrame:
+    """One row a shape, kernel (`op`) and metric.
+
+    Raises:
+        nsight.Unreadable: counters cannot be read here.
+        RuntimeError: the profiler saw other launches than the shapes make.
+    """
+    seen = nsight.read(
+        "nwor_lab.microbench.counters", "--launch", metrics=list(METRICS), kernels="|".join(KERNELS),
+        options=("--profile-from-start", "off"), ncu=ncu,
+    )  # fmt: skip
+    return table(seen)
+
+
+def table(seen: list[dict[str, Any]]) -> pd.DataFrame:
+    """Rows of the launches as `nsight.read` gives them, in the order of `shapes`; each shape's first is ours."""
+    every, found, at = shapes(), [], -1
+    for launched in seen:
+        op = next(op for pattern, op in KERNELS.items() if re.search(pattern, launched["kernel"]))
+        at += op == "nwor"
+        shape = asdict(every[at]) if 0 <= at < len(every) else {}
+        for metric, name in METRICS.items():
+            value, unit = launched[metric]
+            found.append({**shape, "op": op, "metric": name, "value": value, "unit": unit or "count"})
+    frame = pd.DataFrame(found, columns=[*KEYS, "op", "metric", "value", "unit"])
+    each = frame[frame["metric"] == "time"].groupby(KEYS)["op"].agg(sorted)
+    whole = each.map(lambda ops: [op for op in ops if op != "combine"] == ["flash", "nwor", "write"])
+    if len(whole) != len(every) or not whole.all() or frame["heads"].isna().any():
+        wanted = f"this kit's kernel, vLLM's write and FlashAttention of {len(every)} shapes"
+        raise RuntimeError(f"the profiler saw {len(seen)} launches, which are not {wanted}")
+    return results.tidy(frame, mode="", model="")
+
+
+def shown(frame: pd.DataFrame) -> pd.DataFrame:
+    """One line a shape and kernel, one column a metric; the writes, which are vLLM's own, are left out."""
+    return frame[frame["op"] != "write"].pivot_table(
+        index=["cache", "kv_heads", "context", "batch", "op"], columns="metric", values="value", observed=True
+    )[list(METRICS.values())]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m nwor_lab.microbench.counters", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder for attention_counters.parquet")
+    parser.add_argument("--launch", action="store_true", help="only run the kernels, for a profiler to watch")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU here; the recorded counters are in data/recorded")
+    if options.launch:
+        launch()
+        return 0
+    if not options.out:
+        parser.error("--out says where the counters go")
+    frame = measure()
+    results.write_table(options.out / "attention_counters.parquet", frame)
+    results.write_provenance(options.out / "attention_counters.parquet", vars(options))
+    print(shown(frame).round(1).to_string())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of launches and bytes (`breakeven`) against all that was measured on a GPU; no point is left out."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from nwor.attention import configs
+from nwor_lab.model.breakeven import H200, MODELS, Chip, known_shape, pays_published, step_difference_us
+from nwor_lab.model.ratios import crossover, steady
+from nwor_lab.model.traffic import Shape, Window, served_traffic, step_traffic
+from nwor_lab.results import Run
+
+NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
+"""Columns of a bench table that do not tell one setting from another."""
+COUNTS = ["windows", "draft_tokens", "accepted_tokens"]
+"""Metrics that tell the mean window of a step."""
+
+
+def against_measured(
+    bench: pd.DataFrame,
+    chip: Chip = H200,
+    shapes: Mapping[str, Shape] | None = None,
+    attention: pd.DataFrame | None = None,
+) -> pd.DataFrame:
+    """Predicted and measured step-time ratio of every point of a bench table, none left out.
+
+    A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
+    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the `crossover` of
+    (median step of the mode / median step of vanilla in the same repeat).
+
+    Args:
+        bench: tidy rows as `experiments.bench` writes them. `kv_heads`, `num_layers` and `kv_cache_dtype` (or
+            `cache`), where there are such columns, hold over the model's own.
+        shapes: caches by the name in column `model`, for models that `known_shape` does not know.
+        attention: table `attention` of `microbench.attention`, for `stage`: its attention kernel is another than
+            vanilla's, and with the time measured of both, in the same run, the prediction is of the whole step, or of
+            vLLM's own where the recorded tuning lets the batch stand aside.
+
+    Returns:
+        The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
+        `predicted`, `measured`, its range `low`, `high` over repeats, and `error` = predicted - measured. Where
+        `attention` has the setting, `with_attention` is the ratio predicted with it, and NaN elsewhere.
+
+    Raises:
+        ValueError: a model is unknown, or vanilla's steps or counts are missing; the message says which.
+    """
+    setting = [column for column in bench if column not in NO_SETTING]
+    runs = bench[bench["metric"].isin(["step_ms", *COUNTS])]
+    points = []
+    for values, part in runs.groupby(setting, dropna=False, sort=False):
+        where = dict(zip(setting, values, strict=True))
+        vanilla = part[part["mode"] == "off"]
+        steps = _medians(vanilla)
+        count = vanilla.groupby("metric")["value"].sum().reindex(COUNTS, fill_value=0.0)
+        if steps.empty or not count["windows"]:
+            raise ValueError(f"{where}: mode off has no step times or no windows, and all others are held against it")
+        number = int((vanilla["metric"] == "step_ms").sum())
+        requests, drafts = count["windows"] / number, count["draft_tokens"] / number
+        window = Window(requests, drafts, drafts - count["accepted_tokens"] / number, requests + drafts)
+        shape = _shape_of(where, shapes or {})
+        for mode in sorted(set(part["mode"]) - {"off"}):
+            ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
+            difference = step_difference_us(mode, shape, window, chip)
+            predicted, measured = 1 + difference / 1e3 / steps.median(), crossover(ratios)
+            whole = _with_attention(where, shape, window, chip, attention) if mode == "stage" else math.nan
+            points.append(
+                {
+                    **where,
+                    "mode": mode,
+                    "off_ms": steps.median(),
+                    "requests": window.requests,
+                    "drafts": window.draft_rows,
+                    "rejected": window.rejected_rows,
+                    "difference_us": difference,
+                    "predicted": predicted,
+                    "measured": measured,
+                    "low": ratios.min(),
+                    "high": ratios.max(),
+                    "error": predicted - measured,
+                    "with_attention": 1 + whole / 1e3 / steps.median(),
+                }
+            )
+    return pd.DataFrame(points)
+
+
+def _with_attention(
+    where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
+) -> float:
+    """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured between its
+    neighbours, and the price of opening and commit; 0 where the batch stands aside. Of the contexts measured, the one
+    nearest the prompt; NaN where there is none of the same run: another's may be of another kernel."""
+    if attention is None:
+        return math.nan
+    cache = "fp8" if shape.cache_bytes == 1 else "bf16"
+    prompt = float(where.get("prompt", math.nan))
+    rows = attention[(attention["metric"] == "between") & (attention["run_id"] == where["run_id"])]
+    rows = rows[rows["kv_heads"] == shape.heads]
+    rows = rows[(rows["batch"] == where["batch"]) & (rows["cache"] == cache) & (rows["k"] == where["k"])]
+    if rows.empty or math.isnan(prompt):
+        return math.nan
+    group = int(rows["heads"].iloc[0]) // shape.heads
+    aside = configs.slower_batches(
+        configs.shipped(configs.H200.name),
+        int(where["batch"]),
+        int(prompt),
+        shape.heads,
+        group,
+        shape.head_size,
+        shape.cache_bytes,
+        int(where["k"]) + 1,
+    )
+    if where["batch"] in aside:
+        return 0.0
+    contexts = rows["context"].unique()
+    nearest = min(contexts, key=lambda context: abs(math.log(context / max(1.0, prompt))))
+    us = rows[rows["context"] == nearest].groupby("op")["value"].median()
+    vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
+    step = served_traffic("stage", shape, window)
+    return shape.num_layers * (us["nwor"] - us[vanilla]) + chip.us(step["open"]) + chip.us(step["commit"])
+
+
+def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFrame:
+    """Predicted and measured microseconds of each kernel that the model is made of, all layers, every shape.
+
+    Args:
+        medians: `nwor_lab.plots.kernels.medians` of the recorded samples: `op`, `launches`, `bytes` and `us`, measured.
+
+    Returns:
+        The rows of commit, log, restore and vLLM's writer, with `predicted` (us) and `error` = predicted / us - 1.
+    """
+    frame = medians[medians["op"].isin(["commit", "log", "restore", "vllm"])].copy()
+    frame["predicted"] = frame["launches"] * chip.launch_us + frame["bytes"] / chip.copy_bytes_per_s * 1e6
+    frame["error"] = frame["predicted"] / frame["us"] - 1
+    return frame.reset_index(drop=True)
+
+
+def counters_against_model(counters: pd.DataFrame) -> pd.DataFrame:
+    """DRAM bytes that the hardware counted of each kernel, and those of `nwor_lab.model.traffic`, all layers.
+
+    Args:
+        counters: table `kernel_counters`: Llama-2-7B's layers and heads of 128, windows of 9 rows of which `kept` are
+            kept. The log was given all nine and held none of them yet, so it is that of nine drafts.
+
+    Returns:
+        `op`, `kv_heads`, `cache`, `rows`, `kept`, `read` and `written` as counted, `model` (the formula reads as much
+        as it writes) and `error`, of both ways together.
+    """
+    keys = ["op", "kv_heads", "cache", "rows", "kept"]
+    wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()
+    found = wide.rename(columns={"dram_read": "read", "dram_written": "written"})
+    found["model"] = [_kernel_bytes(*line) for line in found[keys].itertuples(index=False)]
+    found["error"] = 1 - (found["read"] + found["written"]) / (2 * found["model"])
+    return found
+
+
+def _kernel_bytes(op: str, kv_heads: int, cache: str, rows: int, kept: int) -> float:
+    shape = Shape(32, kv_heads, 128, {"bf16": 2, "fp8": 1}[cache], 2)
+    requests = rows // 9  # the operators were given nine held rows each, none of them logged before
+    window = Window(requests, rows, requests * (9 - kept), 2 * rows)
+    return step_traffic("stage" if op == "commit" else "cow", shape, window)[op].written
+
+
+def claim(run: Run, survival: pd.DataFrame, steps: pd.DataFrame, kernels: pd.DataFrame, counters: pd.DataFrame) -> None:
+    """Record what must hold of the model on an H200: where modes pay for published models, and how far off it is.
+
+    Args:
+        survival: as `pays_published` takes it.
+        steps, kernels, counters: of `against_measured`, `kernels_against_model` and `counters_against_model`.
+    """
+    points = pays_published(survival, (1, 16, 64, 256))
+    paid, each = points.groupby(["mode", "vanilla"])["pays"].sum(), int((points["mode"] == "stage").sum()) // 2
+    cow, stage, fused = int(paid["cow"].sum()), int(paid["stage", "separate"]), int(paid["stage", "fused"])
+    run.claim("H200, published models: points where cow pays", 0, cow, cow == 0)
+    run.claim("H200, published models: points where stage pays", each, stage, stage == each)
+    run.claim("H200, published models: points where stage pays, rope and write fused", 0, fused, fused == 0)
+    counted = counters["error"].abs().max()
+    run.claim("bytes of the formulas off the hardware's counters, worst", 0.1, counted, counted <= 0.1)
+    ours = kernels[(kernels["bytes"] > 0) & (kernels["op"] != "vllm")]
+    many, fastest = ours.loc[ours["rows"] == 2304, "error"].abs().max(), ours["error"].max()
+    run.claim("kernels of 2,304 rows: predicted time off the measured, worst", 0.2, many, many <= 0.2)
+    run.claim("predicted time over measured, less one, of this kit's kernels, largest", "< 0", fastest, fastest < 0)
+    cow_steps = steps[(steps["mode"] == "cow") & steady(steps)]
+    off = max(
+        0.0, (cow_steps["low"] - cow_steps["predicted"]).max(), (cow_steps["predicted"] - cow_steps["high"]).max()
+    )
+    run.claim(
+        "a step under cow over vanilla's: predicted outside the range of steady repeats, worst", 0.05, off, off <= 0.05
+    )
+
+
+def _medians(rows: pd.DataFrame) -> pd.Series:
+    return rows[rows["metric"] == "step_ms"].groupby("repeat")["value"].median()
+
+
+def _shape_of(where: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Shape:
+    model = str(where["model"])
+    shape = shapes.get(model) or known_shape(model)
+    if shape is None:
+        known = ", ".join(["target", *MODELS, *shapes])
+        raise ValueError(f"no cache is known of model {model!r}: pass shapes={{{model!r}: Shape(...)}}; known: {known}")
+    held = {name: int(where[name]) for name in ("num_layers", "kv_heads") if pd.notna(where.get(name, math.nan))}
+    dtype = str(where.get("kv_cache_dtype", where.get("cache", "")))
+    return replace(
+        shape,
+        num_layers=held.get("num_layers", shape.num_layers),
+        num_kv_heads=held.get("kv_heads", shape.num_kv_heads),
+        cache_bytes=1 if dtype.startswith("fp8") else shape.cache_bytes,
+        model_bytes=shape.model_bytes or shape.cache_bytes,
+        tp=int(where["tp"]),
+    )

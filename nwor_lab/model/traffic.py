@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes and launches of one verify step: counted as they happen, and predicted by closed formulas.
+
+Counted is what an operator must move at least: each row of keys and values that it reads or writes, once. Indices,
+queries, re-reads inside a kernel and caches are left out. All numbers are for one rank. The kinds are
+
+    attention  one launch a layer: the rows it reads from the pages, the window's own left out
+    tail       the window's own rows, read from the pages in the same launch
+    write      rows written to their pages in the forward, one launch of vLLM's writer a layer
+    stage      held rows' keys and values read once and left in staging
+    commit     kept rows, staging -> pages
+    log        draft slots, pages -> log, before the forward
+    restore    rejected rows, log -> pages
+    open       what a step needs on the device, filled in one launch; indices alone
+    put_back   new rows, pages -> staging, and old rows, log -> pages, behind each layer's attention
+
+`stage` in mode `stage` is no launch of its own and has no `tail`: the attention kernel reads the window's keys and
+values from where the projections left them, attends to them and leaves the drafts in staging, on one read. The row of
+the token sampled last is not held: the same launch writes it to its page.
+
+`step_traffic` is exact against the reference model, which counts the same kinds as it runs. `served_traffic` is the
+same step as vLLM serves it on a GPU: a launch that opens the window, vLLM's rope fused with its write or not, and the
+emulation of `stage` beside it. What the bytes and launches cost is the business of `nwor_lab.model.breakeven`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nwor.attention.configs import next_power_of_2
+
+MODES = ("off", "blind", "cow", "stage")
+SERVED = ("off", "cow", "stage", "move")
+KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore", "open", "put_back")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes read, bytes written and kernel launches of one kind. Whole numbers, but for an expected `Window`."""
+
+    read: float = 0
+    written: float = 0
+    launches: int = 0
+
+    def __add__(self, other: "Moved") -> "Moved":
+        return Moved(self.read + other.read, self.written + other.written, self.launches + other.launches)
+
+    def __sub__(self, other: "Moved") -> "Moved":
+        return Moved(self.read - other.read, self.written - other.written, self.launches - other.launches)
+
+
+class Traffic(dict[str, Moved]):
+    """What each kind moved; also the ledger that the reference model's operators write in as they run.
+
+    Kinds that moved nothing are absent, so a ledger and a formula are equal as dictionaries.
+    """
+
+    def count(self, kind: str, *, read: float = 0, written: float = 0, launches: int = 0) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is no kind of traffic; the kinds are {', '.join(KINDS)}")
+        if read or written or launches:
+            self[kind] = self.get(kind, Moved()) + Moved(read, written, launches)
+
+    def total(self) -> Moved:
+        return sum(self.values(), Moved())
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        both = Traffic(self)
+        for kind, moved in other.items():
+            both.count(kind, read=moved.read, written=moved.written, launches=moved.launches)
+        return both
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's cache looks like.
+
+    Attributes:
+        num_layers: layers whose pages the window concerns: the target's, never the drafter's.
+        num_kv_heads: KV heads of the whole model; with more ranks than heads each rank holds one, as in vLLM.
+        head_size: elements of one head's key, and of its value.
+        cache_bytes: bytes an element in the cache (1 for fp8).
+        model_bytes: bytes an element as the model computes keys and values; 0 means the same as the cache.
+        tp: tensor-parallel ranks. TP shards heads, not layers.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    cache_bytes: int = 2
+    model_bytes: int = 0
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads % self.tp and self.tp % self.num_kv_heads:
+            raise ValueError(f"{self.num_kv_heads} KV heads do not spread evenly over {self.tp} ranks")
+
+    @property
+    def heads(self) -> int:
+        """KV heads on one rank."""
+        return max(1, self.num_kv_heads // self.tp)
+
+    @property
+    def row(self) -> int:
+        """Bytes in the cache of one token's key and value in one layer on one rank: 2 x heads x head size."""
+        return 2 * self.heads * self.head_size * self.cache_bytes
+
+    @property
+    def fresh_row(self) -> int:
+        """The same as the model computes it, before it is converted to the cache's dtype."""
+        return 2 * self.heads * self.head_size * (self.model_bytes or self.cache_bytes)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One step's rows, summed over the batch. A request that verifies k drafts brings 1 + k rows.
+
+    Attributes:
+        requests: requests that verify drafts in this step; without one there is no window.
+        draft_rows: their drafts.
+        rejected_rows: drafts that the verifier rejects.
+        context_rows: rows that attention reads: the sequence lengths, this step's rows among them, of all requests.
+        prefill_rows: rows of requests that verify nothing; always written at once.
+
+    One step's are whole numbers; an expected step's, or the mean of many, need not be.
+    """
+
+    requests: float
+    draft_rows: float
+    rejected_rows: float
+    context_rows: float
+    prefill_rows: float = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rejected_rows <= self.draft_rows:
+            raise ValueError(f"{self.rejected_rows} rejected of {self.draft_rows} drafts")
+        if self.context_rows < self.rows + self.prefill_rows:
+            raise ValueError(f"attention reads at least the step's own rows, got context_rows={self.context_rows}")
+
+    @classmethod
+    def of(cls, k: int, accepted: Iterable[int], computed: Iterable[int], prefill_rows: int = 0) -> "Window":
+        """The window of requests that bring `k` drafts each, `accepted[r]` of which hold.
+
+        `computed[r]` is the request's `num_computed_tokens` before the step.
+        """
+        accepted, computed = list(accepted), list(computed)
+        if len(accepted) != len(computed):
+            raise ValueError(f"{len(accepted)} accepted counts for {len(computed)} requests")
+        n = len(accepted)
+        context = sum(computed) + n * (1 + k) + prefill_rows
+        return cls(n, n * k, n * k - sum(accepted), context, prefill_rows)
+
+    @classmethod
+    def expected(cls, batch: float, survival: Sequence[float], context: float = 0) -> "Window":
+        """The mean step of `batch` requests that bring `len(survival)` drafts each; nothing is prefilled.
+
+        Args:
+            survival: [k], the share of windows in which drafts 0 to i were all accepted. A window accepts as many
+                drafts as its first rejection leaves, so the sum over positions is the mean number accepted (EAGLE,
+                arXiv 2401.15077, calls one more than that tau).
+            context: mean `num_computed_tokens` of a request before the step.
+
+        Raises:
+            ValueError: survival rises with position, or leaves [0, 1].
+        """
+        if any(not 0 <= after <= before <= 1 for before, after in zip([1.0, *survival], survival, strict=False)):
+            raise ValueError(f"survival falls from 1 towards 0 over positions, got {list(survival)}")
+        k = len(survival)
+        return cls(batch, batch * k, batch * (k - sum(survival)), batch * context + (batch + batch * k))
+
+    @property
+    def rows(self) -> float:
+        """Rows of the window: the drafts and each request's last sampled token."""
+        return self.requests + self.draft_rows
+
+    @property
+    def kept_rows(self) -> float:
+        return self.rows - self.rejected_rows
+
+
+def check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"{mode!r} is no mode; choose one of {', '.join(MODES)}")
+
+
+def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
+    """Bytes and launches of one step on one rank, all layers; one layer is `Shape(num_layers=1)`.
+
+    With L layers, W window rows of which K are kept, D drafts of which A are accepted and R rejected, S = W - D
+    sampled tokens, P prefill rows, C context rows, and r (r' before conversion) bytes a row:
+
+        mode   tail    write                 held back                   after sampling
+        off    L W r   L(W+P)(r' -> r), L
+        cow    L W r   L(W+P)(r' -> r), L    log     L D (r -> r), 1     restore L R (r -> r), 1
+        blind  L W r   L P(r' -> r), L       stage   L W (r' -> r), L    commit  L K (r -> r), L
+        stage  0       L(S+P)(r' -> r), L    stage   L D (r' -> r), 0    commit  L A (r -> r), 1
+
+    where `(a -> b), n` reads a and writes b bytes in n launches. Attention reads L(C-W) r in L launches in every
+    mode. A write of no rows is not launched, nor under `stage` one of no prefill rows: attention's launch makes it.
+    All follow from what each operator is. A step without drafts is `off`.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    check_mode(mode)
+    L, r, fresh = shape.num_layers, shape.row, shape.fresh_row
+    rows, drafts, rejected = window.rows, window.draft_rows, window.rejected_rows
+    if not window.requests:
+        mode = "off"
+    # What waits for the verifier, and what of it is written then.
+    held, taken = {"blind": (rows, window.kept_rows), "stage": (drafts, drafts - rejected)}.get(mode, (0, 0))
+    at_once = window.prefill_rows + rows - held
+    launched = window.prefill_rows if mode == "stage" else at_once
+
+    traffic = Traffic()
+    traffic.count("attention", read=L * (window.context_rows - rows) * r, launches=L)
+    traffic.count("tail", read=L * rows * r if mode != "stage" else 0)
+    traffic.count("write", read=L * at_once * fresh, written=L * at_once * r, launches=L if launched else 0)
+    if mode == "cow":
+        traffic.count("log", read=L * drafts * r, written=L * drafts * r, launches=1)
+        traffic.count("restore", read=L * rejected * r, written=L * rejected * r, launches=1)
+    if held:
+        per_layer = mode == "blind"
+        traffic.count("stage", read=L * held * fresh, written=L * held * r, launches=L if per_layer else 0)
+        traffic.count("commit", read=L * taken * r, written=L * taken * r, launches=L if per_layer else 1)
+    return traffic
+
+
+def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = False) -> Traffic:
+    """Bytes and launches of one decode step on one rank as vLLM serves it on a GPU, all layers.
+
+    To `step_traffic` come, and of `cow` in place of its log, in the letters used there:
+
+        mode   open    log               put_back                   commit
+        cow    0, 1    L K (r -> r), 1
+        stage  0, 1
+        move   0, 1    L D (r -> r), 1   2 L D (r -> r), 2 L        L A (r -> r), 1
+
+    The log of `cow` keeps a slot's bytes until one of its drafts is accepted. Of a request that keeps K of its rows,
+    K - 1 of them drafts, the next window begins K slots on, and so many of its slots are logged for the first time;
+    all D where less than one draft is rejected. That is a batch whose requests stay the same; after another step all D
+    are logged.
+
+    `move` is write-then-move, the emulation of `stage` for attention that cannot read staged rows
+    (`nwor.manager.DraftCommitManager`): the old rows are logged, vLLM writes and attends, each layer's new rows are
+    copied to staging and its old ones put back, and the kept rows are written again after sampling.
+
+    With `fused`, vLLM writes the pages in the kernel that rotates queries and keys (`do_rope_and_kv_cache_update` of
+    vLLM 0.32; ROCm alone). That kernel runs either way and holds the keys, so the write has no launch and reads the
+    values alone: half of r'. `stage` needs the keys that rope leaves behind and no write, so it runs the plain rope:
+    against a fused vanilla it saves no launch, and it moves more bytes as soon as 2 A > W / 2, that is once a quarter
+    of the window's rows are accepted drafts (r = r').
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    if mode not in SERVED:
+        raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
+    traffic = step_traffic("off" if mode == "move" else mode, shape, window)
+    if fused and mode != "stage" and "write" in traffic:
+        write = traffic["write"]
+        traffic["write"] = Moved(write.read / 2, write.written, 0)
+    if mode == "off" or not window.requests:
+        return traffic
+    traffic.count("open", launches=1)
+    if mode == "cow":
+        moved = shape.num_layers * min(window.kept_rows, window.draft_rows) * shape.row
+        traffic["log"] = Moved(moved, moved, 1)
+    if mode == "move":
+        L, held = shape.num_layers, window.draft_rows * shape.row
+        kept = held - window.rejected_rows * shape.row
+        traffic.count("log", read=L * held, written=L * held, launches=1)
+        traffic.count("put_back", read=2 * L * held, written=2 * L * held, launches=2 * L)
+        traffic.count("commit", read=L * kept, written=L * kept, launches=1)
+    return traffic
+
+
+def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
+    """Device memory, in bytes, that a rank sets aside for windows of `requests` requests with at most `k` drafts.
+
+    `cow` holds the drafts' old rows: L k r a request, k rounded up to a power of two. `stage` holds their new ones:
+    L k r; `move` that twice, new and old. The manager's buffers are this, rounded up to whole blocks.
+    """
+    if mode not in SERVED:
+        raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
+    rows = {"off": 0, "cow": next_power_of_2(k), "stage": k, "move": 2 * k}[mode]
+    return shape.num_layers * requests * rows * shape.row

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy speculative decoding with a chain of k drafts, batched as vLLM batches it: prefill chunks beside verifies."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nwor_lab.model.traffic import Shape, Traffic, Window, step_traffic
+from nwor_lab.pair.llama import Attend, EagleHead, LlamaTarget
+from nwor_lab.reference.cache import Batch, PagedCache
+from nwor_lab.reference.policies import WriteAll, make_policy
+from nwor_lab.reference.staging import Counts
+
+
+@dataclass
+class Request:
+    """One prompt and what it has become. `tokens` are known, the first `num_computed_tokens` of them in the cache."""
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    block_table: Tensor
+    num_computed_tokens: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+
+@dataclass
+class Step:
+    """What one step did.
+
+    Attributes:
+        accepted: accepted drafts of each request that verified some.
+        traffic: what the target's cache counted.
+        dirty_bytes: bytes of the target's pages, outside kept rows, that the step changed and left so.
+    """
+
+    window: Window
+    accepted: list[int]
+    traffic: Traffic
+    dirty_bytes: int
+
+
+@dataclass
+class Generation:
+    """The tokens that each prompt brought forth, `[R][max_tokens]`, and the steps it took."""
+
+    mode: str
+    shape: Shape
+    k: int
+    tokens: list[list[int]]
+    steps: list[Step]
+    counts: Counts
+
+    @property
+    def accepted(self) -> list[int]:
+        """Accepted drafts of each verification, in order."""
+        return [n for step in self.steps for n in step.accepted]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a verification brings, the bonus token included; as vLLM's metrics have it."""
+        return 1 + sum(self.accepted) / max(1, len(self.accepted))
+
+    @property
+    def survival(self) -> list[float]:
+        """Of each draft position, the share of verifications that accepted the draft there and all before it."""
+        accepted = self.accepted
+        return [sum(n > position for n in accepted) / max(1, len(accepted)) for position in range(self.k)]
+
+    @property
+    def dirty_bytes(self) -> int:
+        return sum(step.dirty_bytes for step in self.steps)
+
+    def predicted_traffic(self) -> list[Traffic]:
+        """What the closed formula says of each step."""
+        return [step_traffic(self.mode, self.shape, step.window) for step in self.steps]
+
+    def counted_traffic(self) -> list[Traffic]:
+        return [step.traffic for step in self.steps]
+
+
+class Drafter(Protocol):
+    def propose(self, requests: list[Request], batch: Batch, hidden_states: Tensor, num_rejected: Tensor) -> None:
+        """Set `drafts` of every request that has a sampled token; called after the window is closed.
+
+        `hidden_states [T, hidden]` are the target's for `batch`; `num_rejected` is int64 `[R]`.
+        """
+
+
+def attend_through(policy: WriteAll) -> Attend:
+    """A model's attention over `policy`'s cache."""
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        policy.stage(layer, key, value)
+        return policy.attend(layer, query)
+
+    return attend
+
+
+def make_batch(cache: PagedCache, requests: list[Request], starts: list[int], ids: list[list[int]]) -> Batch:
+    """The batch in which request r computes the tokens `ids[r]` at positions `starts[r]` and on.
+
+    A request with drafts is taken to verify them.
+    """
+    lens = [len(row) for row in ids]
+    sequences = [
+        cache.slots(request.block_table, torch.arange(start + n))
+        for request, start, n in zip(requests, starts, lens, strict=True)
+    ]
+    return Batch(
+        input_ids=torch.tensor([token for row in ids for token in row]),
+        positions=torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lens, strict=True)]),
+        slot_mapping=torch.cat([slots[start:] for slots, start in zip(sequences, starts, strict=True)]),
+        query_start_loc=torch.tensor([0, *lens]).cumsum(0),
+        num_drafts=torch.tensor([len(request.drafts) for request in requests]),
+        sequence_slots=sequences,
+    )
+
+
+class EagleDrafter:
+    """Drafts a chain of `k` tokens with an EAGLE head, whose own cache is written at once and is part of no window."""
+
+    def __init__(self, head: EagleHead, cache: PagedCache, k: int) -> None:
+        self.head, self.cache, self.k = head, cache, k
+        self.policy = WriteAll(cache)
+
+    def propose(self, requests: list[Request], batch: Batch, hidden_states: Tensor, num_rejected: Tensor) -> None:
+        kept = batch.kept(num_rejected)
+        lens = torch.bincount(batch.row_request[kept], minlength=len(requests)).tolist()
+        for request in requests:
+            request.drafts = []
+        # The head's row p holds the target's feature of token p and the embedding of token p + 1.
+        starts = [request.num_computed_tokens - n for request, n in zip(requests, lens, strict=True)]
+        ids = [r.tokens[start + 1 : start + 1 + n] for r, start, n in zip(requests, starts, lens, strict=True)]
+        hidden = self._forward(requests, starts, ids, hidden_states[kept])[torch.tensor(lens).cumsum(0) - 1]
+
+        sampled = [n for n, request in enumerate(requests) if len(request.tokens) > request.num_prompt_tokens]
+        active, hidden = [requests[n] for n in sampled], hidden[sampled]
+        chains: list[list[int]] = [[] for _ in active]
+        for step in range(self.k if active else 0):
+            if step:
+                starts = [request.num_computed_tokens - 1 + step for request in active]
+                hidden = self._forward(active, starts, [chain[-1:] for chain in chains], hidden)
+            for chain, token in zip(chains, self.head.logits(hidden).argmax(-1).tolist(), strict=True):
+                chain.append(token)
+        for request, chain in zip(active, chains, strict=True):
+            request.drafts = chain
+
+    def _forward(self, requests: list[Request], starts: list[int], ids: list[list[int]], hidden: Tensor) -> Tensor:
+        batch = make_batch(self.cache, requests, starts, ids)
+        self.policy.begin(batch)
+        return self.head(batch.input_ids, batch.positions, hidden, attend_through(self.policy))
+
+
+class SpeculativeDecoder:
+    """Target, drafter, paged cache and write policy. Blocks are handed out in a shuffled order, so layout errors show.
+
+    Args:
+        target: the model that verifies.
+        mode: `off`, `blind`, `cow` or `stage`.
+        head: an EAGLE head for `target`; or give `drafter`.
+        k: drafts a request brings to a step.
+        block_size, num_blocks: of the paged cache; `num_blocks=0` makes as many as `generate` needs.
+        prefill_chunk: most prompt tokens a request computes in a step.
+        cache_dtype: the target's cache; fp8 dtypes use `scale`.
+        poison: fill pages with NaN before the first write, instead of the zeros vLLM begins with.
+        audit: compare the target's pages before and after each step, byte for byte.
+        seed: of the shuffle.
+    """
+
+    def __init__(
+        self,
+        target: LlamaTarget,
+        mode: str,
+        *,
+        head: EagleHead | None = None,
+        drafter: Drafter | None = None,
+        k: int = 4,
+        block_size: int = 16,
+        num_blocks: int = 0,
+        prefill_chunk: int = 64,
+        cache_dtype: torch.dtype | None = None,
+        scale: float = 1.0,
+        poison: bool = True,
+        audit: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if (head is None) == (drafter is None):
+            raise ValueError("give either an EAGLE head or a drafter")
+        if k < 1 or prefill_chunk < 1 or block_size < 1:
+            raise ValueError(f"k, prefill_chunk and block_size must be at least 1: {k}, {prefill_chunk}, {block_size}")
+        self.target, self.mode, self.head, self.drafter, self.k = target, mode, head, drafter, k
+        self.block_size, self.num_blocks, self.prefill_chunk = block_size, num_blocks, prefill_chunk
+        self.scale, self.poison, self.audit, self.seed = scale, poison, audit, seed
+        config, weight = target.config, target.lm_head.weight
+        self.cache_dtype = cache_dtype or weight.dtype
+        sizes = config.num_key_value_heads, config.head_dim, self.cache_dtype.itemsize, weight.element_size()
+        self.shape = Shape(config.num_hidden_layers, *sizes)
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> Generation:
+        """Decode `max_tokens` greedy tokens after each prompt, all prompts in one batch.
+
+        Raises:
+            ValueError: no or an empty prompt, or too few blocks; the message says how many are needed.
+        """
+        requests, num_blocks = self._admit(prompts, max_tokens)
+        size = num_blocks, self.block_size
+        cache = PagedCache(self.shape, *size, self.cache_dtype, poison=self.poison, scale=self.scale)
+        drafter = self.drafter or self._eagle_drafter(size)
+        policy = make_policy(self.mode, cache, capacity=len(requests) * (1 + self.k))
+        steps = []
+        while active := [request for request in requests if len(request.output) < max_tokens]:
+            steps.append(self._step(active, cache, policy, drafter))
+        tokens = [request.output[:max_tokens] for request in requests]
+        return Generation(self.mode, self.shape, self.k, tokens, steps, policy.counts)
+
+    def _step(self, requests: list[Request], cache: PagedCache, policy: WriteAll, drafter: Drafter) -> Step:
+        starts = [request.num_computed_tokens for request in requests]
+        batch = make_batch(cache, requests, starts, [self._next_ids(request) for request in requests])
+        before = cache.pool.clone() if self.audit else None
+        cache.traffic.clear()
+
+        policy.begin(batch)
+        try:
+            hidden = self.target(batch.input_ids, batch.positions, attend_through(policy))
+        except BaseException:
+            policy.cancel()
+            raise
+        num_rejected, sampled = self._verify(batch, requests, hidden)
+        policy.commit(num_rejected)
+
+        kept = batch.kept(num_rejected)
+        dirty = 0 if before is None else cache.changed_bytes(before, batch.slot_mapping[kept])
+        for request, new, query_len, rejected in zip(
+            requests, sampled, batch.query_lens.tolist(), num_rejected.tolist(), strict=True
+        ):
+            request.num_computed_tokens += query_len - rejected
+            request.tokens += new
+        drafter.propose(requests, batch, hidden, num_rejected)
+
+        verified = batch.num_drafts > 0
+        drafts, rejected_rows = int(batch.num_drafts.sum()), int(num_rejected.sum())
+        context_rows = sum(len(slots) for slots in batch.sequence_slots)
+        prefill_rows = len(batch.input_ids) - len(batch.window_rows)
+        window = Window(int(verified.sum()), drafts, rejected_rows, context_rows, prefill_rows)
+        return Step(window, (batch.num_drafts - num_rejected)[verified].tolist(), Traffic(cache.traffic), dirty)
+
+    def _next_ids(self, request: Request) -> list[int]:
+        start = request.num_computed_tokens
+        if start < request.num_prompt_tokens:
+            return request.tokens[start : min(start + self.prefill_chunk, request.num_prompt_tokens)]
+        return request.tokens[start:] + request.drafts
+
+    def _verify(self, batch: Batch, requests: list[Request], hidden: Tensor) -> tuple[Tensor, list[list[int]]]:
+        """`num_rejected` int64 `[R]`, and the tokens that each request gains:
+        accepted drafts and one of the target's."""
+        num_rejected = torch.zeros_like(batch.num_drafts)
+        greedy = self.target.logits(hidden).argmax(-1).split(batch.query_lens.tolist())
+        sampled: list[list[int]] = []
+        for n, (request, choices) in enumerate(zip(requests, greedy, strict=True)):
+            if request.num_computed_tokens + len(choices) < request.num_prompt_tokens:
+                sampled.append([])
+                continue
+            ours = choices[-1 - len(request.drafts) :].tolist()
+            accepted = count_accepted(request.drafts, ours)
+            num_rejected[n] = len(request.drafts) - accepted
+            sampled.append(ours[: accepted + 1])
+        return num_rejected, sampled
+
+    def _admit(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[Request], int]:
+        if not prompts or not all(prompts) or max_tokens < 1:
+            raise ValueError("give at least one prompt, no empty one, and max_tokens of at least 1")
+        needed = [-(-(len(prompt) + max_tokens + 2 * self.k + 1) // self.block_size) for prompt in prompts]
+        num_blocks = self.num_blocks or sum(needed) + 1
+        if num_blocks < sum(needed):
+            raise ValueError(f"{num_blocks} blocks of {self.block_size} are too few: these prompts need {sum(needed)}")
+        blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed))
+        tables = blocks[: sum(needed)].split(needed)
+        return [Request(list(p), len(p), table) for p, table in zip(prompts, tables, strict=True)], num_blocks
+
+    def _eagle_drafter(self, size: tuple[int, int]) -> EagleDrafter:
+        assert self.head is not None
+        config, dtype = self.head.config, self.head.fc.weight.dtype
+        shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype.itemsize)
+        return EagleDrafter(self.head, PagedCache(shape, *size, dtype, first_layer=self.shape.num_layers), self.k)
+
+
+def count_accepted(drafts: Iterable[int], choices: Iterable[int]) -> int:
+    """How many leading drafts are what the target itself would have said."""
+    accepted = 0
+    for draft, choice in zip(drafts, choices, strict=False):
+        if draft != choice:
+            break
+        accepted += 1
+    return accepted

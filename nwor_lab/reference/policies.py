@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four ways to write draft tokens, each as one page: `begin`, then `stage` and `attend` in every layer, then `commit`.
+
+off     write all rows to the pages, as vLLM does; rejected rows stay there until they are overwritten
+blind   hold the window's rows back, but attend to the pages alone (the flaw of the second generation)
+cow     log the draft slots, write all rows, put back the rejected ones
+stage   hold the drafts back; attend to the pages up to them, and to the tail in staging
+
+The first row of a window, the token sampled last, is never rejected. vLLM publishes the block that it fills to the
+prefix cache while it schedules the step, so `stage` writes it at once; `blind` holds it back as well.
+"""
+
+import torch
+from torch import Tensor
+
+from nwor_lab.model.traffic import check_mode
+from nwor_lab.reference.cache import Batch, PagedCache, Rows
+from nwor_lab.reference.staging import Counts, KVCacheInterceptor, StagingBuffer
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal softmax attention of the last Q of N positions: `query [Q, Hq, D]`, `key, value [N, Hkv, D]`."""
+    rows, positions = len(query), len(key)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,nhd->hqn", query, key) * query.shape[-1] ** -0.5
+    ahead = torch.ones(rows, positions, dtype=torch.bool).triu(positions - rows + 1)
+    return torch.einsum("hqn,nhd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), value)
+
+
+class WriteAll:
+    """Mode `off`: the write that vLLM makes, and the frame that the other three fill in.
+
+    Args:
+        cache: the pages of the layers that the window concerns.
+        capacity: most rows of a window, for the policies that hold them back.
+    """
+
+    def __init__(self, cache: PagedCache, capacity: int = 512) -> None:
+        self.cache = cache
+        self.counts = Counts()
+
+    def begin(self, batch: Batch) -> None:
+        """Open the step's window, once, before the forward."""
+        self.batch = batch
+
+    def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take the layer's new rows, `key, value [T, H, D]`."""
+        self.cache.layers[layer].write(key, value, self.batch.slot_mapping)
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """Attention of `query [T, Hq, D]` over what each row's request has so far; returns `[T, Hq, D]`."""
+        self.cache.traffic.count("attention", launches=1)
+        parts = query.split(self.batch.query_lens.tolist())
+        return torch.cat([attention(q, *self.rows(layer, r, q.dtype)) for r, q in enumerate(parts)])
+
+    def rows(self, layer: int, request: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The keys and values `[N, H, D]` that attention sees of a request."""
+        tail = len(self.batch.window_tokens(request))
+        return self.cache.layers[layer].read(self.batch.sequence_slots[request], dtype, tail)
+
+    def commit(self, num_rejected: Tensor) -> None:
+        """Close the window: of each query the last `num_rejected[r]` rows, int64 `[R]`, are dropped."""
+        self.batch.kept(num_rejected)
+
+    def cancel(self) -> None:
+        """Close the window without a verdict, after a failed forward."""
+
+
+class CopyOnWrite(WriteAll):
+    """Mode `cow`: vanilla's write and read, between a log of the draft slots and a restore of the rejected ones."""
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self.log: list[Rows] = []
+        if len(batch.draft_rows):
+            slots = batch.slot_mapping[batch.draft_rows]
+            self.log = [context.load(slots) for context in self.cache.layers.values()]
+            self._count("log", len(slots))
+
+    def commit(self, num_rejected: Tensor) -> None:
+        self._restore(~self.batch.kept(num_rejected)[self.batch.draft_rows])
+
+    def cancel(self) -> None:
+        self._restore(torch.ones(len(self.batch.draft_rows), dtype=torch.bool))
+
+    def _restore(self, rejected: Tensor) -> None:
+        if not self.log:
+            return
+        slots = self.batch.slot_mapping[self.batch.draft_rows][rejected]
+        for context, (key, value) in zip(self.cache.layers.values(), self.log, strict=True):
+            context.store((key[rejected], value[rejected]), slots)
+        self._count("restore", len(slots))
+        self.log = []
+
+    def _count(self, kind: str, rows: int) -> None:
+        moved = rows * sum(context.row_bytes for context in self.cache.layers.values())
+        self.cache.traffic.count(kind, read=moved, written=moved, launches=1)
+
+
+class BlindStaging(WriteAll):
+    """Mode `blind`: rows wait in staging, and attention reads slots that nobody has written."""
+
+    fused = False
+
+    def __init__(self, cache: PagedCache, capacity: int = 512) -> None:
+        super().__init__(cache)
+        self.buffer = StagingBuffer(len(cache.layers), capacity, cache.traffic, fused=self.fused)
+        self.interceptor = KVCacheInterceptor(self.buffer, cache.layers)
+        self.interceptor.finish_warm_up()
+        self.counts = self.interceptor.counts
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self.interceptor.begin(batch.slot_mapping, self.held_rows)
+
+    @property
+    def held_rows(self) -> Tensor:
+        """Rows of the batch that are held back, int64 `[M]`."""
+        return self.batch.window_rows
+
+    def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.interceptor.write(self.cache.layers[layer], key, value, self.batch.slot_mapping)
+
+    def commit(self, num_rejected: Tensor) -> None:
+        self.interceptor.commit(self.batch.kept(num_rejected))
+
+    def cancel(self) -> None:
+        self.interceptor.cancel()
+
+
+class Staging(BlindStaging):
+    """Mode `stage`: the drafts alone wait, in a tail that attention can see."""
+
+    fused = True
+
+    @property
+    def held_rows(self) -> Tensor:
+        return self.batch.draft_rows
+
+    def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
+        prefills = len(self.batch.window_rows) < len(self.batch.slot_mapping)  # these need vLLM's writer
+        context = self.cache.layers[layer]
+        self.interceptor.write(context, key, value, self.batch.slot_mapping, launches=int(prefills))
+
+    def rows(self, layer: int, request: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        drafts = torch.nonzero(self.batch.row_request[self.held_rows] == request).flatten()
+        if self.interceptor.state == "direct" or not len(drafts):
+            return super().rows(layer, request, dtype)
+        layer_cache, slots = self.cache.layers[layer], self.batch.sequence_slots[request]
+        first = len(slots) - len(drafts) - 1
+        pages = layer_cache.read(slots[:first], dtype)
+        # Not counted, nor is the tail: a kernel that attends and stores has these rows on one read.
+        sampled = layer_cache.decode(layer_cache.load(slots[first : first + 1]), dtype)
+        tail = self.buffer.tail(layer, drafts, dtype)
+        return torch.cat((pages[0], sampled[0], tail[0])), torch.cat((pages[1], sampled[1], tail[1]))
+
+
+POLICIES: dict[str, type[WriteAll]] = {"off": WriteAll, "blind": BlindStaging, "cow": CopyOnWrite, "stage": Staging}
+
+
+def make_policy(mode: str, cache: PagedCache, capacity: int = 512) -> WriteAll:
+    """The policy of `mode`; ValueError for a mode that is none."""
+    check_mode(mode)
+    return POLICIES[mode](cache, capacity)

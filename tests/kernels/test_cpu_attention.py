@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mode `stage` on vLLM's own CPU attention: its writer's packing, its numbers, its sliding window, and our hooks in it
+(R17, R24, #1). No engine: the backend's methods are called with stand-ins for what they are given."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from devices import needs_fp8_cache
+from torch import Tensor
+
+from tests.lab.attention import FP8, TOLERANCE
+
+pytest.importorskip("vllm", reason="vLLM is not installed: nothing to compare with")
+
+from vllm import _custom_ops as vllm_ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata, _get_attn_isa
+
+from nwor import ops
+from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
+from nwor.vllm import attention_cpu, patch
+from nwor.vllm.self_check import attend
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU backend is not in this build")
+
+NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 32, 14
+PREFIXES, TAILS = (37, 0, 31, 64, 90), (5, 3, 1, 9, 4)
+CACHES = [
+    pytest.param(
+        dtype,
+        kv_cache_dtype,
+        isa,
+        id=f"{dtype}-{kv_cache_dtype}-{isa or 'best'}".removeprefix("torch."),
+        marks=needs_fp8_cache if kv_cache_dtype != "auto" else (),
+    )
+    for dtype, isa in [(torch.float32, "vec"), (torch.float16, "vec"), (torch.bfloat16, "vec"), (torch.bfloat16, "")]
+    for kv_cache_dtype in ("auto", "fp8", "fp8_e5m2")
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiles():
+    """Linux hands out the tile registers of AMX on request only, as vLLM's worker does."""
+    if torch.cpu._is_amx_tile_supported():
+        assert torch.cpu._init_amx()
+
+
+class Backend:
+    """One attention layer of vLLM's CPU backend over its own cache, and a batch for it."""
+
+    def __init__(
+        self, dtype: torch.dtype, kv_cache_dtype: str, isa: str = "", head_size: int = 64, sliding_window: int = -1
+    ) -> None:
+        quantised = kv_cache_dtype != "auto"
+        self.dtype, self.head_size = dtype, head_size
+        self.impl = SimpleNamespace(
+            attn_type="decoder",
+            kv_cache_dtype=kv_cache_dtype,
+            scale=head_size**-0.5,
+            sliding_window=sliding_window,
+            logits_soft_cap=0,
+            alibi_slopes=None,
+            sinks=None,
+            use_zentorch_sdpa=False,
+        )
+        shape = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * head_size)
+        self.layer = SimpleNamespace(
+            kv_cache=torch.zeros(shape, dtype=torch.uint8 if quantised else dtype),
+            isa=isa or _get_attn_isa(dtype, BLOCK_SIZE, head_size, kv_cache_dtype),
+            impl=self.impl,
+            _k_scale_float=1.5 if quantised else 1.0,
+            _v_scale_float=0.75 if quantised else 1.0,
+        )
+        self.make_batch()
+
+    def make_batch(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = [prefix + tail for prefix, tail in zip(PREFIXES, TAILS, strict=True)]
+        blocks = (torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1).tolist()
+        self.block_table = torch.zeros(len(lengths), 4, dtype=torch.int32)
+        slots, tail_rows = [], []
+        for request, length in enumerate(lengths):
+            for position in range(length):
+                if position % BLOCK_SIZE == 0:
+                    self.block_table[request, position // BLOCK_SIZE] = blocks.pop()
+                slots.append(
+                    int(self.block_table[request, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+                )
+                if position >= PREFIXES[request]:
+                    tail_rows.append(len(slots) - 1)
+        self.lengths, self.slots, self.tail_rows = lengths, torch.tensor(slots), torch.tensor(tail_rows)
+        self.query_start_loc = torch.tensor([0, *TAILS]).cumsum(0).int()
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        d = self.head_size
+        self.query = torch.randn(sum(TAILS), NUM_HEADS, d, generator=generator).to(self.dtype)
+        self.key = torch.randn(len(slots), NUM_KV_HEADS, d, generator=generator).to(self.dtype)
+        self.value = torch.randn(len(slots), NUM_KV_HEADS, d, generator=generator).to(self.dtype)
+
+    def write(self, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """vLLM's own write of `rows` of the batch, through the patched or unpatched method."""
+        key, value = self.key[rows], self.value[rows]
+        CPUAttentionBackendImpl.do_kv_cache_update(self.impl, self.layer, key, value, cache, slots)
+
+    def attend(self) -> Tensor:
+        """vLLM's own attention of the tails, through the patched or unpatched method."""
+        metadata = CPUAttentionMetadata(
+            num_actual_tokens=sum(TAILS),
+            max_query_len=max(TAILS),
+            query_start_loc=self.query_start_loc,
+            max_seq_len=max(self.lengths),
+            seq_lens=self.seq_lens,
+            block_table=self.block_table,
+            slot_mapping=self.slots[self.tail_rows],
+            scheduler_metadata=vllm_ops.cpu_attn_get_scheduler_metadata(
+                len(TAILS),
+                NUM_HEADS,
+                NUM_KV_HEADS,
+                self.head_size,
+                self.seq_lens,
+                self.dtype,
+                self.query_start_loc,
+                True,
+                self.impl.sliding_window,
+                self.layer.isa,
+                True,
+                None,
+                self.impl.kv_cache_dtype,
+            ),
+        )
+        output = torch.full_like(self.query, float("nan"))
+        key, value = self.key[self.tail_rows], self.value[self.tail_rows]
+        CPUAttentionBackendImpl.forward(
+            self.impl, self.layer, self.query, key, value, self.layer.kv_cache, metadata, output
+        )
+        return output
+
+    def verify(self) -> Tensor:
+        """Ours: the drafts' slots hold other rows, and the drafts lie in staging, written by vLLM's writer."""
+        cache, count = self.layer.kv_cache.clone(), len(self.tail_rows)
+        staging = torch.zeros_like(cache[:2])
+        self.write(staging, torch.arange(count), self.tail_rows)
+        self.write(cache, self.slots[self.tail_rows], self.tail_rows.roll(1))
+        first = self.tail_rows[self.query_start_loc[:-1].long()]
+        self.write(cache, self.slots[first], first)
+        output = torch.full_like(self.query, float("nan"))
+        ops.verify_attention(
+            self.query,
+            cache,
+            staging,
+            output,
+            self.query_start_loc,
+            self.seq_lens,
+            self.block_table,
+            self.query_start_loc[:-1] + 1,
+            attention_cpu.find_packing(self.layer),
+            scale=self.impl.scale,
+            sliding_window=self.impl.sliding_window,
+            kv_cache_dtype=self.impl.kv_cache_dtype,
+            k_scale=self.layer._k_scale_float,
+            v_scale=self.layer._v_scale_float,
+        )
+        return output
+
+    def reference(self, sliding_window: int) -> Tensor:
+        """float64, from the values before the cache rounded them."""
+        rows = torch.cat([self.key, self.value], dim=-1).split(self.lengths)
+        queries = self.query.double().split(list(TAILS))
+        together = zip(queries, rows, PREFIXES, strict=True)
+        return torch.cat([attend(q, kv, prefix, self.impl.scale, 0.0, sliding_window) for q, kv, prefix in together])
+
+
+def close(ours: Tensor, theirs: Tensor, isa: str) -> None:
+    """Equal up to a rounding of the output; AMX also rounds each weight to bf16, ours stay fp32: times values to 4."""
+    tolerance = TOLERANCE[ours.dtype] * (6 if isa == "amx" else 2)
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
+@pytest.mark.parametrize("head_size", [32, 128])
+def test_packing_of_vllms_writer(head_size, dtype, kv_cache_dtype, isa):
+    """Every element of every slot is found again where the packing says, whatever vLLM's instruction set."""
+    backend = Backend(dtype, kv_cache_dtype, isa, head_size)
+    packing = attention_cpu.find_packing(backend.layer)
+    assert packing is not None
+    assert sorted(packing.flatten().tolist()) == list(range(BLOCK_SIZE * 2 * head_size))
+    if backend.layer.isa == "vec":  # keys transposed inside the block, values as they are
+        offset, element = torch.arange(BLOCK_SIZE)[:, None], torch.arange(head_size)[None]
+        assert torch.equal(packing[:, :head_size].long(), element * BLOCK_SIZE + offset)
+        assert torch.equal(packing[:, head_size:].long(), (BLOCK_SIZE + offset) * head_size + element)
+    backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
+    chunks = backend.layer.kv_cache.view(NUM_BLOCKS, NUM_KV_HEADS, -1)
+    unpacked = chunks[:, :, packing.flatten().long()].view(backend.layer.kv_cache.shape).transpose(1, 2).flatten(0, 1)
+    found = unpacked[backend.slots]
+    if kv_cache_dtype == "auto":
+        assert torch.equal(found, torch.cat([backend.key, backend.value], dim=-1))
+    else:  # the writer rounds towards zero: less than one step of 3 or 2 bits
+        numbers = found.view(FP8[kv_cache_dtype]).float()
+        key, value = numbers.chunk(2, dim=-1)
+        step = 2**-3 if kv_cache_dtype == "fp8" else 2**-2
+        torch.testing.assert_close(key * 1.5, backend.key.float(), rtol=step, atol=0.02)
+        torch.testing.assert_close(value * 0.75, backend.value.float(), rtol=step, atol=0.02)
+
+
+def test_a_packing_that_cannot_be_read(monkeypatch):
+    """R19: a writer that stores something else than each element once has no packing, and the mode falls back."""
+    backend = Backend(torch.float32, "auto")
+    real = vllm_ops.cpu_attn_reshape_and_cache
+
+    def lossy(key, value, key_cache, *more, **options):
+        real(key, value, key_cache, *more, **options)
+        key_cache[..., 1] = key_cache[..., 0]
+
+    monkeypatch.setattr(vllm_ops, "cpu_attn_reshape_and_cache", lossy)
+    assert attention_cpu.find_packing(backend.layer) is None
+    monkeypatch.setattr(vllm_ops, "cpu_attn_reshape_and_cache", lambda *args, **options: None)
+    assert attention_cpu.find_packing(backend.layer) is None
+
+
+@pytest.mark.parametrize("sliding_window", [-1, 1, 4, 33])
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
+def test_our_attention_is_vllms(dtype, kv_cache_dtype, isa, sliding_window):
+    """R17, R24: the same bytes, prefix in pages and tail in staging, give what vLLM's attention gives over pages."""
+    backend = Backend(dtype, kv_cache_dtype, isa, sliding_window=sliding_window)
+    backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
+    theirs = backend.attend()
+    close(backend.verify(), theirs, backend.layer.isa)
+
+
+def test_what_sliding_window_means():
+    """vLLM's window of w is the row's own position and the w - 1 before it; -1 is none."""
+    for sliding_window in (1, 2, 5, 33):
+        backend = Backend(torch.float32, "auto", sliding_window=sliding_window)
+        backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
+        theirs = backend.attend().double()
+        torch.testing.assert_close(theirs, backend.reference(sliding_window), rtol=1e-5, atol=1e-5)
+        for other in (sliding_window + 1, sliding_window - 1):
+            assert (theirs - backend.reference(other)).abs().max() > 1e-2
+    backend = Backend(torch.float32, "auto", sliding_window=-1)
+    backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
+    torch.testing.assert_close(backend.attend().double(), backend.reference(0), rtol=1e-5, atol=1e-5)
+
+
+# -- the hooks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hooks():
+    attention_cpu.install()
+    yield
+    patch.undo_all()
+
+
+@pytest.mark.parametrize("num_drafts", [(4, 2, 0, 8, 3), (0, 2, 0, 8, 0)], ids=["decodes", "with a prefill"])
+@pytest.mark.parametrize("emulate", [False, True], ids=["stage", "emulated"])
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
+def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, emulate, num_drafts, hooks):
+    """R16, R17, #1, #4: outputs are vanilla's, no held row is in the pages before the commit,
+    and all kept ones after."""
+    vanilla = Backend(dtype, kv_cache_dtype, isa)
+    prefix = [row for row in range(len(vanilla.slots)) if row not in vanilla.tail_rows.tolist()]
+    vanilla.write(vanilla.layer.kv_cache, vanilla.slots[prefix], torch.tensor(prefix))
+    before = vanilla.layer.kv_cache.clone()
+    vanilla.write(vanilla.layer.kv_cache, vanilla.slots[vanilla.tail_rows], vanilla.tail_rows)
+    expected = vanilla.attend()
+
+    backend = Backend(dtype, kv_cache_dtype, isa)
+    backend.layer.kv_cache.copy_(before)
+    layout = CacheLayout.of([backend.layer.kv_cache], attention_cpu.find_packing(backend.layer))
+    manager = DraftCommitManager(layout, "stage", len(TAILS), 8, 64, emulate=emulate)
+    backend.layer.nwor = LayerContext(manager, 0)
+    starts = backend.query_start_loc.tolist()
+    slot_mapping = backend.slots[backend.tail_rows].clone()
+    logits = torch.tensor([0, *(drafts + 1 for drafts in num_drafts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    assert manager.begin(backend.query_start_loc, logits, slot_mapping)
+    backend.write(backend.layer.kv_cache, slot_mapping, backend.tail_rows)
+    close(backend.attend(), expected, "vec" if emulate else backend.layer.isa)
+
+    def pages_with(rows: list[int]) -> Tensor:
+        backend.layer.nwor, cache = None, before.clone()
+        slots = vanilla.slots[vanilla.tail_rows]
+        vanilla.write(cache, slots[rows], vanilla.tail_rows[rows])
+        return cache
+
+    served = [drafts > 0 and tail == drafts + 1 for drafts, tail in zip(num_drafts, TAILS, strict=True)]
+    free = [
+        row
+        for request, holds in enumerate(served)
+        for row in range(starts[request], starts[request] + 1 if holds else starts[request + 1])
+    ]
+    assert same_bits(backend.layer.kv_cache, pages_with(free))
+    rejected = [
+        min(drafts, request) * held for request, (drafts, held) in enumerate(zip(num_drafts, served, strict=True))
+    ]
+    manager.commit(torch.tensor(rejected, dtype=torch.int32))
+    kept = [
+        row
+        for end, gone, tail in zip(starts[1:], rejected, TAILS, strict=True)
+        for row in range(end - tail, end - gone)
+    ]
+    assert same_bits(backend.layer.kv_cache, pages_with(kept))
+    assert torch.equal(slot_mapping, backend.slots[backend.tail_rows])
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "why"),
+    [
+        ({}, ""),
+        ({"alibi_slopes": torch.ones(4)}, "ALiBi"),
+        ({"sinks": torch.ones(4)}, "attention sinks"),
+    ],
+)
+def test_what_our_attention_does_not_serve(attributes, why):
+    """R19: said in words, so that the notice of the emulation can say it."""
+    backend = Backend(torch.float32, "auto")
+    vars(backend.impl).update(attributes)
+    assert attention_cpu.cannot_attend(backend.layer) == why

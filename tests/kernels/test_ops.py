@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The per-layer operators against plain Python, every byte (R6-R10, R12-R14).
+
+Hazards by their numbers: #3 counts, #7 layouts, #10 overflow, #11 few elements, #12 scales and raw bytes, #17 nothing
+is caught and passed over.
+"""
+
+import pytest
+import torch
+from devices import each_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nwor_lab.operators.inputs import (
+    ACCEPTANCE,
+    LAYOUTS,
+    cache_dtype_of,
+    make_cache,
+    make_mask,
+    make_scale,
+    make_slots,
+    make_staging,
+    make_vectors,
+    poison,
+)
+from nwor_lab.operators.twins import Twins
+from tests.kernels.operators import check
+
+pytestmark = each_device
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KINDS = [(dtype, "auto", "none") for dtype in DTYPES] + [
+    (dtype, cache, scale)
+    for dtype in DTYPES
+    for cache in ("fp8_e4m3", "fp8_e5m2")
+    for scale in ("none", "scalar", "token", "head")
+]
+# heads, head size, block size, how key and value lie in memory
+SHAPES = [
+    pytest.param(2, 8, 16, "qkv", id="2x8"),  # fewer elements than a warp has threads (#11)
+    pytest.param(4, 16, 4, "packed", id="block size = heads"),  # (#7)
+    pytest.param(3, 20, 8, "heads first", id="3x20"),  # nothing a multiple of 16 bytes
+    pytest.param(1, 128, 16, "qkv", id="1x128"),
+]
+TOKENS, BLOCKS = 9, 4
+
+
+def name_of(kind: tuple[torch.dtype, str, str]) -> str:
+    return f"{str(kind[0]).removeprefix('torch.')}-{kind[1]}-{kind[2]}"
+
+
+@pytest.mark.parametrize(("num_heads", "head_size", "block_size", "form"), SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_staged_and_direct_commit(kind, layout, num_heads, head_size, block_size, form, device):
+    """R6, R7, R8, R12, R13: stage then commit, and the direct commit, for each share accepted (#7, #11, #12)."""
+    dtype, kv_cache_dtype, scale_kind = kind
+    cache_dtype = cache_dtype_of(dtype, kv_cache_dtype)
+    rows = TOKENS + 2  # vLLM pads the batch: more rows than slots
+    key, value = make_vectors(form, rows, num_heads, head_size, dtype, device)
+    k_scale, v_scale = (make_scale(scale_kind, rows, num_heads, device, seed) for seed in (21, 22))
+    slots = make_slots(TOKENS, BLOCKS * block_size, device)
+    written = int((slots >= 0).sum())
+    caches = make_cache(layout, BLOCKS, block_size, num_heads, head_size, cache_dtype, device)
+    staging = make_staging(TOKENS, num_heads, head_size, cache_dtype, device)
+
+    check("stage_kv_cache", key, value, slots, *staging, kv_cache_dtype, k_scale, v_scale)
+    assert staging[3].tolist() == [written, 0]
+    for accepted in (0, 1, written // 2, written):
+        accepted_len = torch.tensor([accepted], dtype=torch.int32 if accepted % 2 else torch.int64, device=device)
+        check("commit_staged_kv_cache", *staging, *caches, accepted_len)
+    for acceptance in ACCEPTANCE:
+        mask = make_mask(acceptance, TOKENS, device)
+        caches = make_cache(layout, BLOCKS, block_size, num_heads, head_size, cache_dtype, device)
+        check("commit_draft_layer", key, value, *caches, slots, mask, kv_cache_dtype, k_scale, v_scale)
+
+
+@pytest.mark.parametrize(("num_heads", "head_size", "block_size", "form"), SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cache_dtype", [*DTYPES, torch.uint8], ids=str)
+def test_log_and_restore(cache_dtype, layout, num_heads, head_size, block_size, form, device):
+    """R9, R10: poisoned slots come back bit for bit after a write, in every dtype and layout (#7, #12)."""
+    slots = make_slots(TOKENS, BLOCKS * block_size, device)
+    log = make_staging(TOKENS + 1, num_heads, head_size, cache_dtype, device)[:2]
+    for acceptance in ACCEPTANCE:
+        key_cache, value_cache = make_cache(layout, BLOCKS, block_size, num_heads, head_size, cache_dtype, device)
+        before = Twins()
+        before(key_cache), before(value_cache)
+        check("log_cache_slots", key_cache, value_cache, slots, *log)
+        block, offset = slots[slots >= 0] // block_size, slots[slots >= 0] % block_size
+        for cache, seed in ((key_cache, 31), (value_cache, 32)):
+            cache[block, offset] = poison((len(block), num_heads, head_size), cache_dtype, device, seed)
+        check("restore_rejected_drafts", *log, slots, make_mask(acceptance, TOKENS, device), key_cache, value_cache)
+        if acceptance == "none":
+            before.assert_equal("all rejected: the cache as it was")
+
+
+def test_scales_are_told_apart_by_shape(device):
+    """R12, #12: as many tokens as heads; [T, 1] and [1, H] hold the same numbers and give different bytes."""
+    tokens = heads = 4
+    key, value = make_vectors("packed", tokens, heads, 16, torch.bfloat16, device)
+    slots = make_slots(tokens, 16, device, padding=False)
+    numbers = torch.tensor([0.25, 0.5, 1.5, 3.0], device=device)
+    results = []
+    for scale in (numbers[:, None], numbers[None, :]):
+        key_cache, value_cache = make_cache("NHD", 4, 4, heads, 16, torch.uint8, device)
+        mask = make_mask("full", tokens, device)
+        check("commit_draft_layer", key, value, key_cache, value_cache, slots, mask, "fp8", scale, scale)
+        results.append(key_cache.cpu())
+    assert not torch.equal(*results)
+
+
+def test_scale_reaches_the_bytes(device):
+    """#12: a scalar scale of any shape with one element is used, for keys and values separately, and None is 1."""
+    key, value = make_vectors("packed", 3, 2, 8, torch.float32, device)
+    slots, mask = make_slots(3, 16, device, padding=False), make_mask("full", 3, device)
+    results = []
+    for k_scale, v_scale in ((None, None), (torch.tensor(0.37), torch.tensor([[2.5]])), (torch.ones(1), torch.ones(1))):
+        on_device = [scale if scale is None else scale.to(device) for scale in (k_scale, v_scale)]
+        caches = make_cache("NHD", 4, 4, 2, 8, torch.uint8, device)
+        check("commit_draft_layer", key, value, *caches, slots, mask, "fp8_e5m2", *on_device)
+        results.append(torch.cat([cache.flatten() for cache in caches]).cpu())
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+
+
+def test_auto_ignores_scales_as_vllm_does(device):
+    """vLLM passes its layer's scales whatever the cache; under 'auto' the bytes are those of key."""
+    key, value = make_vectors("qkv", 3, 2, 8, torch.float16, device)
+    slots, mask = make_slots(3, 16, device, padding=False), make_mask("full", 3, device)
+    scale = torch.tensor([3.0], device=device)
+    caches = make_cache("HND", 4, 4, 2, 8, torch.float16, device)
+    check("commit_draft_layer", key, value, *caches, slots, mask, "auto", scale, scale)
+
+
+def test_staging_appends_in_token_order(device):
+    """R6, #3: calls append, counts are tokens, slots stand beside their rows."""
+    key, value = make_vectors("packed", 6, 2, 8, torch.bfloat16, device)
+    staging = make_staging(7, 2, 8, torch.bfloat16, device)
+    for slots in ([9, -1, 3], [-1, -1, -1], [4, 30, 5], [-1, 2, -1]):
+        slot_mapping = torch.tensor(slots, device=device)
+        check("stage_kv_cache", key, value, slot_mapping, *staging, "auto", None, None)
+    assert staging[3].tolist() == [6, 0]
+    assert staging[2][:6].tolist() == [9, 3, 4, 30, 5, 2]
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 255, 600])
+def test_one_count_a_token(tokens, device):
+    """R6, #3: 8 tokens once counted 4,096; the count is tokens with a slot, whatever the launch."""
+    key, value = make_vectors("packed", tokens, 2, 8, torch.float32, device)
+    slots = make_slots(tokens, 4096, device)
+    staging = make_staging(tokens, 2, 8, torch.float32, device)
+    check("stage_kv_cache", key, value, slots, *staging, "auto", None, None)
+    assert staging[3].tolist() == [int((slots >= 0).sum()), 0]
+
+
+def test_overflow_stages_nothing_and_commits_nothing(device):
+    """R6, #10: one row too many sets the flag; neither that call's rows nor later ones are staged, nothing commits."""
+    key, value = make_vectors("packed", 4, 2, 8, torch.bfloat16, device)
+    staging = make_staging(5, 2, 8, torch.bfloat16, device)
+    caches = make_cache("NHD", 4, 4, 2, 8, torch.bfloat16, device)
+    first, second = (torch.tensor(slots, device=device) for slots in ([1, 2, 3, -1], [4, 5, 6]))
+    check("stage_kv_cache", key, value, first, *staging, "auto", None, None)
+    assert staging[3].tolist() == [3, 0]
+    check("stage_kv_cache", key, value, second, *staging, "auto", None, None)
+    assert staging[3].tolist() == [3, 1]
+    check("stage_kv_cache", key, value, second[:1], *staging, "auto", None, None)
+    assert staging[3].tolist() == [3, 1]
+    check("commit_staged_kv_cache", *staging, *caches, torch.tensor([3], dtype=torch.int32, device=device))
+    staging[3].zero_()
+    check("stage_kv_cache", key, value, second, *staging, "auto", None, None)
+    assert staging[3].tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("capacity", [512, 0])
+def test_staging_of_exactly_its_capacity(capacity, device):
+    """#10: a fixed buffer of 512 rows was overrun once; exactly full is full, not over."""
+    key, value = make_vectors("packed", capacity + 1, 2, 8, torch.float16, device)
+    staging = make_staging(capacity, 2, 8, torch.float16, device)
+    check("stage_kv_cache", key, value, torch.arange(capacity, device=device), *staging, "auto", None, None)
+    assert staging[3].tolist() == [capacity, 0]
+    check("stage_kv_cache", key, value, torch.tensor([0], device=device), *staging, "auto", None, None)
+    assert staging[3].tolist() == [capacity, 1]
+
+
+def test_slices_of_a_persistent_slot_buffer(device):
+    """#6, #9: a slice of a longer slot buffer is read where it lies, at its own offset."""
+    buffer = torch.full((16,), -1, dtype=torch.int64, device=device)
+    buffer[5:9] = torch.tensor([8, 1, 30, 2], device=device)
+    key, value = make_vectors("qkv", 4, 2, 8, torch.bfloat16, device)
+    caches = make_cache("vllm HND", 4, 8, 2, 8, torch.bfloat16, device)
+    mask = torch.ones(16, dtype=torch.bool, device=device)
+    check("commit_draft_layer", key, value, *caches, buffer[5:9], mask[5:9], "auto", None, None)
+    check("log_cache_slots", *caches, buffer[5:9], *make_staging(4, 2, 8, torch.bfloat16, device)[:2])
+
+
+def test_no_rows_is_no_work(device):
+    """An empty slot mapping, and one of padding alone, change nothing."""
+    key, value = make_vectors("packed", 2, 2, 8, torch.float32, device)
+    caches = make_cache("NHD", 4, 4, 2, 8, torch.float32, device)
+    log = make_staging(2, 2, 8, torch.float32, device)[:2]
+    for slots in (torch.empty(0, dtype=torch.int64, device=device), torch.tensor([-1, -5], device=device)):
+        mask = torch.ones(len(slots), dtype=torch.bool, device=device)
+        check("commit_draft_layer", key, value, *caches, slots, mask, "auto", None, None)
+        check("log_cache_slots", *caches, slots, *log)
+        check("restore_rejected_drafts", *log, slots, ~mask, *caches)
+        check("stage_kv_cache", key, value, slots, *make_staging(1, 2, 8, torch.float32, device), "auto", None, None)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    kv_cache_dtype=st.sampled_from(["auto", "fp8"]),
+    slots=st.lists(
+        st.integers(-2, 31), min_size=1, max_size=20, unique_by=lambda slot: slot if slot >= 0 else object()
+    ),
+    bits=st.integers(0, 2**20 - 1),
+    accepted=st.integers(0, 20),
+)
+def test_any_slots_and_mask(layout, kv_cache_dtype, slots, bits, accepted, device):
+    """R7-R10 over drawn sets of slots and accepted rows."""
+    tokens = len(slots)
+    slot_mapping = torch.tensor(slots, device=device)
+    mask = torch.tensor([bool(bits >> i & 1) for i in range(tokens)], device=device)
+    key, value = make_vectors("qkv", tokens, 2, 8, torch.bfloat16, device)
+    cache_dtype = cache_dtype_of(torch.bfloat16, kv_cache_dtype)
+    caches = make_cache(layout, 4, 8, 2, 8, cache_dtype, device)
+    staging = make_staging(tokens, 2, 8, cache_dtype, device)
+    check("log_cache_slots", *caches, slot_mapping, *staging[:2])
+    check("commit_draft_layer", key, value, *caches, slot_mapping, mask, kv_cache_dtype, None, None)
+    check("restore_rejected_drafts", *staging[:2], slot_mapping, mask, *caches)
+    check("stage_kv_cache", key, value, slot_mapping, *staging, kv_cache_dtype, None, None)
+    rows = min(accepted, sum(slot >= 0 for slot in slots))
+    check("commit_staged_kv_cache", *staging, *caches, torch.tensor([rows], device=device))

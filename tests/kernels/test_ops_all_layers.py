@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The all-layer operators against plain Python, every byte of the pool and of the mini-cache (R11, N2).
+
+Hazards by their numbers: #2 every layer, #3 counts, #7 strides, #12 raw bytes, #21 padding rows.
+"""
+
+import pytest
+import torch
+from devices import each_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nwor import ops
+from nwor_lab.operators.inputs import Pool, make_window, poison
+from nwor_lab.operators.twins import Twins
+from tests.kernels.operators import check
+
+pytestmark = each_device
+
+# Memory orders, outermost first: vLLM's LBNHC ("NHD") and LBHNC ("HND"), and blocks that hold all layers.
+ORDERS = ("LBNH", "LBHN", "BLHN")
+SHAPES = [
+    pytest.param(2, 16, 16, id="2 heads x 16 bytes"),  # (#11)
+    pytest.param(4, 4, 32, id="block size = heads"),  # (#7)
+    pytest.param(3, 5, 6, id="6 bytes"),  # no whole word
+    pytest.param(1, 8, 512, id="1 x 512 bytes"),
+]
+QUERIES = (3, 1, 4, 2)
+REJECTED = {"none rejected": (0, 0, 0, 0), "all rejected": (9, 1, 4, 2), "some rejected": (2, 0, 3, 1)}
+
+
+def skip_packing_on_cuda(element_size: int, device: str) -> None:
+    if element_size and device == "cuda":
+        pytest.skip("a packing describes vLLM's CPU caches")
+
+
+@pytest.mark.parametrize("rejected", REJECTED)
+@pytest.mark.parametrize(("num_heads", "block_size", "slot_bytes"), SHAPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_log_restore_commit(order, num_heads, block_size, slot_bytes, rejected, device):
+    """R11: log, restore and commit of 3 layers in each memory order and share rejected."""
+    run_all(Pool(order, 3, 4, num_heads, block_size, slot_bytes, device, mini_blocks=5), rejected)
+
+
+@pytest.mark.parametrize("rejected", REJECTED)
+@pytest.mark.parametrize("element_size", [1, 2, 4])
+@pytest.mark.parametrize(("num_heads", "block_size", "slot_bytes"), [(2, 16, 16), (4, 4, 32), (1, 8, 64)])
+@pytest.mark.parametrize("order", ["LBHN", "BLHN"])
+def test_packed_caches(order, num_heads, block_size, slot_bytes, element_size, rejected, device):
+    """R11, R13: slots scattered over their chunk, as vLLM's CPU caches hold them, in any packing."""
+    skip_packing_on_cuda(element_size, device)
+    run_all(Pool(order, 3, 4, num_heads, block_size, slot_bytes, device, element_size, mini_blocks=5), rejected)
+
+
+def run_all(pool: Pool, rejected: str) -> None:
+    num_slots = pool.num_blocks * pool.block_size
+    slots, *verdict = make_window(QUERIES, REJECTED[rejected], num_slots, pool.device, width=5)
+    check("log_all_layers", *pool.arguments(slots))
+    for operator in ("restore_all_layers", "commit_all_layers"):
+        pool.rows.copy_(poison(pool.rows.shape, torch.uint8, pool.device, 41))
+        check(operator, *pool.arguments(slots), *verdict, pool.counts)
+
+
+@pytest.mark.parametrize("element_size", [0, 2])
+def test_restore_undoes_what_was_written(element_size, device):
+    """R10, #2, #12: log, overwrite every slot of every layer, restore all: the pool is what it was, bit for bit."""
+    skip_packing_on_cuda(element_size, device)
+    pool = Pool("LBHN", 3, 4, 2, 8, 32, device, element_size)
+    before = Twins()
+    before(pool.pool)
+    slots, everything, kept = make_window([9], [9], 32, device)
+    ops.log_all_layers(*pool.arguments(slots))
+    logged = pool.rows.clone()
+    pool.rows.copy_(poison(pool.rows.shape, torch.uint8, device, 41))
+    ops.commit_all_layers(*pool.arguments(slots), torch.zeros_like(everything), kept, pool.counts)
+    assert not torch.equal(pool.pool.cpu(), next(iter(before.storages.values()))[1])
+    pool.rows.copy_(logged)
+    ops.restore_all_layers(*pool.arguments(slots), everything, kept, pool.counts)
+    before.assert_equal("restored pool")
+
+
+@pytest.mark.parametrize(("num_layers", "num_heads"), [(1, 1), (5, 2), (3, 8)])
+def test_counts_are_rows(num_layers, num_heads, device):
+    """R5, #3: kept and rejected rows are counted once each, whatever the layers and heads; padding not at all."""
+    pool = Pool("LBNH", num_layers, 4, num_heads, 16, 32, device)
+    slots = torch.arange(20, device=device).view(4, 5)
+    slots[:, 0], slots[1, :4] = -1, -1  # rows of a window that queries do not fill
+    slots[0, 3] = -1  # a rejected row without a slot
+    rejected, kept = torch.tensor([[2, 0, 3, 1], [9, 9, 9, 9]], dtype=torch.int32, device=device)
+    for operator, expected in (("restore_all_layers", [12, 12, 11]), ("commit_all_layers", [19, 17, 11])):
+        check(operator, *pool.arguments(slots), rejected, kept, pool.counts)
+        assert kept.tolist() == [2, 1, 1, 3]
+        assert pool.counts.tolist()[:3] == expected  # from [5, 7, 11]: 7 kept and 5 rejected a call
+
+
+def test_many_rows(device):
+    """More rows than a thread block has threads, over several blocks of the mini-cache."""
+    pool = Pool("LBHN", 2, 40, 2, 16, 16, device, mini_blocks=40)
+    window = make_window([9] * 66, [request % 11 for request in range(66)], 640, device)
+    check("log_all_layers", *pool.arguments(window[0]))
+    check("restore_all_layers", *pool.arguments(window[0]), *window[1:], pool.counts)
+    check("commit_all_layers", *pool.arguments(window[0]), *window[1:], pool.counts)
+
+
+def test_windows_wider_than_a_warp(device):
+    """33 and 70 rows a request, and one request after another that holds none."""
+    pool = Pool("LBNH", 2, 40, 1, 8, 16, device, mini_blocks=40)
+    for width in (33, 70):
+        window = make_window([width, 0, 31, 2], [32, 5, 31, 0], 320, device, width=width)
+        check("restore_all_layers", *pool.arguments(window[0]), *window[1:], pool.counts)
+        check("commit_all_layers", *pool.arguments(window[0]), *window[1:], pool.counts)
+
+
+def test_slices_of_persistent_buffers(device):
+    """#6, #9: slices of longer buffers are read where they lie, and nothing behind them."""
+    pool = Pool("LBNH", 2, 4, 2, 8, 32, device)
+    slots = torch.full((6, 3), 31, dtype=torch.int64, device=device)
+    slots[1:3] = torch.tensor([[30, 2, 17], [-1, 9, 0]], device=device)
+    rejected, kept = torch.tensor([[3, 1, 0, 3], [7, 7, 7, 7]], dtype=torch.int32, device=device)
+    verdict = (rejected[1:3], kept[1:3], pool.counts)
+    check("restore_all_layers", *pool.arguments(slots[1:3]), *verdict)
+    one_layer = (pool.pool, pool.layer_offsets[1:], pool.cache_strides, slots[1:3], None, pool.rows[1:])
+    check("commit_all_layers", *one_layer, *verdict)
+    assert kept.tolist() == [7, 2, 2, 7]
+
+
+def test_no_rows_is_no_work(device):
+    pool = Pool("LBNH", 2, 4, 2, 8, 32, device)
+    empty = torch.empty(0, 9, dtype=torch.int64, device=device)
+    nobody = torch.empty(0, dtype=torch.int32, device=device)
+    check("log_all_layers", *pool.arguments(empty))
+    check("restore_all_layers", *pool.arguments(empty), nobody, nobody, pool.counts)
+    check("commit_all_layers", *pool.arguments(empty), nobody, nobody, pool.counts)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    order=st.sampled_from(ORDERS),
+    requests=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+    packed=st.booleans(),
+)
+def test_any_window(order, requests, seed, packed, device):
+    """R11 over drawn windows: query lengths, rejected counts, slots and padding."""
+    element_size = 2 if packed and order != "LBNH" and device == "cpu" else 0
+    pool = Pool(order, 2, 8, 2, 8, 16, device, element_size, mini_blocks=4)
+    queries, rejected = [rows for rows, _ in requests], [number for _, number in requests]
+    slots, *verdict = make_window(queries, rejected, 64, device, seed, width=5)
+    check("log_all_layers", *pool.arguments(slots))
+    check("restore_all_layers", *pool.arguments(slots), *verdict, pool.counts)
+    check("commit_all_layers", *pool.arguments(slots), *verdict, pool.counts)

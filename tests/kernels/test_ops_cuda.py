@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a GPU shows: graphs, streams, devices, far offsets, values the host does not see (R15, #5, #6, #14)."""
+
+import subprocess
+
+import pytest
+import torch
+
+from nwor import ops
+from nwor_lab.operators import reference
+from nwor_lab.operators.inputs import (
+    Pool,
+    make_batch,
+    make_cache,
+    make_mask,
+    make_scale,
+    make_slots,
+    make_staging,
+    make_targets,
+    make_vectors,
+    make_window,
+    poison,
+)
+from nwor_lab.operators.twins import Twins
+from tests.kernels.operators import check
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
+
+
+def poison_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    return poison(tensor.shape, tensor.dtype, str(tensor.device), seed)
+
+
+class Step:
+    """A step of every operator on persistent tensors; `refill` gives each of them other contents in place."""
+
+    tokens, heads, head_size, block_size, blocks = 9, 4, 16, 8, 6
+
+    def __init__(self, device: str = "cuda") -> None:
+        shape = self.heads, self.head_size
+        self.key, self.value = make_vectors("qkv", self.tokens, *shape, torch.bfloat16, device)
+        self.slots = make_slots(self.tokens, self.blocks * self.block_size, device)
+        self.mask = make_mask("sparse", self.tokens, device)
+        self.scales = make_scale("scalar", 9, 4, device, 1), make_scale("head", 9, 4, device, 2)
+        self.staging = make_staging(2 * self.tokens, *shape, torch.uint8, device)
+        self.caches = make_cache("vllm NHD", self.blocks, self.block_size, *shape, torch.uint8, device)
+        self.log = make_staging(self.tokens, *shape, torch.uint8, device)[:2]
+        self.accepted_len = torch.tensor([2], device=device)
+        self.pool = Pool("LBNH", 3, self.blocks, self.heads, self.block_size, 32, device)
+        self.old_rows = poison_like(self.pool.rows, 50)
+        self.window = make_window([4, 1, 3], [1, 0, 4], self.blocks * self.block_size, device)
+        self.batch = make_batch([4, 1, 5], [4, 1, 3], self.blocks * self.block_size, device)
+        self.targets = make_targets(4, 4, self.batch[2].numel() + 1, device)
+
+    def calls(self):
+        k_scale, v_scale = self.scales
+        fp8 = ("fp8", k_scale, v_scale)
+        pool = self.pool.arguments(self.window[0])
+        window = (*self.window[1:], self.pool.counts)
+        yield "open_window", (*self.batch, *self.targets, self.pool.counts)
+        yield "open_window", (*self.batch, self.targets[0], None, None, self.pool.counts)
+        yield "log_cache_slots", (*self.caches, self.slots, *self.log)
+        yield "log_all_layers", (*pool[:5], self.old_rows)
+        yield "stage_kv_cache", (self.key, self.value, self.slots, *self.staging, *fp8)
+        yield "commit_staged_kv_cache", (*self.staging, *self.caches, self.accepted_len)
+        yield "commit_draft_layer", (self.key, self.value, *self.caches, self.slots, self.mask, *fp8)
+        yield "restore_rejected_drafts", (*self.log, self.slots, self.mask, *self.caches)
+        yield "commit_all_layers", (*pool, *window)
+        yield "restore_all_layers", (*pool[:5], self.old_rows, *window)
+
+    def run(self) -> None:
+        for operator, args in self.calls():
+            getattr(ops, operator)(*args)
+
+    def refill(self, seed: int) -> None:
+        other_key, other_value = make_vectors(
+            "qkv", self.tokens, self.heads, self.head_size, torch.bfloat16, "cuda", seed
+        )
+        self.key.copy_(other_key)
+        self.value.copy_(other_value)
+        self.slots.copy_(make_slots(self.tokens, self.blocks * self.block_size, "cuda", seed))
+        self.mask.copy_(torch.randint(0, 2, (self.tokens,), generator=torch.Generator().manual_seed(seed)).bool())
+        self.accepted_len.fill_(seed % 3)
+        self.scales[0].fill_(0.1 * seed + 0.05)
+        rejected = [seed % 5, seed % 2, 3 - seed % 4]
+        num_slots = self.blocks * self.block_size
+        drawn = make_window([seed % 5, 1, 4 - seed % 3], rejected, num_slots, "cuda", seed, width=4)
+        for tensor, other in zip(self.window, drawn, strict=True):
+            tensor.copy_(other)
+        queries = [5 - seed % 3, seed % 2, 5]
+        drawn = make_batch(queries, [queries[0], 1, 1 + seed % 6], num_slots, "cuda", seed)
+        for tensor, other in zip(self.batch, drawn, strict=True):
+            tensor[: other.numel()].copy_(other[: tensor.numel()])
+        self.staging[3].zero_()
+        for tensor in (*self.caches, *self.log, self.pool.rows, self.old_rows):
+            tensor.copy_(poison_like(tensor, seed))
+
+    def expect(self) -> Twins:
+        """What plain Python makes of the contents now."""
+        twins = Twins()
+        for operator, args in list(self.calls()):
+            getattr(reference, operator)(*(twins(arg) for arg in args), device="cuda")
+        return twins
+
+
+def test_graph_replays_follow_the_live_tensors():
+    """R15, #5, #6: replays with other slots, masks, counts, scales and contents than at capture."""
+    step = Step()
+    step.refill(1)
+    step.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    step.slots.fill_(-1), step.window[0].fill_(-1)  # vLLM captures with every slot -1
+    with torch.cuda.graph(graph):
+        step.run()
+    for seed in range(2, 8):
+        step.refill(seed)
+        expected = step.expect()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected.assert_equal(f"replay {seed}")
+
+
+def test_nothing_is_allocated_and_nobody_waits():
+    """R15, #14: a step under torch's sync guard, with torch's and the driver's memory as before."""
+    step = Step()
+    step.run()
+    torch.cuda.synchronize()
+    allocations, free = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+    assert torch.cuda.mem_get_info()[0] == free
+
+
+def test_launches_do_not_wait_for_the_stream():
+    """R15, #14: a step returns while the stream is still held up."""
+    step = Step()
+    step.run()
+    torch.cuda.synchronize()
+    started, finished = torch.cuda.Event(), torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    started.record()
+    step.run()
+    finished.record()
+    assert not started.query(), "the step waited for the kernel before it"
+    torch.cuda.synchronize()
+    assert finished.query()
+
+
+def test_runs_on_the_current_stream():
+    """A step on another stream comes after what that stream does, and the default stream does not hold it up."""
+    step, stream = Step(), torch.cuda.Stream()
+    step.refill(3)
+    expected = step.expect()
+    slots = step.slots.clone()
+    step.slots.fill_(-1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        step.slots.copy_(slots)
+        step.run()
+    torch.cuda.synchronize()
+    expected.assert_equal("on a stream of its own")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+def test_the_tensors_device_need_not_be_the_current_one():
+    """R22, #13: tensors of device 1 while device 0 is current, and two devices in turn."""
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for home in ("cuda:1", "cuda:0"):
+                step = Step(home)
+                expected = step.expect()
+                step.run()
+                torch.cuda.synchronize(home)
+                expected.assert_equal(f"{home} while {current} is current")
+                assert torch.cuda.current_device() == current
+
+
+def test_offsets_beyond_two_billion_elements():
+    """R13: caches of 2^32 bytes; the first and the last slots, per layer and in a pool of all layers."""
+    block_size, heads, head_size = 16, 8, 128
+    blocks = 2**32 // (block_size * heads * head_size) + 1  # uint8: bytes are elements
+    key, value = make_vectors("packed", 4, heads, head_size, torch.bfloat16, "cuda")
+    last = blocks * block_size - 1
+    slots = torch.tensor([last, 0, last - 17, -1], device="cuda")
+    mask = torch.tensor([True, True, False, True], device="cuda")
+    caches = [torch.zeros(blocks, block_size, heads, head_size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    small = [torch.zeros(3, block_size, heads, head_size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    offset = (blocks - 3) * block_size  # the same blocks, seen from the first of the last three
+    near = torch.where(slots >= offset, slots - offset, -1)
+    log = make_staging(4, heads, head_size, torch.uint8, "cuda")[:2]
+    ops.commit_draft_layer(key, value, *caches, slots, mask, "fp8")
+    check("commit_draft_layer", key, value, *small, near, mask, "fp8", None, None)
+    for cache, expected in zip(caches, small, strict=True):
+        assert torch.equal(cache[-3:], expected)
+        assert cache[0, 0].any() and not cache[0, 1:].any() and not cache[1:-3].any()
+    ops.log_cache_slots(*caches, slots, *log)
+    assert torch.equal(log[0][0], caches[0][-1, -1]) and torch.equal(log[1][1], caches[1][0, 0])
+
+    pool = caches[0].view(-1)
+    strides = (block_size * heads * head_size, head_size, heads * head_size)
+    offsets = torch.tensor([0, 4096], device="cuda")
+    rows = poison((2, 1, heads, block_size, head_size), torch.uint8, "cuda", 3)
+    far = torch.tensor([[last - 64]], device="cuda")
+    rejected, kept = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+    ops.commit_all_layers(pool, offsets, strides, far, None, rows, rejected, kept, counts)
+    block, at = divmod(last - 64, block_size)
+    for layer in range(2):
+        first = block * strides[0] + at * strides[2] + int(offsets[layer])
+        assert torch.equal(pool[first : first + head_size], rows[layer, 0, 0, 0])
+
+
+def test_values_that_the_host_does_not_see_are_skipped():
+    """A slot beyond the cache, a batch out of order and too long an accepted_len write nothing out of place."""
+    key, value = make_vectors("packed", 3, 2, 8, torch.float32, "cuda")
+    caches = make_cache("NHD", 4, 4, 2, 8, torch.float32, "cuda")
+    mask = torch.ones(3, dtype=torch.bool, device="cuda")
+    slots = torch.tensor([16, 2**40, 2**62], device="cuda")
+    staging = make_staging(3, 2, 8, torch.float32, "cuda")
+    before = Twins()
+    for cache in caches:
+        before(cache)
+    ops.commit_draft_layer(key, value, *caches, slots, mask)
+    ops.restore_rejected_drafts(*staging[:2], slots, ~mask, *caches)
+    ops.stage_kv_cache(key, value, slots, *staging)
+    ops.commit_staged_kv_cache(*staging, *caches, torch.tensor([3], device="cuda"))
+    before.assert_equal("slots beyond the cache")
+
+    staging[2].copy_(torch.tensor([1, 2, 3]))
+    staging[3].copy_(torch.tensor([2, 0]))
+    expected = Twins()
+    twins = [expected(tensor) for tensor in (*staging, *caches)]
+    reference.commit_staged_kv_cache(*twins, torch.tensor([2]), device="cuda")
+    ops.commit_staged_kv_cache(*staging, *caches, torch.tensor([99], device="cuda"))
+    expected.assert_equal("accepted_len beyond the staged rows")
+
+    pool = Pool("LBHN", 2, 4, 2, 4, 16, "cuda")
+    before = Twins()
+    before(pool.pool)
+    beyond = torch.tensor([[16 * 2, 2**40, 2**62]], device="cuda")
+    rejected, kept = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    ops.log_all_layers(*pool.arguments(beyond))
+    ops.commit_all_layers(*pool.arguments(beyond), rejected, kept, pool.counts)
+    before.assert_equal("slots beyond the pool")
+
+
+@pytest.mark.parametrize(
+    "starts", [[0, 5, 3, 9], [0, -4, 2, 6], [0, 3, 900, 2**31 - 1], [-(2**31), 2**31 - 1, 0, 5], [7, 7, 7, 7]]
+)
+def test_batches_that_make_no_sense(starts):
+    """Queries that end before they start or beyond the batch are not held, and nothing outside is read or written."""
+    room = torch.full((64,), -5, dtype=torch.int64, device="cuda")  # what lies around the targets
+    slots, staging_rows, page_slots = room[8:20].view(3, 4), room[24:36], room[40:52]
+    for logits in ([0, 3, 6, 9], [4, 2, 2**31 - 1, -(2**31)]):
+        query_start_loc = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        cu_num_logits = torch.tensor(logits, dtype=torch.int32, device="cuda")
+        slot_mapping = torch.arange(100, 109, device="cuda")
+        counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+        for staging in ((staging_rows, page_slots), (None, None)):
+            ops.open_window(query_start_loc, cu_num_logits, slot_mapping, slots, *staging, counts)
+            torch.cuda.synchronize()
+            written = torch.cat([slots.flatten(), page_slots])
+            assert set(written.tolist()) <= {-1, *range(100, 109)}
+            assert set(staging_rows.tolist()) <= {-1, *range(12)}
+            assert {int(number) for gap in (room[:8], room[20:24], room[36:40], room[52:]) for number in gap} == {-5}
+
+
+def test_pools_of_too_many_slots_are_refused():
+    """R14: slots are divided in 32 bits; a pool that would need more is an error, before anything is launched."""
+    pool = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+    rows = torch.full((1, 1, 1, 16, 16), 7, dtype=torch.uint8, device="cuda")
+    offsets, slots = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor([[3]], device="cuda")
+    with pytest.raises(RuntimeError, match="fewer than 2\\^31 slots a layer"):
+        ops.log_all_layers(pool, offsets, (1, 16, 16), slots, None, rows)
+    assert bool((rows == 7).all())
+
+
+def test_blocks_of_any_size_and_more_requests_than_a_warp_has_lanes():
+    """R11, R13: block sizes that are no power of two, far slots, and verdicts of 1, 32, 33 and 100 requests."""
+    for block_size, requests in ((1, 1), (3, 32), (7, 33), (528, 100)):
+        queries = [1 + request % 3 for request in range(requests)]
+        blocks = 4 * (sum(queries) // block_size + 2)
+        pool = Pool("LBHN", 2, blocks, 2, block_size, 16, "cuda", mini_blocks=3 * requests // block_size + 2)
+        rejected = [request % 4 for request in range(requests)]
+        slots, *verdict = make_window(queries, rejected, blocks * block_size, "cuda", requests)
+        check("log_all_layers", *pool.arguments(slots))
+        check("commit_all_layers", *pool.arguments(slots), *verdict, pool.counts)
+        check("restore_all_layers", *pool.arguments(slots), *verdict, pool.counts)
+
+
+def test_what_is_linked_statically_stays_inside():
+    """A libstdc++ or cudart of our own that showed would mix with those of the process: refusals crashed that way."""
+    command = ["nm", "--dynamic", "--defined-only", str(ops.library())]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    symbols = [line.split()[-2:] for line in lines]
+    assert any("log_all_layers" in name for _, name in symbols)
+    inside = ("cuda", "__cuda", "_ZNSt", "_ZNKSt", "_ZSt")
+    assert [name for kind, name in symbols if kind in "TDBR" and name.startswith(inside)] == []

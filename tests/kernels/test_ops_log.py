@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A log of all layers that outlives its step: what it holds is not read again,
+and what is wrong with it is said (R11)."""
+
+import pytest
+import torch
+from devices import each_device
+
+from nwor_lab.operators.inputs import Pool, poison
+from tests.kernels.operators import check, check_refused
+from tests.kernels.wrong_inputs import Arguments, Change, check_wrong, put
+
+pytestmark = each_device
+
+WHERE = ("pool", "layer_offsets", "cache_strides", "slots", "packing", "rows")
+VERDICT = ("num_rejected", "kept", "counts")
+PARAMETERS = {"log_all_layers": (*WHERE, "logged"), "restore_all_layers": (*WHERE, *VERDICT, "logged")}
+
+
+@pytest.mark.parametrize("element_size", [0, 2])
+@pytest.mark.parametrize("order", ["LBHN", "BLHN"])
+def test_a_log_that_outlives_its_step(order, element_size, device):
+    """Three windows of six rows that move on by one, seven and no slots over pages of 16:
+    the overlap is not read again."""
+    if element_size and device == "cuda":
+        pytest.skip("a packing describes vLLM's CPU caches")
+    pool = Pool(order, 2, 6, 2, 16, 16, device, element_size)
+    logged = torch.full((3, 8), -1, dtype=torch.int64, device=device)
+    pages, kept = torch.tensor([[4, 1], [2, 3]]), poison((2,), torch.int32, device, 10)
+    begins = [[12, 19, 26, 26], [9, 10, 17, 17]]  # positions; the second request has five rows
+    for turn in range(4):
+        positions = torch.tensor([[begin[turn]] for begin in begins]) + torch.arange(6)
+        slots = (pages.gather(1, positions // 16) * 16 + positions % 16).to(device)
+        slots[1, 0] = -1
+        before = logged.clone()
+        check("log_all_layers", *pool.arguments(slots), logged)
+        assert torch.equal(logged, before), "what is logged counts from the restore on"
+        pool.pool.copy_(poison(pool.pool.shape, torch.uint8, device, 50 + turn))  # a row that is read again differs
+        rejected = torch.tensor([[6, 6], [0, 3], [6, 5], [2, 9]][turn], dtype=torch.int32, device=device)
+        check("restore_all_layers", *pool.arguments(slots), rejected, kept, pool.counts, logged)
+    there = [set(held.tolist()) for held in logged]
+    assert there[0] & set(slots[0].tolist()) == set(slots[0, 4:].tolist()), "the two that were rejected last"
+    assert there[1] >= set(slots[1, 1:].tolist()) and there[2] == {-1}
+
+
+def a_log(device: str) -> Arguments:
+    """2 layers of 4 blocks of 4 slots; a window of 3 rows and one of 1, four rows of the log each,
+    one there already."""
+    pool = Pool("LBHN", 2, 4, 2, 4, 16, device)
+    slots = torch.tensor([[2, 3, 8], [-1, -1, 0]], device=device)
+    rejected, kept = torch.tensor([[1, 0], [9, 9]], dtype=torch.int32, device=device)
+    logged = torch.tensor([[8, -1, -1, 9], [-1, -1, -1, -1]], device=device)
+    given = (*pool.arguments(slots), rejected, kept, pool.counts, logged)
+    return dict(zip(PARAMETERS["restore_all_layers"], given, strict=True))
+
+
+WRONG_LOG: list[tuple[str, Change, str]] = [
+    ("logged dtype", put("logged", lambda t: t.int()), "logged must be Long"),
+    ("logged shape", put("logged", lambda t: t.flatten()), "logged must have shape [requests, entries]"),
+    ("logged cut by columns", put("logged", lambda t: t.repeat(1, 2)[:, :4]), "logged must be contiguous"),
+    ("a request too few", put("logged", lambda t: t[:1]), "logged has 1 requests but slots has 2"),
+    ("three entries", put("logged", lambda t: t[:, :3].contiguous()), "a power of two of columns"),
+    ("fewer entries than rows", put("logged", lambda t: t[:, :2].contiguous()), "at least those of slots (3)"),
+    ("more entries than a block", put("logged", lambda t: t.repeat(1, 2)), "that divides the block size (4), got 8"),
+    ("a log too small", put("rows", lambda t: t[:, :1]), "logged lists 8; make rows larger"),
+]
+
+
+@pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
+@pytest.mark.parametrize(("change", "message"), [pytest.param(*case, id=name) for name, *case in WRONG_LOG])
+def test_logs(operator, change, message, device):
+    check_wrong(operator, a_log(device), PARAMETERS[operator], change, message)
+
+
+def test_slots_that_share_a_row_of_the_log(device):
+    if device == "cuda":
+        pytest.skip("only the device knows the slots")
+    arguments = a_log("cpu") | {"slots": torch.tensor([[2, 3, 7], [-1, -1, 0]])}
+    arguments = [arguments[name] for name in PARAMETERS["log_all_layers"]]
+    check_refused("log_all_layers", arguments, "slots 3 and 7 of request 0 share one of 4 rows")
+
+
+@pytest.mark.parametrize("operator", PARAMETERS)
+def test_the_unchanged_log_is_taken(operator, device):
+    """Else the cases above could fail for another reason than theirs."""
+    arguments = a_log(device)
+    check(operator, *(arguments[name] for name in PARAMETERS[operator]))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models, scripted drafts and random batches for the tests of the reference model."""
+
+import torch
+
+from nwor_lab.model.traffic import Shape
+from nwor_lab.pair.llama import EagleHead, LlamaConfig, LlamaTarget
+from nwor_lab.reference.cache import Batch, PagedCache
+
+CONFIG = LlamaConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+HEAD_CONFIG = LlamaConfig(**{**vars(CONFIG), "num_hidden_layers": 1})
+
+
+def tiny_pair(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[LlamaTarget, EagleHead]:
+    """Random weights large enough that attention decides the next token."""
+    torch.manual_seed(seed)
+    target = LlamaTarget(CONFIG)
+    head = EagleHead(HEAD_CONFIG, target)
+    for module in (target, head):
+        for name, weight in module.named_parameters():
+            if "norm" not in name:
+                torch.nn.init.normal_(weight, std=0.4)
+    return target.to(dtype).eval(), head.to(dtype).eval()
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(CONFIG.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+class ScriptedDrafter:
+    """Drafts what the target will say, each token spoilt with probability `spoil`."""
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]], k: int, spoil: float, seed: int = 0) -> None:
+        self.truth, self.k, self.spoil = truth, k, spoil
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, requests, batch, hidden_states, num_rejected) -> None:
+        for request in requests:
+            said = len(request.output)
+            truth = self.truth[tuple(request.tokens[: request.num_prompt_tokens])][said : said + self.k]
+            spoilt = torch.rand(self.k, generator=self.generator) < self.spoil
+            request.drafts = [
+                (token + int(bad)) % CONFIG.vocab_size for token, bad in zip(truth, spoilt, strict=True) if said
+            ]
+
+
+def paged(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int]], *, seed: int = 0, block_size: int = 4):
+    """A cache with a filled prefix for each `(num_computed, rows)`, and slots of all positions, blocks shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-(computed + rows) // block_size) for computed, rows in requests]
+    cache = PagedCache(shape, sum(needed) + 2, block_size, dtype)
+    tables = torch.randperm(sum(needed) + 2, generator=generator)[: sum(needed)].split(needed)
+    sequences = [cache.slots(t, torch.arange(c + n)) for t, (c, n) in zip(tables, requests, strict=True)]
+    for slots, (computed, _) in zip(sequences, requests, strict=True):
+        for context in cache.layers.values():
+            context.store(context.encode(*fresh_rows(cache, computed, generator)), slots[:computed])
+    return cache, sequences
+
+
+def fresh_rows(cache: PagedCache, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = cache.layers[0].dtype
+    dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    key, value = torch.randn(2, rows, cache.shape.heads, cache.shape.head_size, generator=generator).to(dtype)
+    return key, value
+
+
+def make_case(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int, int]], seed: int = 0):
+    """A filled cache and the batch of `(num_computed, drafts, prefill rows)`;
+    a request has either drafts or prefill."""
+    lens = [1 + drafts if drafts else prefill for _, drafts, prefill in requests]
+    cache, sequences = paged(shape, dtype, [(r[0], n) for r, n in zip(requests, lens, strict=True)], seed=seed)
+    computed = [r[0] for r in requests]
+    batch = Batch(
+        input_ids=torch.zeros(sum(lens), dtype=torch.int64),
+        positions=torch.cat([torch.arange(c, c + n) for c, n in zip(computed, lens, strict=True)]),
+        slot_mapping=torch.cat([s[c:] for s, c in zip(sequences, computed, strict=True)]),
+        query_start_loc=torch.tensor([0, *lens]).cumsum(0),
+        num_drafts=torch.tensor([drafts for _, drafts, _ in requests]),
+        sequence_slots=sequences,
+    )
+    return cache, batch
+
+
+def run_step(policy, batch: Batch, num_rejected: list[int], seed: int = 1) -> list[torch.Tensor]:
+    """One step with random queries, keys and values, the same for every policy; returns each layer's attention."""
+    generator = torch.Generator().manual_seed(seed)
+    cache, outputs = policy.cache, []
+    policy.begin(batch)
+    for layer in cache.layers:
+        rows = len(batch.slot_mapping)
+        query = torch.randn(rows, 2 * cache.shape.heads, cache.shape.head_size, generator=generator)
+        key, value = fresh_rows(cache, rows, generator)
+        policy.stage(layer, key, value)
+        outputs.append(policy.attend(layer, query.to(key.dtype)))
+    policy.commit(torch.tensor(num_rejected))
+    return outputs

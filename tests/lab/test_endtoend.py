@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What notebooks 04 and 09 make of a bench's report.
+
+The predicted bytes of 04 come from the model's own config, not from the counters they are held against.
+"""
+
+import copy
+import json
+import math
+from dataclasses import asdict
+
+import pandas as pd
+import pytest
+
+from nwor_lab import paths, results
+from nwor_lab.audit.auditor import AuditReport
+from nwor_lab.experiments import bench_table, endtoend
+from nwor_lab.experiments.parity import Parity
+from nwor_lab.plots import steps as step_plots
+from nwor_lab.plots import style
+
+
+@pytest.fixture
+def report() -> dict:
+    """Two ranks, three steps, two layers; vanilla rejects three rows in one step and one in the next."""
+    vanilla = AuditReport(3, 6, 4, 8, 20, 0, [0, 6, 2])
+    clean = AuditReport(3, 6, 0, 0, 20, 0, [0, 0, 0])
+    counters = {"off": {}, "cow": {"rejected_tokens": 4}, "stage": {"windows": 5}}
+    said = ["step 1, layer 0, slot 17, of request 1 of the batch", "step 1, layer 1, slot 3, of no row of the step"]
+    ranks = {
+        mode: [
+            {
+                "rank": rank,
+                "audit": asdict(audit),
+                "counters": counters[mode],
+                "dirty_examples": said if mode == "off" and not rank else [],
+            }
+            for rank in (0, 1)
+        ]
+        for mode, audit in (("off", vanilla), ("cow", clean), ("stage", clean))
+    }
+    scheduled = {"draft_tokens": 10.0, "accepted_tokens": 6.0, "drafts": 5.0}
+    metrics = {mode: {f"spec_decode_num_{name}": value for name, value in scheduled.items()} for mode in ranks}
+    spec = {"model": str(paths.PAIR_TARGET), "dtype": "bfloat16", "kv_cache_dtype": "auto", "tp": 2, "k": 2}
+    return json.loads(json.dumps({"ranks": ranks, "metrics": metrics, "spec": spec}))
+
+
+def claims(run: results.Run, report: dict) -> dict[str, bool]:
+    endtoend.claim_clean(run, "here", endtoend.audited(report))
+    endtoend.claim_left(run, "here", report)
+    return results.claims(run.directory).set_index("claim").holds.to_dict()
+
+
+def test_an_audit_that_shows_what_it_must(report, tmp_path):
+    assert claims(results.Run(tmp_path, "09"), report) == {
+        "here: cow leaves no layer-step dirty, of 12": True,
+        "here: stage leaves no layer-step dirty, of 12": True,
+        "here: vanilla leaves dirty layer-steps behind": True,
+        "here: slots that vanilla leaves dirty are its rejected rows": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "changed", "broken"),
+    [
+        ("cow", {"dirty_layer_steps": 1}, {"cow leaves no layer-step dirty, of 12"}),
+        ("stage", {"unwritten_rows": 1}, {"stage leaves no layer-step dirty, of 12"}),
+        ("stage", {"layer_steps": -6}, {"stage leaves no layer-step dirty, of 0"}),
+        ("off", {"dirty_slots": 1}, {"slots that vanilla leaves dirty are its rejected rows"}),
+    ],
+)
+def test_each_claim_of_the_audit_can_fail(report, tmp_path, mode, changed, broken):
+    for name, by in changed.items():
+        report["ranks"][mode][1]["audit"][name] += by
+        if by < 0:
+            report["ranks"][mode][0]["audit"][name] += by
+    found = claims(results.Run(tmp_path, "09"), report)
+    assert {claim.removeprefix("here: ") for claim, holds in found.items() if not holds} == broken
+
+
+def test_vanilla_is_held_to_the_rows_that_its_own_scheduler_counts(report, tmp_path):
+    """A near tie can give it one rejected row less than `cow`, and each rank two dirty slots less (two layers)."""
+    report["metrics"]["off"]["spec_decode_num_accepted_tokens"] += 1
+    for rank in report["ranks"]["off"]:
+        rank["audit"]["dirty_slots"] -= 2
+    assert all(claims(results.Run(tmp_path, "09"), report).values())
+
+
+@pytest.mark.parametrize(("counted", "holds"), [(4, True), (5, False)])
+def test_windows_of_which_no_scheduler_hears_are_counted_on_the_device(report, tmp_path, counted, holds):
+    """A GPU runs a step ahead: both schedulers heard of three rejected rows, and four were."""
+    for mode in ("off", "cow"):
+        report["metrics"][mode]["spec_decode_num_accepted_tokens"] = 7.0
+    for rank in report["ranks"]["cow"]:
+        rank["counters"]["rejected_tokens"] = counted
+    found = claims(results.Run(tmp_path, "09"), report)
+    assert found["here: slots that vanilla leaves dirty are its rejected rows"] is holds
+
+
+@pytest.fixture
+def whole(report) -> dict:
+    """The same report with all that notebook 04 judges; every claim of it holds."""
+    for mode, ranks in report["ranks"].items():
+        for rank in ranks:
+            rank |= {"serving": mode}
+            rank["counters"] |= {"bytes_avoided": 4 * 5 * 512 if mode == "stage" else 0}
+    for mode in ("cow", "stage"):
+        report["metrics"][mode] |= {"nwor_scheduler_checks": 3.0, "nwor_scheduler_mismatches": 0.0}
+    report["plan"] = {"logit_gap": 0.25, "modes": ["off", "cow", "stage"]}
+    report["parity"] = {
+        "off": asdict(Parity(8, 8, 0.0)), "cow": asdict(Parity(8, 8, 0.0)), "stage": asdict(Parity(7, 8, 0.2, 0.1)),
+    }  # fmt: skip
+    return report
+
+
+def bench_of(accepted: dict[str, int]) -> pd.DataFrame:
+    """What each mode accepted of 10,000 drafts."""
+    rows = [(mode, 0, "accepted_tokens", count) for mode, count in accepted.items()]
+    rows += [(mode, 0, "draft_tokens", 10_000) for mode in accepted]
+    return pd.DataFrame(rows, columns=["mode", "repeat", "metric", "value"])
+
+
+EQUAL = {"off": 5000, "cow": 5000, "stage": 5010}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "broken"),
+    [
+        ("ranks stage 1 serving", "off", "every rank serves the mode asked for"),
+        ("parity cow equal", 7, "cow's greedy tokens are vanilla's"),
+        ("parity stage largest_gap", 0.3, "a token of stage that differs is a near tie (nats)"),
+        ("parity stage largest_shift", 0.3, "stage shifts no log-probability of vanilla's best tokens further (nats)"),
+        ("ranks cow 1 counters rejected_tokens", 5, "cow's counts are the same on every rank"),
+        ("metrics stage nwor_scheduler_mismatches", 1.0, "stage's commits are the scheduler's in every step"),
+        ("metrics cow nwor_scheduler_checks", 0.0, "cow's commits are the scheduler's in every step"),
+        ("metrics stage spec_decode_num_accepted_tokens", 7.0, "stage avoids the rejected rows' bytes, no more"),
+        ("accepted", {**EQUAL, "stage": 5400}, "stage accepts as many drafts as vanilla (|z|)"),
+        ("", None, ""),
+    ],
+)
+def test_each_claim_of_a_run_can_fail(whole, tmp_path, path, value, broken):
+    accepted, run = EQUAL, results.Run(tmp_path, "04")
+    if path == "accepted":
+        accepted = value
+    elif path:
+        *owners, name = path.split()
+        owner = whole
+        for key in owners:
+            owner = owner[int(key) if key.isdigit() else key]
+        owner[name] = value
+    endtoend.claim(run, bench_of(accepted), whole)
+    found = results.claims(run.directory)
+    assert len(found) == 13
+    assert [text.partition(": ")[2] for text in found.claim[~found.holds]] == ([broken] if broken else [])
+
+
+def test_rejected_rows_that_the_scheduler_never_hears_of(report):
+    """#18: a GPU's last windows, of requests that have just finished, each of at most k rejected rows."""
+    row = 5 * 512
+    assert endtoend.rejected_bytes(report) == (4 * row, 4 * row)
+    report["ranks"]["stage"][0]["counters"]["windows"] += 3
+    assert endtoend.rejected_bytes(report) == (4 * row, 10 * row)
+
+
+def test_a_vanilla_that_cleans_up_is_no_control(report, tmp_path):
+    report["ranks"]["off"] = copy.deepcopy(report["ranks"]["cow"])
+    found = claims(results.Run(tmp_path, "09"), report)
+    assert not found["here: vanilla leaves dirty layer-steps behind"]
+    assert not found["here: slots that vanilla leaves dirty are its rejected rows"]
+
+
+def test_what_is_counted_by_step_is_no_row_of_the_benchs_table(report):
+    rank = report["ranks"]["off"][0] | {"counters": {"bytes_avoided": 3}}
+    table = results.tidy(bench_table.counted([rank])).set_index("metric")
+    assert table.value["audit.dirty_slots"] == 8
+    assert "audit.dirty_by_step" not in table.index
+
+
+def test_dirt_by_step_and_by_example(report, tmp_path):
+    assert endtoend.audit_rows(report).dirty_slots.tolist() == [8, 8, 0, 0, 0, 0]
+    found = endtoend.examples(report)
+    assert found[["rank", "step", "layer", "slot"]].to_numpy().tolist() == [[0, 1, 0, 17], [0, 1, 1, 3]]
+    assert found.request.tolist() == [1, pd.NA]
+    assert endtoend.examples(report, "cow").empty
+    dirty = results.tidy(endtoend.dirty_rows(report), run_id="x")
+    path = step_plots.left_behind(tmp_path, dirty)
+    style.close()
+    drawn = pd.read_csv(path.with_suffix(".csv")).pivot(index="step", columns="mode", values="value")
+    assert drawn.to_dict("list") == {"cow": [0, 0, 0], "off": [0, 12, 4], "stage": [0, 0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "tp", "row"),
+    [
+        ("bfloat16", "auto", 1, 1024),
+        ("bfloat16", "auto", 2, 512),
+        ("float32", "auto", 1, 2048),
+        ("bfloat16", "fp8", 1, 512),
+    ],
+)
+def test_shape_of_the_shipped_pair(dtype, kv_cache_dtype, tp, row):
+    spec = {"model": str(paths.PAIR_TARGET), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "tp": tp}
+    shape = endtoend.cache_shape(spec)
+    assert (shape.num_layers, shape.row) == (5, row)
+
+
+# -- whole steps on a GPU ----------------------------------------------------------------------------------------------
+
+
+def gpu_tables(stage: tuple[float, float]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """One setting, two repeats: vanilla takes 10 ms, `stage` as told; of the kernels vanilla's take 8 ms, stage's 7."""
+    common = {"tp": 1, "kv_heads": 8, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4, "engine": "stage"}
+    steps = [
+        common | {"mode": mode, "repeat": repeat, "metric": "step_ms", "value": value}
+        for repeat in (0, 1)
+        for mode, value in (("off", 10.0), ("stage", stage[repeat]))
+    ]
+    parts = {"off": (800.0, 200.0, 0.0, 7000.0), "stage": (300.0, 0.0, 20.0, 6680.0)}
+    kernels = [
+        common | {"mode": mode, "kind": kind, "value": value}
+        for mode, values in parts.items()
+        for kind, value in zip(("attention", "KV write", "NWOR", "matmul"), values, strict=True)
+    ]
+    return pd.DataFrame(steps), pd.DataFrame(kernels)
+
+
+def test_steps_on_a_gpu_beside_the_kernels_they_are_made_of():
+    table = endtoend.gpu_steps(*gpu_tables((9.4, 9.6))).set_index("mode").loc["stage"]
+    assert (table["step"], table["low"], table["high"]) == pytest.approx(((0.94 * 0.96) ** 0.5, 0.94, 0.96))
+    assert (table["gpu_ms"], table["gpu"], table["write_us"], table["nwor_us"]) == pytest.approx(
+        (7.0, 0.875, 0.0, 20.0)
+    )
+    assert table["steady"]
+
+
+def test_profiles_in_both_orders_count_once():
+    steps, kernels = gpu_tables((9.4, 9.6))
+    again = kernels.assign(value=kernels["value"] * 1.1)
+    table = endtoend.gpu_steps(steps, pd.concat([kernels.assign(repeat=0), again.assign(repeat=1)])).set_index("mode")
+    assert table.loc["off", ["gpu_ms", "write_us"]].tolist() == pytest.approx([1.05 * 8.0, 210])
+    assert table.loc["stage", "gpu"] == pytest.approx(7 / 8)
+
+
+def test_parity_stands_beside_the_time_of_its_load():
+    """#24: of this setting's passes alone; NaN where it was not judged."""
+    steps, kernels = gpu_tables((9.4, 9.6))
+    judged = {
+        "equal_requests": (3.0, 2.0),
+        "requests": (4.0, 4.0),
+        "largest_gap": (0.0, 0.1),
+        "largest_shift": (0.2, 0.0),
+    }
+    common = steps[steps["mode"] == "stage"].head(1).drop(columns="repeat")
+    more = [common.assign(metric=name, value=value) for name, values in judged.items() for value in values]
+    elsewhere = common.assign(metric="largest_gap", value=9.0, batch=64)
+    table = endtoend.gpu_steps(pd.concat([steps, *more, elsewhere]), kernels).set_index("mode")
+    assert table.loc["stage", list(judged)].tolist() == [5, 8, 0.1, 0.2]
+    assert table.loc["off", list(judged)].isna().all() and table["step"].isna().tolist() == [False, True]
+    near = [more.replace({"value": {0.2: 0.15}}) for more in more]
+    assert endtoend.gpu_steps(pd.concat([steps, *near]), kernels)["step"].notna().all(), "0.15 nats are a near tie"
+
+
+@pytest.mark.parametrize(
+    ("mode", "column", "value"),
+    [
+        ("off", "requests", None),
+        ("cow", "equal_requests", 7),
+        ("stage", "largest_shift", 0.16),
+        ("stage", "largest_gap", math.inf),
+        ("stage", "step", None),
+    ],
+)
+def test_timed_loads_that_are_not_at_parity_are_told(mode, column, value, tmp_path):
+    """Each claim can fail."""
+    table = pd.DataFrame({"mode": ["off", "cow", "stage", "stage"], "kv_cache_dtype": ["auto", "auto", "auto", "fp8"]})
+    table = table.assign(requests=8.0, equal_requests=[8.0, 8.0, 1.0, 0.0], largest_shift=[0.0, 0.0, 0.1, 0.7])
+    table = table.assign(largest_gap=0.0, step=[1.0, 1.0, 0.9, 0.9])
+    run = results.Run(tmp_path, "04")
+    endtoend.claim_timed(run, table)
+    assert results.claims(run.directory).holds.tolist() == 5 * [True]
+    table.loc[table[(table["mode"] == mode) & (table["kv_cache_dtype"] == "auto")].index, column] = value
+    endtoend.claim_timed(run, table)
+    broken = results.claims(run.directory).holds.tolist().count(False)
+    assert broken == 1 + (column == "step"), "none of bf16 is known then"
+
+
+def test_clocks_are_of_each_mode_and_batch():
+    rows = [
+        {"tp": 1, "engine": "stage", "mode": mode, "batch": 4, "metric": metric, "value": value}
+        for mode, values in {"off": (1980, 1970), "stage": (1500, 1501)}.items()
+        for metric, value in (("sm_clock", values[0]), ("sm_clock", values[1]), ("power", 600.2), ("step_ms", 1.0))
+    ]
+    found = endtoend.clocks(pd.DataFrame(rows))
+    assert found.loc[(1, "stage", "off")].to_dict() == {("power", 4): 600, ("sm_clock", 4): 1975}
+
+
+def test_a_mode_that_a_setting_did_not_run_has_no_line():
+    steps, kernels = gpu_tables((9.4, 9.6))
+    other = steps[steps["mode"] == "off"].assign(batch=16)
+    table = endtoend.gpu_steps(pd.concat([steps, other]), kernels)
+    assert list(zip(table["batch"], table["mode"], strict=True)) == [(4, "off"), (4, "stage"), (16, "off")]
+
+
+def test_an_engine_is_compared_with_itself():
+    """Vanilla in another engine, however slow, is not what a mode is held against where its own paused."""
+    steps, kernels = gpu_tables((9.4, 9.6))
+    slow = steps[steps["mode"] == "off"].assign(engine="cow", value=11.0)
+    cow = slow.assign(mode="cow", value=11.11)
+    alone = slow.assign(engine="")
+    table = endtoend.gpu_steps(pd.concat([steps, slow, cow, alone]), kernels).set_index(["engine", "mode"])
+    assert table.loc[("stage", "stage"), "step"] == pytest.approx((0.94 * 0.96) ** 0.5)
+    assert table.loc[("cow", "cow"), "step"] == pytest.approx(1.01)
+    assert (table.xs("off", level="mode")["step"] == 1).all()
+    apart = endtoend.engines_apart(pd.concat([steps, slow, cow, steps[steps["mode"] == "off"].assign(batch=16)]))
+    assert apart.stack().to_dict() == {(1, 8, "auto", 8, 512, 4): pytest.approx(0.1)}, "of settings of several engines"
+
+
+@pytest.mark.parametrize(("stage", "shown"), [((9.5, 9.5), 0.95), ((9.0, 10.2), None)])
+def test_a_setting_that_did_not_run_steadily_is_not_shown(stage, shown):
+    found = endtoend.step_table(endtoend.gpu_steps(*gpu_tables(stage)))
+    assert found.empty if shown is None else found.loc[("stage", 1, 8, "auto", 8, 512), 4] == pytest.approx(shown)
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "value"),
+    [
+        ("audit.dirty_layer_steps", "off", 0),
+        ("audit.dirty_layer_steps", "cow", 1),
+        ("audit.unwritten_rows", "stage", 1),
+        ("equal_requests", "cow", 7),
+        ("counters.committed_tokens", "stage", 400),
+    ],
+)
+def test_a_recorded_audit_that_does_not_hold_is_told(metric, mode, value, tmp_path):
+    """What a recorded table says is judged like a report: each of the five claims can fail."""
+    rows = {"audit.layer_steps": (6, 6, 6), "audit.dirty_layer_steps": (5, 0, 0), "audit.unwritten_rows": (0, 0, 0)}
+    rows |= {"equal_requests": (8, 8, 6), "requests": (8, 8, 8)}
+    rows |= {"counters.committed_tokens": (None, 500, 490), "counters.staged_tokens": (None, 1000, 1000)}
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["off", "cow", "stage"])
+    run = results.Run(tmp_path, "09")
+    endtoend.claim_recorded(run, "there", table)
+    assert results.claims(run.directory).holds.tolist() == 5 * [True]
+    table.loc[metric, mode] = value
+    endtoend.claim_recorded(run, "there", table)
+    assert results.claims(run.directory).holds.tolist().count(False) == 1

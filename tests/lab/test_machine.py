@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine can do in vLLM, and what is said and refused where it cannot (hazard 27).
+
+A CPU of another kind is looked like in a child process, through `tests/nwor/avx2`.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nwor_lab import doctor, machine, paths
+
+AVX2 = paths.ROOT / "tests" / "nwor" / "avx2"
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="only an x86 CPU can look like one with AVX2")
+
+
+def on_avx2(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run Python on what looks like a CPU with AVX2 alone, and no GPU."""
+    environ = {**os.environ, "PYTHONPATH": f"{AVX2}{os.pathsep}{paths.ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(
+        command, env=environ, cwd=paths.ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("can", "fp8", "dtype"),
+    [
+        (set(), False, "float32"),
+        ({"avx512_f"}, True, "float32"),
+        ({"avx512_f", "avx512_bf16"}, True, "bfloat16"),
+        ({"avx512_f", "avx512_bf16", "amx_tile"}, True, "bfloat16"),
+    ],
+)
+def test_what_is_chosen_by_what_the_cpu_can(can, fp8, dtype, monkeypatch):
+    monkeypatch.setattr(machine, "on_cpu", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(can, True))
+    assert (machine.why_no_fp8_cache() == "") == fp8
+    assert (machine.refuse_cache("fp8_e5m2") == "") == fp8
+    assert machine.refuse_cache("auto") == ""
+    assert machine.model_dtype() == dtype
+    assert machine.model_dtype("float16") == "float16"
+
+
+@pytest.mark.parametrize("can", [set(), {"avx512_f"}, {"amx_tile"}])
+def test_vllm_refuses_what_we_say_it_refuses(can, monkeypatch):
+    """The rule is vLLM's own; were it to change there, this fails."""
+    attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(can, True))
+    refused = ""
+    try:
+        attention._get_attn_isa(torch.bfloat16, 128, 64, "fp8")
+    except NotImplementedError as error:
+        refused = str(error)
+    assert bool(refused) == bool(machine.why_no_fp8_cache())
+
+
+@x86
+def test_doctor_says_what_is_chosen_and_what_is_not_served():
+    done = on_avx2("-m", "nwor_lab.cli", "doctor")
+    assert "float32 in notebooks, bench and audit (this CPU has no bf16 instructions)" in done.stdout, done.stderr
+    assert "skipped: vLLM has no fp8 cache on this CPU (x86_64 without AVX-512 and AMX)" in done.stdout
+    here = doctor.choices()
+    assert [finding.name for finding in here] == ["dtype", "fp8 caches"]
+    assert here[0].value.startswith(machine.model_dtype())
+
+
+@x86
+@pytest.mark.parametrize("command", ["bench", "audit", "acceptance"])
+def test_an_fp8_cache_that_cannot_be_is_refused_in_one_line(command, tmp_path):
+    done = on_avx2("-m", "nwor_lab.cli", command, "--kv-cache-dtype", "fp8", "--run-dir", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"--kv-cache-dtype fp8: {ON_AVX2}"]
+    assert not list(tmp_path.iterdir())
+
+
+ON_AVX2 = "vLLM has no fp8 cache on this CPU (x86_64 without AVX-512 and AMX)"
+
+
+@x86
+def test_bytes_of_vllms_writer_are_compared_for_the_caches_that_it_has():
+    code = "from nwor_lab.operators import check as k; print(sorted(set(k.against_vllm('cpu', 0)['cache'])))"
+    done = on_avx2("-c", code)
+    assert done.stdout.strip() == "['auto']", done.stderr

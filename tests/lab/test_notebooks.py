@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each notebook is thin, says what it claims and what it takes, and is committed without outputs (R30)."""
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+from papermill.exceptions import PapermillExecutionError
+
+from nwor_lab import paths, reproduce
+
+BOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
+each = pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+PARAMETER = re.compile(r"[a-z]\w*: (str|int|float|bool|list\[(str|int|float)\]) = .+?  # \S.+")
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def code(path: Path) -> list[nbformat.NotebookNode]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def test_the_walk_is_whole() -> None:
+    assert [path.stem for path in reproduce.notebooks()] == [path.stem for path in BOOKS]
+    assert [path.stem for path in BOOKS][:5] == [
+        "01_reference_model",
+        "02_kernel_correctness",
+        "03_eagle_acceptance",
+        "04_tp2_end_to_end",
+        "05_paper_figures",
+    ]
+
+
+@each
+def test_no_outputs_and_a_generic_kernel(path: Path) -> None:
+    assert [cell.execution_count for cell in code(path) if cell.execution_count is not None or cell.outputs] == []
+    metadata = read(path).metadata
+    assert metadata.kernelspec.name == "python3"
+    assert set(metadata) <= {"kernelspec", "language_info"}
+
+
+@each
+def test_it_opens_with_its_claim_and_ends_in_assertions(path: Path) -> None:
+    first, last = read(path).cells[0], code(path)[-1]
+    assert first.cell_type == "markdown"
+    assert first.source.startswith("# ")
+    assert "claim" in first.source.lower()
+    assert "run.finish()" in last.source
+
+
+@each
+def test_it_is_thin(path: Path) -> None:
+    cells = [cell.source for cell in code(path)]
+    assert len(cells) <= 12
+    imports = ("import ", "from ")
+    lines = [len([line for line in cell.splitlines() if line and not line.startswith(imports)]) for cell in cells]
+    assert statistics.median(lines) <= 4
+    assert max(lines[1:]) <= 14, "the first holds the parameters, a line each"
+    for cell in cells:
+        tree = ast.parse(cell)
+        assert not [node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Try))]
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert not {name for name in modules if name.startswith(("matplotlib", "seaborn", "vllm"))}
+
+
+@each
+def test_each_parameter_has_a_type_and_a_comment(path: Path) -> None:
+    (cell,) = [cell for cell in code(path) if "parameters" in cell.metadata.get("tags", [])]
+    lines = cell.source.splitlines()
+    assert [line for line in lines if not PARAMETER.fullmatch(line)] == []
+    seen = papermill.inspect_notebook(str(path))
+    assert len(seen) == len(lines)
+    assert "run_dir" in seen
+    assert [name for name, entry in seen.items() if entry["inferred_type_name"] == "None" or not entry["help"]] == []
+
+
+def test_papermill_explains_a_notebook() -> None:
+    command = [sys.executable, "-m", "papermill", "--help-notebook", str(BOOKS[-1])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert re.search(r"run_dir: str \(default \"\"\)\s+\S+", done.stdout)
+
+
+@each
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("run_dri", "x", "has no parameter run_dri; it has"), ("run_dir", False, "run_dir is False, not of type str")],
+)
+def test_plain_papermill_stops_at_a_wrong_parameter(
+    path: Path, tmp_path: Path, name: str, value: object, said: str
+) -> None:
+    begin = [
+        number for number, cell in enumerate(code(path)) if f'results.start(globals(), "{path.stem}")' in cell.source
+    ]
+    assert begin == [1], "the cell after the parameters calls results.start with the notebook's own name"
+    given = {"run_dir": str(tmp_path / "run"), name: value}
+    with pytest.raises(PapermillExecutionError, match=said):
+        papermill.execute_notebook(str(path), None, parameters=given, cwd=str(paths.ROOT), progress_bar=False)
+    assert not (tmp_path / "run").exists()

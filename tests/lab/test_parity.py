@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as saying the same as the baseline (#24)."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from nwor_lab.engines.engine import Generation
+from nwor_lab.experiments.parity import Parity, compare, of_rows
+
+
+def said(tokens: list[int], *best: dict[int, float]) -> Generation:
+    """One request's tokens, and of each the log-probabilities of the best."""
+    return Generation([tokens], [""], [], {}, [], [list(best)])
+
+
+SURE, TIE = {7: -0.1, 8: -3.0}, {1: -0.70, 2: -0.75}
+
+
+@pytest.mark.parametrize(
+    ("other", "drafted", "parity"),
+    [
+        (said([7, 1], SURE, TIE), False, (1, 0.0, 0.0)),
+        (said([7, 2], SURE, {2: -0.70, 1: -0.74}), False, (0, 0.05, 0.04)),
+        (said([7, 9], SURE, TIE | {9: -9.0}), False, (0, math.inf, 0.0)),
+        (said([7, 9], SURE, TIE | {9: -9.0}), True, (0, 0.0, 0.0)),
+        (said([7, 1], {7: -0.4, 8: -1.0}, TIE), False, (1, 0.0, 0.3)),
+        (said([7, 1], {8: -0.1, 3: -3.0}, TIE), True, (1, 0.0, math.inf)),
+        (said([8, 1], {7: -0.1, 8: -0.2}, {5: 0.0}), True, (0, 2.9, 0.0)),
+    ],
+    ids=[
+        "equal",
+        "a near tie",
+        "another token",
+        "a draft's token",
+        "a shift",
+        "another distribution",
+        "and none after",
+    ],
+)
+def test_parity_is_of_tokens_and_of_what_the_target_says(other, drafted, parity):
+    """Up to the first token that differs;
+    where tokens may be the drafter's the target's log-probabilities still tell."""
+    found = compare(said([7, 1], SURE, TIE), other, drafted)
+    assert (found.equal, found.largest_gap, found.largest_shift) == pytest.approx(parity)
+    assert found.explained(0.25) == (max(parity[1:]) <= 0.25)
+
+
+def test_comparisons_add_up():
+    """Tokens are counted, and of what differs the worst is kept."""
+    good, bad = Parity(8, 8, 0.1, 0.3), Parity(3, 4, 0.2, 0.0)
+    assert good + bad == bad + good == Parity(11, 12, 0.2, 0.3)
+    assert of_rows(pd.DataFrame(good.rows() + bad.rows())) == good + bad
+    assert of_rows(pd.DataFrame(bad.rows()).query("metric == 'none'")) == Parity()
+
+
+@pytest.mark.parametrize("best", [{7: math.nan, 8: -3.0}, {7: -0.1, 8: math.nan}])
+def test_what_is_no_number_is_explained_by_nothing(best):
+    """#25: `max` passes over a NaN that is not its first."""
+    one, other = said([7, 1], SURE, TIE), said([7, 1], best, TIE)
+    assert compare(one, one).explained(0)
+    assert not any(compare(*pair).explained(1e9) for pair in ((one, other), (other, one), (other, other)))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of graphs and the pause of a mode, on a stand-in for the worker: what is captured, replayed and refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.nwor.paged import Paged
+
+pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to pause")
+
+from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
+from nwor.vllm import graphs, runner, runner_v2
+from nwor_lab.engines import pause
+
+
+class Worker:
+    """Two layers, and a runner whose capture notes what it saw."""
+
+    def __init__(self, monkeypatch, mode: str, replayed: bool = True, v2: bool = True) -> None:
+        manager = DraftCommitManager(CacheLayout.of(Paged().targets()), mode, 4, 3, 32, replayed=replayed)
+        self.manager = manager
+        self.layers = {str(index): SimpleNamespace(nwor=LayerContext(manager, index)) for index in range(2)}
+        self.captured: list[list] = []
+        self.model_runner = SimpleNamespace(
+            nwor=manager,
+            nwor_graphs={},
+            speculator="drafter",
+            cudagraph_manager=SimpleNamespace(graphs={"a batch": "the start-up's"}),
+            capture_model=self.capture,
+        )
+        self.use_v2_model_runner = v2
+        monkeypatch.setattr(runner, "target_layers", lambda runner: self.layers)
+
+    def capture(self) -> None:
+        runner = self.model_runner
+        assert not runner.cudagraph_manager.graphs and runner.speculator is None
+        self.captured.append([runner.nwor, *(layer.nwor for layer in self.layers.values())])
+        runner.cudagraph_manager.graphs["a batch"] = "vanilla" if runner.nwor is None else "treated"
+
+    @property
+    def state(self) -> tuple:
+        runner = self.model_runner
+        return runner.nwor, [layer.nwor for layer in self.layers.values()], dict(runner.cudagraph_manager.graphs)
+
+
+HOLD = pytest.mark.parametrize(
+    ("mode", "replayed", "hold"), [("stage", True, True), ("stage", False, False), ("cow", True, False)]
+)
+
+
+@HOLD
+def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode, replayed, hold, monkeypatch):
+    worker = Worker(monkeypatch, mode, replayed)
+    serving = worker.state
+    for _ in range(2):
+        pause.pause(worker)
+        assert worker.state == (None, [None, None], {"a batch": "vanilla" if hold else "the start-up's"})
+        pause.resume(worker)
+        assert worker.state == serving
+    assert worker.captured == ([[None, None, None]] if hold else []) and worker.model_runner.speculator == "drafter"
+
+
+@HOLD
+def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, replayed, hold, monkeypatch):
+    """Where one capture put its buffers must not pass for what a mode takes or saves."""
+    worker = Worker(monkeypatch, mode, replayed)
+    manager, layers, _ = worker.state
+    pause.pause(worker)
+    with pytest.raises(RuntimeError, match="paused already"):
+        pause.capture_anew(worker)
+    pause.resume(worker)
+    vanilla = worker.model_runner.nwor_graphs.get("off")
+    worker.captured.clear()
+    pause.capture_anew(worker)
+    assert worker.state == (manager, layers, {"a batch": "treated" if hold else "the start-up's"})
+    assert worker.captured == ([[manager, *layers], [None, None, None]] if hold else [])
+    assert not hold or worker.model_runner.nwor_graphs["off"] is not vanilla
+    pause.pause(worker)
+    assert worker.state == (None, [None, None], {"a batch": "vanilla" if hold else "the start-up's"})
+
+
+def test_where_batches_may_stand_aside_vllms_own_graphs_are_captured_beside_the_modes(monkeypatch):
+    """N1: at the start-up, once; a pause has them to go by."""
+    worker = Worker(monkeypatch, "stage")
+    made, manager = worker.model_runner, worker.manager
+    patched = runner_v2._make_capture(lambda self, **how: worker.capture() if made.nwor_graphs else None)
+    made.capture_model = lambda **how: patched(made, **how)
+    made.capture_model()
+    assert (worker.captured, made.nwor_graphs) == ([], {}), "no batch stands aside"
+    manager.aside = {8: 4096}
+    made.capture_model(profile_only=True)
+    assert (worker.captured, made.nwor_graphs) == ([], {}), "vLLM only asks what graphs cost"
+    serving = worker.state
+    made.capture_model()
+    assert worker.captured == [[None, None, None]]
+    assert made.nwor_graphs == {"stage": {"a batch": "the start-up's"}, "off": {"a batch": "vanilla"}}
+    assert worker.state == serving and made.speculator == "drafter"
+    for mode in ("off", "stage"):
+        graphs.replay(made, mode)
+        assert made.cudagraph_manager.graphs is made.nwor_graphs[mode]
+    pause.pause(worker)
+    assert worker.state == (None, [None, None], {"a batch": "vanilla"})
+    pause.resume(worker)
+    assert worker.state == serving and worker.captured == [[None, None, None]]
+
+
+def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):
+    worker = Worker(monkeypatch, "stage", v2=False)
+    before = worker.state
+    for refused in (pause.pause, pause.capture_anew):
+        with pytest.raises(RuntimeError, match="pause it under the V2 runner, or with enforce_eager"):
+            refused(worker)
+    assert worker.state == before and not worker.captured
+
+    worker = Worker(monkeypatch, "cow")
+    worker.model_runner.nwor.num_requests = 1
+    with pytest.raises(RuntimeError, match="between requests"):
+        pause.pause(worker)
+    worker.model_runner.nwor.num_requests = None
+    with pytest.raises(RuntimeError, match="no mode is paused"):
+        pause.resume(worker)
+    pause.pause(worker)
+    with pytest.raises(RuntimeError, match="paused already"):
+        pause.pause(worker)
+    worker.model_runner.nwor_paused = None
+    with pytest.raises(RuntimeError, match="no mode serves here"):
+        pause.pause(worker)

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The four write policies and the speculative decoder: same tokens, clean pages, visible tails."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nwor_lab.model.traffic import MODES, Shape
+from nwor_lab.pair.llama import causal_attention
+from nwor_lab.reference import SpeculativeDecoder, make_policy
+from nwor_lab.reference.decoder import count_accepted
+from nwor_lab.reference.policies import CopyOnWrite, Staging, attention
+from tests.lab.reference_models import CONFIG, ScriptedDrafter, fresh_rows, make_case, prompts, run_step, tiny_pair
+
+LENGTHS, MAX_TOKENS = (3, 17, 9, 30), 24
+MIXED = [(7, 3, 0), (0, 0, 6), (12, 2, 0), (5, 4, 0), (9, 0, 2)]
+EXACT = ("off", "cow", "stage")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny_pair()
+
+
+@pytest.fixture(scope="module")
+def truth(pair):
+    """What the target says on its own, and by a plain forward over the whole sequence."""
+    target, _ = pair
+    said = {}
+    with torch.inference_mode():
+        for prompt in prompts(LENGTHS):
+            tokens = list(prompt)
+            for _ in range(MAX_TOKENS + 12):
+                ids = torch.tensor(tokens)
+                tokens.append(int(target.logits(target(ids, torch.arange(len(ids))))[-1].argmax()))
+            said[tuple(prompt)] = tokens[len(prompt) :]
+    return said
+
+
+def decode(target, mode, drafter, **options):
+    options = {"k": 4, "block_size": 4, "prefill_chunk": 5, "poison": mode != "blind", **options}
+    return SpeculativeDecoder(target, mode, drafter=drafter, **options).generate(prompts(LENGTHS), MAX_TOKENS)
+
+
+# -- tokens and acceptance ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", [0.0, 0.3, 1.0], ids=["all accepted", "some accepted", "none accepted"])
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_three_policies_say_what_the_target_says_alone(pair, truth, k, spoil):
+    """Hazards 1, 4, 8 and 25: prompts of four lengths, prefilled in chunks beside verifies, on pages full of NaN."""
+    runs = {mode: decode(pair[0], mode, ScriptedDrafter(truth, k, spoil), k=k) for mode in EXACT}
+    want = [truth[tuple(prompt)][:MAX_TOKENS] for prompt in prompts(LENGTHS)]
+    for mode, run in runs.items():
+        assert run.tokens == want, mode
+        assert run.accepted == runs["off"].accepted, mode
+        assert run.counted_traffic() == run.predicted_traffic(), mode
+    assert any(step.window.prefill_rows and step.window.requests for step in runs["off"].steps)
+    assert {0.0: min(runs["off"].accepted) == k, 0.3: True, 1.0: max(runs["off"].accepted) == 0}[spoil]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_three_policies_agree_exactly_in_other_dtypes(truth, dtype):
+    """R12: attention computes on the bytes the cache would hold, staged or not."""
+    model_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    target, _ = tiny_pair(dtype=model_dtype)
+    drafter = {mode: ScriptedDrafter(truth, 4, 0.3) for mode in EXACT}
+    runs = {mode: decode(target, mode, drafter[mode], cache_dtype=dtype) for mode in EXACT}
+    assert runs["off"].tokens == runs["cow"].tokens == runs["stage"].tokens
+    assert runs["off"].accepted == runs["cow"].accepted == runs["stage"].accepted
+    for run in runs.values():
+        assert run.counted_traffic() == run.predicted_traffic()
+
+
+def test_blind_staging_loses_acceptance_and_text(pair, truth):
+    """Hazard 1: attention never saw the staged keys and values."""
+    off = decode(pair[0], "off", ScriptedDrafter(truth, 4, 0.0))
+    blind = decode(pair[0], "blind", ScriptedDrafter(truth, 4, 0.0))
+    assert off.acceptance_length == 5.0
+    assert blind.acceptance_length < 3.0
+    assert blind.tokens != off.tokens
+    assert blind.counted_traffic() == blind.predicted_traffic()
+    assert blind.dirty_bytes == 0
+
+
+def test_blind_staging_on_poisoned_pages_reads_nan():
+    """Hazard 25: rows never written read as NaN; the same check finds the three others clean."""
+    for mode in MODES:
+        cache, batch = make_case(Shape(2, 2, 8, 4), torch.float32, MIXED)
+        outputs = run_step(make_policy(mode, cache), batch, [1, 0, 0, 2, 0])
+        window = batch.num_drafts[batch.row_request] > 0
+        for output in outputs:
+            assert output[window].isnan().any() == (mode == "blind"), mode
+            assert output[~window].isfinite().all(), mode
+
+
+def test_poison_does_not_reach_the_tokens(pair, truth):
+    for mode in EXACT:
+        runs = [decode(pair[0], mode, ScriptedDrafter(truth, 4, 0.3), poison=poison) for poison in (True, False)]
+        assert runs[0].tokens == runs[1].tokens
+        assert runs[0].accepted == runs[1].accepted
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_tokens_depend_on_neither_block_order_nor_block_size(pair, truth, mode):
+    """Hazard 7: the number of KV heads is 2, and so is one of the block sizes."""
+    for seed, block_size in ((0, 2), (1, 16), (2, 5)):
+        run = decode(pair[0], mode, ScriptedDrafter(truth, 4, 0.3), seed=seed, block_size=block_size)
+        assert run.tokens == [truth[tuple(prompt)][:MAX_TOKENS] for prompt in prompts(LENGTHS)]
+
+
+# -- what a step leaves behind --------------------------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw):
+    requests, rejected = [], []
+    for _ in range(draw(st.integers(1, 5))):
+        drafts = draw(st.integers(0, 4))
+        requests.append((draw(st.integers(0, 14)), drafts, draw(st.integers(1, 7))))
+        rejected.append(draw(st.integers(0, drafts)))
+    return requests, rejected
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+@settings(max_examples=60, deadline=None)
+@given(case=batches())
+def test_a_step_leaves_the_kept_rows_and_nothing_else(mode, case):
+    """Hazards 2, 4 and 8: in every layer the rows `[0, query_len - num_rejected)` of each query, found row by row."""
+    requests, rejected = case
+    shape = Shape(2, 2, 8, 4)
+    cache, batch = make_case(shape, torch.float32, requests)
+    vanilla, _ = make_case(shape, torch.float32, requests)
+    before = cache.pool.clone()
+    got = run_step(make_policy(mode, cache), batch, rejected)
+    want = run_step(make_policy("off", vanilla), batch, rejected)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+    kept, row = [], 0
+    for (_, drafts, prefill), dropped in zip(requests, rejected, strict=True):
+        rows = 1 + drafts if drafts else prefill
+        kept += [int(batch.slot_mapping[row + n]) for n in range(rows - dropped)]
+        row += rows
+    for number, context in cache.layers.items():
+        for ours, theirs in zip(
+            context.load(torch.tensor(kept)), vanilla.layers[number].load(torch.tensor(kept)), strict=True
+        ):
+            assert torch.equal(ours, theirs), f"layer {number}"
+    assert cache.changed_bytes(before, torch.tensor(kept)) == 0
+    dirty = vanilla.changed_bytes(before, torch.tensor(kept))
+    assert (dirty > 0) == (sum(rejected) > 0)
+
+
+def test_clean_pages_over_a_whole_decode(pair, truth):
+    runs = {mode: decode(pair[0], mode, ScriptedDrafter(truth, 4, 0.5)) for mode in MODES}
+    assert runs["off"].dirty_bytes > 0
+    assert all(step.dirty_bytes == 0 for mode in ("blind", "cow", "stage") for step in runs[mode].steps)
+    all_accepted = decode(pair[0], "off", ScriptedDrafter(truth, 4, 0.0))
+    assert all_accepted.dirty_bytes == 0
+
+
+def test_the_check_sees_a_missing_restore_and_a_missing_commit(monkeypatch):
+    """Hazard 2: leaving the last verb out is found, by dirty bytes or by what the next step reads."""
+    cache, batch = make_case(Shape(2, 2, 8, 4), torch.float32, MIXED)
+    before = cache.pool.clone()
+    monkeypatch.setattr(CopyOnWrite, "commit", lambda *_: None)
+    run_step(make_policy("cow", cache), batch, [3, 0, 2, 4, 0])
+    kept = batch.slot_mapping[batch.kept(torch.tensor([3, 0, 2, 4, 0]))]
+    assert cache.changed_bytes(before, kept) > 0
+
+    cache, batch = make_case(Shape(2, 2, 8, 4), torch.float32, MIXED)
+    monkeypatch.setattr(Staging, "commit", lambda *_: None)
+    run_step(make_policy("stage", cache), batch, [0, 0, 0, 0, 0])
+    key, _ = cache.layers[1].read(batch.slot_mapping[batch.draft_rows], torch.float32)
+    assert key.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_copy_on_write_puts_back_raw_bytes(dtype):
+    """Hazard 12: every byte pattern, NaNs among them, comes back as it was."""
+    cache, batch = make_case(Shape(2, 2, 8, dtype.itemsize), dtype, [(7, 3, 0), (3, 5, 0)])
+    cache.pool.copy_(torch.randint(256, cache.pool.shape, generator=torch.Generator().manual_seed(0)))
+    before = cache.pool.clone()
+    run_step(make_policy("cow", cache), batch, [3, 5])
+    first_rows = batch.slot_mapping[batch.query_start_loc[:-1]]
+    assert cache.changed_bytes(before, first_rows) == 0
+    assert not torch.equal(cache.pool, before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_forward_is_cancelled(pair, truth, mode):
+    target, _ = pair
+
+    class Failing(ScriptedDrafter):
+        def propose(self, requests, *args):
+            super().propose(requests, *args)
+            if any(request.drafts for request in requests):
+                target.model.norm.forward = lambda x: 1 / 0
+
+    try:
+        with pytest.raises(ZeroDivisionError):
+            decode(target, mode, Failing(truth, 4, 0.3))
+    finally:
+        del target.model.norm.forward
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage", "blind"])
+def test_cancel_undoes_a_window(mode):
+    cache, batch = make_case(Shape(2, 2, 8, 4), torch.float32, MIXED)
+    policy = make_policy(mode, cache)
+    before = cache.pool.clone()
+    policy.begin(batch)
+    key, value = fresh_rows(cache, len(batch.slot_mapping), torch.Generator().manual_seed(0))
+    policy.stage(0, key, value)
+    policy.cancel()
+    prefill = batch.slot_mapping[batch.num_drafts[batch.row_request] == 0]
+    first = batch.slot_mapping[batch.query_start_loc[:-1]]
+    always_kept = first[:0] if mode == "blind" else first
+    assert cache.changed_bytes(before, torch.cat((prefill, always_kept))) == 0
+    run_step(policy, batch, [0, 0, 0, 0, 0])
+
+
+# -- counts ---------------------------------------------------------------------------------------------------------
+
+
+def test_counts_of_a_decode_are_those_of_its_steps(pair, truth):
+    """R5, and R20's check: committed equals what the scheduler counts as accepted."""
+    run = decode(pair[0], "stage", ScriptedDrafter(truth, 4, 0.4))
+    windows = [step.window for step in run.steps if step.window.requests]
+    counts = run.counts
+    assert counts.windows == len(windows)
+    assert (
+        counts.staged_tokens == sum(w.draft_rows for w in windows) == counts.committed_tokens + counts.rejected_tokens
+    )
+    assert counts.stage_operations == CONFIG.num_hidden_layers * counts.staged_tokens
+    assert counts.committed_tokens == sum(run.accepted)
+    assert (counts.fallbacks, counts.cancelled) == (0, 0)
+
+
+def test_acceptance_length_counts_the_bonus_token(pair, truth):
+    assert decode(pair[0], "off", ScriptedDrafter(truth, 3, 0.0), k=3).acceptance_length == 4.0
+    assert decode(pair[0], "off", ScriptedDrafter(truth, 3, 1.0), k=3).acceptance_length == 1.0
+    assert count_accepted([1, 2, 3], [1, 2, 4, 5]) == 2
+
+
+# -- attention and the EAGLE head -----------------------------------------------------------------------------------
+
+
+def test_attention_is_causal_attention_of_the_last_rows():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(9, 4, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 9, 2, 8, generator=generator, dtype=torch.float64)
+    want = causal_attention(0, query, key, value)
+    torch.testing.assert_close(attention(query, key, value), want)
+    torch.testing.assert_close(attention(query[-3:], key, value), want[-3:])
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_the_eagle_chain_is_that_of_a_forward_without_a_cache(mode):
+    """Hazard 20: positions, token shift and the drafter's own pages, against the whole sequence computed anew."""
+    target, head = tiny_pair(dtype=torch.float64)
+    seen = []
+
+    class Spy(SpeculativeDecoder):
+        def _eagle_drafter(self, size):
+            drafter = super()._eagle_drafter(size)
+            propose = drafter.propose
+
+            def spy(requests, *args):
+                propose(requests, *args)
+                seen.extend((list(r.tokens), r.num_computed_tokens, list(r.drafts)) for r in requests)
+
+            drafter.propose = spy
+            return drafter
+
+    Spy(target, mode, head=head, k=3, block_size=4, prefill_chunk=6).generate(prompts((4, 15)), 6)
+    assert any(drafts for _, _, drafts in seen) and any(not drafts for _, _, drafts in seen)
+    for tokens, computed, drafts in seen:
+        if drafts:
+            assert drafts == plain_chain(target, head, tokens, computed, k=3)
+
+
+@torch.inference_mode()
+def plain_chain(target, head, tokens, computed, k):
+    assert computed == len(tokens) - 1
+    positions = torch.arange(computed + k)
+    features = target(torch.tensor(tokens[:-1]), positions[:computed])
+    ids = tokens[1:]
+    for _ in range(k):
+        hidden = head(torch.tensor(ids), positions[: len(ids)], features)
+        features = torch.cat((features, hidden[-1:]))
+        ids = [*ids, int(head.logits(hidden[-1]).argmax())]
+    return ids[-k:]
+
+
+# -- wrong input ----------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_an_error(pair):
+    target, head = pair
+    with pytest.raises(ValueError, match="choose one of off, blind, cow, stage"):
+        SpeculativeDecoder(target, "staging", head=head).generate([[1, 2]], 4)
+    with pytest.raises(ValueError, match="either an EAGLE head or a drafter"):
+        SpeculativeDecoder(target, "off")
+    with pytest.raises(ValueError, match="at least 1"):
+        SpeculativeDecoder(target, "off", head=head, k=0)
+    decoder = SpeculativeDecoder(target, "off", head=head, num_blocks=2)
+    with pytest.raises(ValueError, match="2 blocks of 16 are too few: these prompts need 3"):
+        decoder.generate([[1] * 30], 4)
+    for bad in ([], [[]], [[1], []]):
+        with pytest.raises(ValueError, match="no empty one"):
+            decoder.generate(bad, 4)
+
+
+def test_more_rejected_than_drafted_is_an_error_before_anything_is_written():
+    for mode in MODES:
+        cache, batch = make_case(Shape(2, 2, 8, 4), torch.float32, MIXED)
+        policy = make_policy(mode, cache)
+        policy.begin(batch)
+        before = cache.pool.clone()
+        for bad in ([1, 1, 0, 0, 0], [4, 0, 0, 0, 0], [-1, 0, 0, 0, 0], [1, 0]):
+            with pytest.raises(ValueError, match="num_rejected"):
+                policy.commit(torch.tensor(bad))
+        assert torch.equal(cache.pool, before)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables, claims and figure that notebook 01 makes of the four policies."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from nwor_lab import results
+from nwor_lab.model.traffic import MODES, Traffic
+from nwor_lab.reference import compare
+from tests.lab.reference_models import prompts, tiny_pair
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def runs():
+    target, head = tiny_pair()
+    # A head that repeats what the target's own last layer says: some drafts hold.
+    with torch.no_grad():
+        for layer in (*target.model.layers, *head.layers):
+            layer.self_attn.o_proj.weight.mul_(0.3)
+            layer.mlp.down_proj.weight.mul_(0.05)
+        size = target.config.hidden_size
+        head.fc.weight.copy_(torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1))
+    return compare.compare(target, head, prompts((3, 17, 9)), k=K, max_tokens=20)
+
+
+def test_outcome_is_tidy_and_consistent(runs):
+    frame = results.tidy(compare.outcome(runs), k=K, batch=3)
+    value = frame[frame["position"].isna()].set_index(["mode", "metric"])["value"]
+    assert set(frame["mode"]) == set(MODES)
+    assert value["cow", "same_tokens"] == value["stage", "same_tokens"] == 1.0
+    assert value["off", "dirty_bytes"] > value["cow", "dirty_bytes"] == value["stage", "dirty_bytes"] == 0
+    for mode in MODES:
+        survival = frame[(frame["metric"] == "survival") & (frame["mode"] == mode)].sort_values("position")["value"]
+        assert len(survival) == K and survival.is_monotonic_decreasing
+        assert 1 + survival.sum() == pytest.approx(value[mode, "acceptance_length"])
+    assert value["off", "acceptance_length"] > 1.0
+
+
+def test_counted_and_formula_agree_in_the_table(runs):
+    frame = pd.DataFrame(compare.traffic_of_a_window(runs))
+    both = frame.pivot_table(index=["mode", "kind", "metric"], columns="origin", values="value")
+    assert not both.isna().any().any()
+    assert (both["counted"] == both["formula"]).all()
+    assert both.loc[("stage", "commit", "launches"), "counted"] == 1
+    assert both.loc[("off", "write", "launches"), "counted"] == 3
+
+
+def test_claims_hold_or_say_that_they_do_not(runs, tmp_path):
+    claims = compare.claim(results.Run(tmp_path / "good", "01"), runs).set_index("claim")["holds"]
+    assert len(claims) == 6
+    blind = next(name for name in claims.index if "blind" in name)
+    assert claims.drop(blind).all()
+
+    steps = list(runs["stage"].steps)
+    steps[-1] = replace(steps[-1], traffic=steps[-1].traffic + Traffic(steps[0].traffic), dirty_bytes=1)
+    tokens = [[*runs["stage"].tokens[0][:-1], -1], *runs["stage"].tokens[1:]]
+    broken = {**runs, "stage": replace(runs["stage"], steps=steps, tokens=tokens)}
+    assert compare.exact_steps(broken["stage"]) == (len(steps) - 1, len(steps))
+    claims = compare.claim(results.Run(tmp_path / "bad", "01"), broken).set_index("claim")["holds"]
+    failed = " ".join(claims[~claims].index)
+    assert "tokens in cow and stage" in failed and "equal the formula" in failed and "cow and stage" in failed
+
+
+def test_the_figure_is_saved_with_its_data(runs, tmp_path):
+    run = results.Run(tmp_path / "run", "01")
+    frame = run.table("reference", compare.outcome(runs), k=K, batch=3)
+    pdf = compare.figure(run, frame)
+    assert pdf.read_bytes().startswith(b"%PDF")
+    assert "k=3, 3 prompts" in pdf.with_suffix(".txt").read_text()
+    assert len(pd.read_csv(pdf.with_suffix(".csv"))) == len(frame)
+
+
+def test_a_checkpoint_without_tokenizer_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is missing"):
+        compare.load_tokenizer(tmp_path)

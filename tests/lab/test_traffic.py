@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closed formulas of bytes and launches against the reference model's ledger and a manager's buffers (N4)."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nwor.manager import CacheLayout, DraftCommitManager
+from nwor_lab.model.traffic import (
+    MODES,
+    SERVED,
+    Moved,
+    Shape,
+    Traffic,
+    Window,
+    served_traffic,
+    staging_bytes,
+    step_traffic,
+)
+from nwor_lab.reference import make_policy
+from tests.lab.reference_models import make_case, run_step
+
+LLAMA_7B = Shape(num_layers=32, num_kv_heads=32, head_size=128)
+DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+
+
+@st.composite
+def steps(draw):
+    size = draw(st.sampled_from(sorted(DTYPES)))
+    tp = draw(st.sampled_from([1, 2, 4]))
+    layers, heads, width = (draw(st.sampled_from(s)) for s in ([1, 2, 3], [1, 2, 4], [2, 8]))
+    shape = Shape(layers, heads, width, size, max(size, 2), tp)
+    requests, rejected = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        drafts = draw(st.integers(0, 5))
+        requests.append((draw(st.integers(0, 13)), drafts, draw(st.integers(1, 9))))
+        rejected.append(draw(st.integers(0, drafts)))
+    return shape, requests, rejected
+
+
+def window_of(requests, rejected) -> Window:
+    prefill = sum(rows for _, drafts, rows in requests if not drafts)
+    drafts = [d for _, d, _ in requests if d]
+    own = sum(drafts) + len(drafts) + prefill
+    return Window(len(drafts), sum(drafts), sum(rejected), sum(c for c, _, _ in requests) + own, prefill)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=60, deadline=None)
+@given(step=steps())
+def test_counted_equals_formula(mode, step):
+    shape, requests, rejected = step
+    cache, batch = make_case(shape, DTYPES[shape.cache_bytes], requests)
+    run_step(make_policy(mode, cache), batch, rejected)
+    assert cache.traffic == step_traffic(mode, shape, window_of(requests, rejected))
+
+
+@settings(max_examples=40, deadline=None)
+@given(mode=st.sampled_from(MODES), k=st.integers(1, 8), accepted=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+def test_a_step_is_its_layers_and_its_ranks(mode, k, accepted):
+    window = Window.of(k, accepted, [100] * len(accepted))
+    whole = step_traffic(mode, Shape(6, 8, 16), window)
+    layer = step_traffic(mode, Shape(1, 8, 16), window)
+    half = step_traffic(mode, Shape(6, 8, 16, tp=2), window)
+    for kind, moved in whole.items():
+        assert (moved.read, moved.written) == (6 * layer[kind].read, 6 * layer[kind].written)
+        assert (moved.read, moved.written) == (2 * half[kind].read, 2 * half[kind].written)
+        assert moved.launches == half[kind].launches
+
+
+def test_numbers_by_hand():
+    """Llama-2-7B, one request, k = 8, 2 accepted, 512 tokens before: a row is 2 x 32 x 128 x 2 = 16 KiB."""
+    window = Window.of(8, [2], [512])
+    assert (window.rows, window.kept_rows, window.rejected_rows, window.context_rows) == (9, 3, 6, 521)
+    row, layers = 16384, 32
+    write = Moved(layers * 9 * row, layers * 9 * row, layers)
+    prefix, tail = Moved(layers * 512 * row, 0, layers), Moved(layers * 9 * row, 0, 0)
+    assert step_traffic("off", LLAMA_7B, window) == {"attention": prefix, "tail": tail, "write": write}
+    cow = step_traffic("cow", LLAMA_7B, window)
+    assert cow["log"] == Moved(layers * 8 * row, layers * 8 * row, 1)
+    assert cow["restore"] == Moved(layers * 6 * row, layers * 6 * row, 1)
+    stage = step_traffic("stage", LLAMA_7B, window)
+    assert stage == {
+        "attention": prefix,
+        "write": Moved(layers * row, layers * row, 0),
+        "stage": Moved(layers * 8 * row, layers * 8 * row, 0),
+        "commit": Moved(layers * 2 * row, layers * 2 * row, 1),
+    }
+
+
+def test_a_served_step_by_hand():
+    """The same window as vLLM serves it: 32 layers, 9 rows of 16 KiB of which 3 are kept, rope apart."""
+    window = Window.of(8, [2], [512])
+    off = served_traffic("off", LLAMA_7B, window)
+    assert off == step_traffic("off", LLAMA_7B, window)
+    row, layers = 16384, 32
+    cow, stage, move = (served_traffic(mode, LLAMA_7B, window) for mode in ("cow", "stage", "move"))
+    logged_before = step_traffic("cow", LLAMA_7B, window) | {"log": Moved(layers * 3 * row, layers * 3 * row, 1)}
+    assert cow == Traffic(logged_before) + Traffic(open=Moved(0, 0, 1))
+    every = served_traffic("cow", LLAMA_7B, Window.of(8, [8], [512]))
+    assert every["log"] == Moved(layers * 8 * row, layers * 8 * row, 1)
+    assert stage == step_traffic("stage", LLAMA_7B, window) + Traffic(open=Moved(0, 0, 1))
+    launches = {"off": 64, "cow": 67, "stage": 34, "move": 64 + 1 + 1 + 64 + 1}
+    assert {mode: served_traffic(mode, LLAMA_7B, window).total().launches for mode in SERVED} == launches
+    assert move["write"] == off["write"]
+    assert move["log"] == Moved(layers * 8 * row, layers * 8 * row, 1)
+    assert move["put_back"] == Moved(2 * layers * 8 * row, 2 * layers * 8 * row, 2 * layers)
+    assert move["commit"] == stage["commit"] == Moved(layers * 2 * row, layers * 2 * row, 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(k=st.integers(1, 8), accepted=st.integers(0, 8), batch=st.integers(1, 64), size=st.sampled_from([1, 2]))
+def test_fused_rope_leaves_staging_little_to_save(k, accepted, batch, size):
+    """Fused, vanilla's write has no launch and reads the values alone, so staging moves more once W < 4 A."""
+    shape = Shape(32, 8, 128, size, 2)
+    window = Window.of(k, [min(k, accepted)] * batch, [100] * batch)
+    fused, separate = (served_traffic("off", shape, window, fused=fused)["write"] for fused in (True, False))
+    assert (fused.read, fused.written, fused.launches) == (separate.read / 2, separate.written, 0)
+    stage = served_traffic("stage", shape, window, fused=True)
+    assert stage == served_traffic("stage", shape, window)
+    more = stage.total() - served_traffic("off", shape, window, fused=True).total()
+    assert more.launches == 2
+    if size == 2:
+        assert (more.read + more.written > 0) == (4 * min(k, accepted) > 1 + k)
+    cow = (
+        served_traffic("cow", shape, window, fused=True).total()
+        - served_traffic("off", shape, window, fused=True).total()
+    )
+    assert cow == served_traffic("cow", shape, window).total() - served_traffic("off", shape, window).total()
+
+
+def test_step_without_drafts_is_vanilla_in_every_mode():
+    prefill = Window(requests=0, draft_rows=0, rejected_rows=0, context_rows=64, prefill_rows=64)
+    assert {step_traffic(mode, LLAMA_7B, prefill).total() for mode in MODES} == {
+        served_traffic(mode, LLAMA_7B, prefill).total() for mode in SERVED
+    }
+
+
+@given(k=st.integers(1, 8), batch=st.integers(1, 5), accepted=st.data())
+def test_an_expected_step_is_the_mean_of_steps(k, batch, accepted):
+    """Survival counted over windows gives back their mean traffic: it is linear in the rows."""
+    steps = [[accepted.draw(st.integers(0, k)) for _ in range(batch)] for _ in range(4)]
+    windows = [count for step in steps for count in step]
+    survival = [sum(count > position for count in windows) / len(windows) for position in range(k)]
+    mean = served_traffic("stage", LLAMA_7B, Window.expected(batch, survival, 100)).total()
+    each = [served_traffic("stage", LLAMA_7B, Window.of(k, step, [100] * batch)).total() for step in steps]
+    assert mean.read == pytest.approx(sum(moved.read for moved in each) / 4)
+    assert mean.written == pytest.approx(sum(moved.written for moved in each) / 4)
+
+
+@pytest.mark.parametrize(("mode", "emulate"), [("cow", False), ("stage", False), ("stage", True)])
+def test_staging_memory_is_the_managers(mode, emulate):
+    layers, heads, size, block = 3, 2, 8, 4
+    pool = torch.zeros(layers, 6, heads, block, 2 * size, dtype=torch.bfloat16)
+    manager = DraftCommitManager(CacheLayout.of(list(pool)), mode, 4, 3, 64, emulate=emulate)
+    held = [rows for rows in (manager.rows, manager.old_rows) if rows is not None]
+    served = "move" if emulate else mode
+    assert sum(rows.nbytes for rows in held) == staging_bytes(served, Shape(layers, heads, size), 4, 3)
+    assert staging_bytes("off", LLAMA_7B, 4, 3) == 0
+
+
+def test_ranks_beyond_the_heads_hold_one_each():
+    assert Shape(1, 2, 8, tp=4).heads == 1
+    with pytest.raises(ValueError, match="evenly"):
+        Shape(1, 6, 8, tp=4)
+
+
+def test_bad_input_is_an_error():
+    window = Window.of(2, [1], [10])
+    with pytest.raises(ValueError, match="choose one of off, blind, cow, stage"):
+        step_traffic("staging", LLAMA_7B, window)
+    for wrong in (served_traffic, lambda mode, *_: staging_bytes(mode, LLAMA_7B, 1, 1)):
+        with pytest.raises(ValueError, match="'blind' is not served; choose one of off, cow, stage, move"):
+            wrong("blind", LLAMA_7B, window)
+    with pytest.raises(ValueError, match="no kind"):
+        Traffic().count("wirte", read=1)
+    with pytest.raises(ValueError, match="3 rejected of 2"):
+        Window(1, 2, 3, 20)
+    with pytest.raises(ValueError, match="own rows"):
+        Window(1, 2, 0, 2)
+    with pytest.raises(ValueError, match="accepted counts"):
+        Window.of(2, [1, 1], [10])
+    for survival in ([0.5, 0.6], [1.2], [0.5, -0.1]):
+        with pytest.raises(ValueError, match="survival falls"):
+            Window.expected(1, survival)

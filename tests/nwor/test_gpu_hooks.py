@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's attention and ours runs, for each kind of batch on a GPU: the hooks alone, on stand-ins."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from nwor.vllm import attention_gpu
+
+WIDTH = 4
+
+
+class Layer:
+    """One attention layer behind its hooks, and what it called."""
+
+    layer_name = "layers.0"
+
+    def __init__(self, monkeypatch, is_open: bool, aside: dict[int, int], rehearsing: bool) -> None:
+        self.calls: list[str] = []
+        ours = ModuleType("nwor.attention.verify")
+        ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
+        monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
+        manager = SimpleNamespace(
+            max_query_len=WIDTH, is_open=is_open, aside=aside, rehearsing=rehearsing, page_slots=torch.full((64,), 7),
+            staging_rows=None, staged=lambda index: None, mark_staged=lambda index: None, attention=None,
+            stored_first=False, graphs_of_prefills=False,
+        )  # fmt: skip
+        self.nwor = SimpleNamespace(manager=manager, index=0)
+        self._q_scale = self._k_scale = self._v_scale = None
+        self.impl = SimpleNamespace(scale=1.0, logits_soft_cap=0.0, sliding_window=(-1, -1), kv_cache_dtype="auto")
+
+    def run(self, monkeypatch, max_query_len: int, requests: int) -> list[str]:
+        metadata = SimpleNamespace(
+            max_query_len=max_query_len, seq_lens=torch.zeros(requests), query_start_loc=None, block_table=None
+        )
+        monkeypatch.setattr(attention_gpu, "attention_metadata", lambda layer_name: metadata)
+        update = attention_gpu._make_update(
+            lambda impl, layer, key, value, cache, slots: self.calls.append(f"write {slots[0]}")
+        )
+        forward = attention_gpu._make_forward(lambda *arguments: self.calls.append("vLLM"))
+        update(self.impl, self, None, None, None, torch.zeros(8))
+        forward(self.impl, self, None, None, None, None, metadata, None)
+        return self.calls
+
+
+# A capture or a real step, a window open or not, its longest query, its requests (9 always stand aside, 8 where
+# contexts are long), and what is called.
+CASES = {
+    "windows": (False, True, 4, 8, ["ours"]),
+    "no window": (False, False, 4, 8, ["write 7", "vLLM"]),
+    "no drafts": (False, False, 1, 8, ["write 7", "vLLM"]),
+    "prefill beside windows": (False, True, 30, 8, ["write 7", "vLLM", "ours"]),
+    "prefill alone": (False, False, 30, 8, ["write 7", "vLLM"]),
+    "a captured decode": (True, False, 4, 8, ["ours"]),
+    "a captured mixed batch": (True, False, 30, 8, ["write 7", "vLLM", "ours"]),
+    "windows aside": (False, False, 4, 9, ["write 7", "vLLM"]),
+    "prefill aside": (False, False, 30, 9, ["write 7", "vLLM"]),
+    "a captured decode aside": (True, False, 4, 9, ["write 7", "vLLM"]),
+    "a captured mixed batch aside": (True, False, 30, 9, ["write 7", "vLLM"]),
+    "windows, the graph of another size": (False, True, 4, 9, ["ours"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_serves_a_batch(case, monkeypatch):
+    """R23, N1, #4: every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
+    rehearsing, is_open, max_query_len, requests, called = CASES[case]
+    layer = Layer(monkeypatch, is_open, {9: 0, 8: 4096}, rehearsing)
+    assert layer.run(monkeypatch, max_query_len, requests) == called
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
+    """#26: our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
+    layer = Layer(monkeypatch, is_open, {}, rehearsing=False)
+    layer.nwor.manager.stored_first = True
+    assert layer.run(monkeypatch, 4, 8) == ["write 7", "vLLM", "ours"][: 3 if is_open else 2]
+
+
+@pytest.mark.parametrize(("rehearsing", "called"), [(True, ["write 7", "vLLM", "ours"]), (False, ["ours"])])
+def test_a_graph_that_any_batch_may_replay(rehearsing, called, monkeypatch):
+    """#4, #5: it is captured with small queries, and has to serve long ones."""
+    layer = Layer(monkeypatch, not rehearsing, {}, rehearsing)
+    layer.nwor.manager.graphs_of_prefills = True
+    assert layer.run(monkeypatch, 4, 8) == called

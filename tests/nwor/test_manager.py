@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DraftCommitManager` against a copy of the pool written by plain Python, every byte compared (R3-R5, R16, R23)."""
+
+from bisect import bisect_right
+
+import pytest
+import torch
+from devices import each_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nwor.manager import CacheLayout, Counters, DraftCommitManager
+from tests.nwor.paged import BITS, BLOCK_SIZE, NUM_HEADS, WIDTH, Batch, Paged, write_rows
+
+pytestmark = each_device
+
+# A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch (#4, #8).
+QUERIES, DRAFTS = (5, 4, 1, 2, 3), (0, 3, 0, 1, 2)
+REJECTED = {"none rejected": (0, 0, 0, 0, 0), "all rejected": (0, 3, 0, 1, 2), "some rejected": (0, 1, 0, 1, 0)}
+MODES = ("cow", "stage", "emulate")
+MEMORY = {
+    "NHD": {"order": "LBNH"},
+    "HND": {"order": "LBHN"},
+    "layers inside blocks": {"order": "BLHN"},
+    "packed": {"order": "LBHN", "packed": True},
+    "packed fp8": {"order": "LBHN", "packed": True, "dtype": torch.uint8},
+    "fp32": {"order": "LBNH", "dtype": torch.float32},
+}
+memory = pytest.mark.parametrize("kind", MEMORY)
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+class Step:
+    """One forward through a manager; `expected` is the pool as plain Python says it must become."""
+
+    def __init__(self, kind: str, mode: str, device: str, batch: Batch | None = None, **options: int) -> None:
+        if device == "cuda" and MEMORY[kind].get("packed"):
+            pytest.skip("a packing describes vLLM's CPU caches")
+        self.paged = Paged(**MEMORY[kind], device=device)
+        self.batch = batch or Batch(QUERIES, DRAFTS, device=device)
+        self.mode = "stage" if mode == "emulate" else mode
+        self.manager = DraftCommitManager(
+            CacheLayout.of(self.paged.targets(), self.paged.packing),
+            self.mode,
+            options.get("max_requests", 8),
+            options.get("max_drafts", 8),
+            64,
+            emulate=mode == "emulate",
+        )
+        self.rows = [self.paged.new_rows(self.batch.num_tokens, 100 + index) for index in range(3)]
+        self.expected = self.paged.pool.clone()
+        self.before = self.paged.pool.clone(), self.batch.slot_mapping.clone()
+
+    def begin(self, **where: int) -> bool:
+        return begin(self.manager, self.batch, **where)
+
+    def writer(self, layer: int, first: int = 0):
+        """vLLM's own writer for the rows of one layer from `first` on."""
+        rows = self.rows[layer][first:]
+        return lambda cache, slots: write_rows(cache, slots, rows, self.paged.packing)
+
+    def forward_layer(self, layer: int, splits: tuple[int, ...] = ()) -> None:
+        """The write of one layer, in micro-batches cut at `splits`, and the end of its attention."""
+        cache, manager = self.paged.targets()[layer], self.manager
+        for first, last in zip((0, *splits), (*splits, self.batch.num_tokens), strict=True):
+            slots = self.batch.slot_mapping[first:last]
+            if manager.holding:
+                manager.stage(layer, self.writer(layer, first), cache, slots)
+            else:
+                self.writer(layer, first)(cache, slots)
+        if manager.holding and manager.emulate:
+            manager.put_back(layer)
+
+    def forward(self, splits: tuple[int, ...] = ()) -> None:
+        for layer in range(3):
+            self.forward_layer(layer, splits)
+
+    def commit(self, num_rejected: tuple[int, ...]) -> None:
+        self.manager.commit(torch.tensor(num_rejected, dtype=torch.int32, device=self.paged.device))
+
+    def expect(self, rows: list[int], layers: tuple[int, ...] = (0, 1, 2)) -> None:
+        """Write `rows` of `layers` to the copy of the pool."""
+        for layer in layers:
+            slots = [slot if row in rows else -1 for row, slot in enumerate(self.batch.slots)]
+            cache = self.paged.targets(self.expected)[layer]
+            write_rows(cache, torch.tensor(slots), self.rows[layer], self.paged.packing)
+
+    def assert_pool(self) -> None:
+        assert torch.equal(self.paged.pool, self.expected)
+        assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back (#20)"
+
+
+def begin(manager: DraftCommitManager, batch: Batch, **where: int) -> bool:
+    starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=batch.device)
+    logits = [0]
+    for drafts in batch.num_drafts:
+        logits.append(logits[-1] + drafts + 1)
+    cu_num_logits = torch.tensor(logits, dtype=torch.int32, device=batch.device)
+    return manager.begin(starts, cu_num_logits, batch.slot_mapping, **where)
+
+
+@pytest.mark.parametrize("rejected", REJECTED)
+@memory
+@modes
+def test_a_step_keeps_the_accepted_rows_alone(mode, kind, rejected, device):
+    """R8, R16: pages hold all kept rows of all target layers and nothing else; the drafter's layer never changes."""
+    step = Step(kind, mode, device)
+    assert step.begin()
+    step.forward()
+    step.commit(REJECTED[rejected])
+    step.expect(step.batch.kept(REJECTED[rejected]))
+    step.assert_pool()
+    assert not torch.equal(step.paged.pool, step.before[0])
+    assert not step.manager.is_open and not step.manager.holding
+
+
+@memory
+def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
+    """Stage masks exactly the held rows, in slots of its own: vLLM's buffer stays what the drafter needs (#6, #20)."""
+    step = Step(kind, "stage", device)
+    step.begin()
+    assert step.manager.holding
+    held = step.batch.held()
+    masked = [-1 if row in held else slot for row, slot in enumerate(step.before[1].tolist())]
+    assert step.manager.page_slots[: len(masked)].tolist() == masked
+    step.forward()
+    step.expect([row for row in range(step.batch.num_tokens) if row not in held])
+    step.assert_pool()
+
+
+@memory
+def test_emulation_puts_the_old_bytes_back_after_each_layer(kind, device):
+    """Attention reads written pages; behind it the pages of that layer hold prefill rows and no held one."""
+    step = Step(kind, "emulate", device)
+    step.begin()
+    assert torch.equal(step.batch.slot_mapping, step.before[1])
+    free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held()]
+    step.manager.stage(0, step.writer(0), step.paged.targets()[0], step.batch.slot_mapping[: step.batch.num_tokens])
+    written = step.expected.clone()
+    step.expect(list(range(step.batch.num_tokens)), (0,))
+    assert torch.equal(step.paged.pool, step.expected)
+    step.manager.put_back(0)
+    step.expected = written
+    step.expect(free, (0,))
+    assert torch.equal(step.paged.pool, step.expected)
+
+
+@modes
+def test_staged_rows_are_vllms_own_bytes(mode, device):
+    """R9: the mini-cache holds each held row where vLLM's writer put it: old bytes for cow, new ones for stage."""
+    step = Step("HND", mode, device)
+    step.begin()
+    step.forward()
+    old = Paged(**MEMORY["HND"], device=device).targets()
+    width, starts = step.manager.width, step.batch.query_start_loc
+    for layer in range(3):
+        staged = step.manager.staged(layer).view(BITS[2])
+        for row in step.batch.held():
+            request = bisect_right(starts, row) - 1
+            index = (request + 1) * width - (starts[request + 1] - row)  # right-aligned in the request's W rows
+            block, offset = divmod(step.batch.slots[row], BLOCK_SIZE)
+            source = old[layer][block, :, offset] if mode == "cow" else step.rows[layer][row]
+            assert torch.equal(staged[index // BLOCK_SIZE, :, index % BLOCK_SIZE], source.view(BITS[2]))
+
+
+@pytest.mark.parametrize("layers", [0, 2, 3])
+@memory
+@modes
+def test_cancel_leaves_everything_as_it_was(mode, kind, layers, device):
+    """R4: cancelled before, between or behind the layers, no held row is left, and the slots are vLLM's again."""
+    step = Step(kind, mode, device)
+    step.begin()
+    for layer in range(layers):
+        step.forward_layer(layer)
+    step.manager.cancel()
+    held = step.batch.held()
+    step.expect([row for row in range(step.batch.num_tokens) if row not in held], tuple(range(layers)))
+    step.assert_pool()
+    assert not step.manager.is_open
+    assert step.manager.read_counters() == Counters(cancelled=1)
+    step.manager.cancel()
+    assert step.manager.read_counters() == Counters(cancelled=1), "nothing is open: nothing to cancel"
+
+
+def test_a_writer_that_fails_half_way_is_undone(device):
+    """R2: emulation lets vLLM write; if that raises behind some rows, cancel puts their old bytes back."""
+    step = Step("HND", "emulate", device)
+    step.begin()
+
+    def fail(cache: Tensor, slots: Tensor) -> None:
+        step.writer(0)(cache, slots)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        step.manager.stage(0, fail, step.paged.targets()[0], step.batch.slot_mapping[: step.batch.num_tokens])
+    step.manager.cancel()
+    step.expect([row for row in range(step.batch.num_tokens) if row not in step.batch.held()], (0,))
+    step.assert_pool()
+
+
+@modes
+def test_windows_follow_each_other(mode, device):
+    """#3, #5, #6: a second window through the same buffers, the slot mapping refilled in place, holds its own rows."""
+    step = Step("packed" if device == "cpu" else "HND", mode, device)
+    buffer = step.batch.slot_mapping
+    drafts_first = (3, 2, 5, 4, 1), (2, 1, 0, 0, 0)  # what the first window held is prefill in the second
+    for seed, shape, rejected in ((0, (QUERIES, DRAFTS), (0, 1, 0, 1, 0)), (1, drafts_first, (1, 1, 0, 0, 0))):
+        batch = step.batch = Batch(*shape, device=device, seed=seed)
+        buffer.copy_(batch.slot_mapping)
+        batch.slot_mapping = buffer
+        step.before = step.paged.pool.clone(), buffer.clone()
+        step.rows = [step.paged.new_rows(batch.num_tokens, 10 * seed + layer) for layer in range(3)]
+        assert step.begin()
+        step.forward()
+        step.commit(rejected)
+        step.expect(batch.kept(rejected))
+        step.assert_pool()
+
+
+@pytest.mark.parametrize("splits", [(5,), (6, 11), (2, 3)])
+@modes
+def test_micro_batches_find_their_rows(mode, splits, device):
+    """R23, #9: a layer called with slices of the slot mapping stages each slice's rows at their own places."""
+    step = Step("HND", mode, device)
+    step.begin()
+    step.forward(splits)
+    step.commit(REJECTED["some rejected"])
+    step.expect(step.batch.kept(REJECTED["some rejected"]))
+    step.assert_pool()
+
+
+def test_micro_batches_of_decodes_alone(device):
+    """R23: no draft is written before the commit, in either half."""
+    step = Step("NHD", "stage", device, Batch((4, 2, 3), (3, 1, 2), device=device))
+    step.begin()
+    step.forward((4,))
+    step.expect([0, 4, 6])
+    step.assert_pool()
+    step.commit((3, 0, 1))
+    step.expect(step.batch.kept((3, 0, 1)))
+    step.assert_pool()
+
+
+def test_a_copied_slot_mapping_is_refused(device):
+    """#6: a copy no longer follows the batch's buffer, and rows found by its offset would be wrong ones."""
+    step = Step("HND", "stage", device)
+    step.begin()
+    with pytest.raises(RuntimeError, match="is a copy"):
+        step.manager.stage(
+            0, lambda cache, slots: None, step.paged.targets()[0], torch.arange(3, device=device).clone()
+        )
+
+
+@modes
+def test_a_layer_that_did_not_stage_stops_the_commit(mode, device):
+    """#2, R19: its rows would be lost; cow needs no hook in any layer and goes on."""
+    step = Step("HND", mode, device)
+    step.begin()
+    step.forward_layer(0)
+    step.forward_layer(2)
+    if mode == "cow":
+        step.commit(REJECTED["none rejected"])
+        step.expect(list(range(step.batch.num_tokens)), (0, 2))
+    else:
+        with pytest.raises(RuntimeError, match=r"target layers \[1\] staged nothing"):
+            step.commit(REJECTED["none rejected"])
+        free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held()]
+        step.expect(free, (0, 2))
+        assert step.manager.read_counters().cancelled == 1
+    step.assert_pool()
+    assert step.begin(), "the next window is not hindered"
+
+
+@modes
+def test_begin_twice(mode, device):
+    step = Step("HND", mode, device)
+    assert step.begin()
+    with pytest.raises(RuntimeError, match="commit or cancel it"):
+        step.begin()
+    step.manager.cancel()
+    step.assert_pool()
+
+
+@modes
+def test_calls_out_of_order(mode, device):
+    """A clear in an open window forgot its rows without a word; a commit without one ended in an assertion."""
+    step = Step("HND", mode, device)
+    with pytest.raises(RuntimeError, match="no window is open: begin one"):
+        step.manager.commit(torch.zeros(1, dtype=torch.int32, device=device))
+    assert step.begin()
+    held = None if step.manager.staging_rows is None else step.manager.staging_rows.clone()
+    for slot_mapping in (None, step.batch.slot_mapping):
+        with pytest.raises(RuntimeError, match="a window is open: commit or cancel it before clear"):
+            step.manager.clear(slot_mapping)
+    assert step.manager.is_open and not step.manager.rehearsing
+    assert held is None or torch.equal(step.manager.staging_rows, held)
+    step.manager.cancel()
+    step.manager.clear()
+    step.assert_pool()
+
+
+@modes
+def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
+    """R19, #10: counted, nothing changed, and the real write is not skipped; one that just fits is served."""
+    step = Step("HND", mode, device, max_requests=len(QUERIES) - 1)
+    assert not step.begin()
+    assert not step.manager.holding
+    step.assert_pool()
+    if mode == "stage":  # what a captured kernel would read
+        assert step.manager.page_slots[: step.batch.num_tokens].tolist() == step.batch.slots
+        assert step.manager.staging_rows.eq(-1).all()
+    step.forward()
+    step.expect(list(range(step.batch.num_tokens)))
+    step.assert_pool()
+    assert step.manager.read_counters() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
+    assert not step.begin()
+    assert len([line for line in caplog.messages if "does not fit" in line]) == 1, "said once"
+    assert Step("HND", mode, device, max_requests=len(QUERIES)).begin()
+
+
+@modes
+def test_dummy_runs_rehearse_and_real_steps_do_not(mode, device):
+    """#5: a capture has to launch what a replay may need, and a step that holds nothing need not."""
+    step = Step("HND", mode, device)
+    assert step.manager.rehearsing
+    step.manager.clear(step.batch.slot_mapping)
+    assert not step.manager.rehearsing
+    step.manager.clear()
+    assert step.manager.rehearsing
+    step.begin()
+    assert not step.manager.rehearsing
+
+
+@modes
+def test_a_batch_that_stands_aside_is_vllms_own(mode, device):
+    """N1: where our attention is the slower one, by the requests of the graph and the context;
+    counted, and not for others."""
+    step = Step("HND", mode, device)
+    step.manager.aside = {8: 4096}
+    assert not step.begin(padded_requests=8, context=4096)
+    step.forward()
+    step.expect(list(range(step.batch.num_tokens)))
+    step.assert_pool()
+    assert step.manager.read_counters() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
+    step.manager.aside = {8: 0}
+    assert not step.begin(padded_requests=8), "the host does not know the context"
+    step.manager.aside = {8: 4096, 4: 0}
+    assert step.begin(padded_requests=8, context=4095)
+    step.manager.cancel()
+    assert step.begin(padded_requests=16, context=8192)
+
+
+@modes
+def test_a_request_with_more_drafts_than_the_capacity_is_vllms_own(mode, device):
+    """R19, #10: of the others every row is served."""
+    step = Step("HND", mode, device, max_drafts=2)  # request 1 has three
+    assert step.begin()
+    step.forward()
+    step.commit((0, 1, 0, 1, 1))
+    step.expect([row for row in range(step.batch.num_tokens) if row in (5, 6, 7, 8)] + step.batch.kept((0, 0, 0, 1, 1)))
+    step.assert_pool()
+    counters = step.manager.read_counters()
+    assert (counters.fallbacks, counters.windows, counters.staged_tokens) == (1, 2, 3)
+
+
+def test_stage_leaves_drafts_behind_prefill_rows_to_vllm(device):
+    """The last chunk of a prompt may carry drafts (a resumed request): attention of a window takes its query whole."""
+    step = Step("HND", "stage", device, Batch((7, 3), (2, 2), device=device))
+    step.begin()
+    step.forward()
+    step.commit((1, 1))
+    step.expect(list(range(7)) + [7, 8])
+    step.assert_pool()
+
+
+@modes
+def test_a_batch_without_drafts_holds_no_row(mode, device):
+    """#4: prefill and plain decodes are vLLM's own, and no fallback either."""
+    step = Step("HND", mode, device, Batch((7, 1, 3), (0, 0, 0), device=device))
+    step.begin()
+    step.forward()
+    step.commit((0, 0, 0))
+    step.expect(list(range(11)))
+    step.assert_pool()
+    assert step.manager.read_counters() == Counters()
+
+
+def test_a_dummy_run_writes_nowhere(device):
+    """#5, #22: what a captured graph reads must not be left from the last real step."""
+    step = Step("HND", "stage", device)
+    step.begin()
+    step.manager.cancel()
+    step.manager.clear()
+    assert step.manager.page_slots.eq(-1).all() and step.manager.staging_rows.eq(-1).all()
+    step.manager.clear(step.batch.slot_mapping)
+    assert step.manager.page_slots[: step.batch.num_tokens].tolist() == step.batch.slots
+    assert step.manager.page_slots[step.batch.num_tokens :].eq(-1).all() and step.manager.staging_rows.eq(-1).all()
+
+
+def test_a_receipt_tells_what_the_last_commit_kept(device):
+    """R20: per request, and not the sampled token's row; a later commit does not change it."""
+    for mode in ("cow", "stage"):
+        step = Step("HND", mode, device)
+        step.begin()
+        step.forward()
+        step.commit(REJECTED["some rejected"])
+        receipt = step.manager.receipt(None if device == "cpu" else torch.cuda.Stream())
+        step.manager.reset_counters()
+        counters, committed = receipt.read()
+        assert committed[:5] == [0, 2, 0, 0, 2]
+        assert (counters.committed_tokens, counters.rejected_tokens, counters.windows) == (4, 2, 3)
+
+
+def test_under_graphs_a_layer_is_staged_once_and_for_all(device):
+    """R21: a replay calls no hook; what was captured through it needs no second proof."""
+    step = Step("HND", "stage", device)
+    step.manager.replayed = True
+    step.begin()
+    step.forward()
+    step.commit(REJECTED["none rejected"])
+    step.begin()
+    step.commit(REJECTED["none rejected"])
+    assert step.manager.read_counters().cancelled == 0
+
+
+@modes
+def test_counts_explain_themselves(mode, device):
+    """R5, #3: 40 layers x 48 drafts are 1,920 operations and 48 tokens."""
+    memory = torch.zeros(40, 16, NUM_HEADS, BLOCK_SIZE, WIDTH, dtype=torch.bfloat16, device=device)
+    asked = "cow" if mode == "cow" else "stage"
+    manager = DraftCommitManager(CacheLayout.of(list(memory)), asked, 12, 4, 64, emulate=mode == "emulate")
+    batch = Batch((5,) * 12, (4,) * 12, 64, device)
+    rejected = torch.tensor([0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4], dtype=torch.int32, device=device)
+    begin(manager, batch)
+    for layer, cache in enumerate(memory):
+        if manager.holding:
+            manager.stage(layer, lambda cache, slots: None, cache, batch.slot_mapping[: batch.num_tokens])
+    manager.commit(rejected)
+    counters = manager.read_counters()
+    row = 40 * NUM_HEADS * WIDTH * 2
+    assert (counters.windows, counters.staged_tokens) == (12, 48)
+    assert (counters.committed_tokens, counters.rejected_tokens) == (10, 38)
+    assert counters.stage_operations == 40 * 48
+    # cow: vLLM's write and the rejected rows again; emulation: write, put back, commit.
+    expected = {"cow": 48 + 38, "stage": 10, "emulate": 48 + 48 + 10}[mode]
+    assert counters.bytes_written == expected * row
+    assert counters.bytes_avoided == (38 * row if mode == "stage" else 0)
+    manager.reset_counters()
+    assert manager.read_counters() == Counters(), "warm-up does not count (#22)"
+
+
+def test_a_manager_serves_two_modes(device):
+    layout = CacheLayout.of(Paged(device=device).targets())
+    for mode in ("off", "COW", ""):
+        with pytest.raises(ValueError, match="cow or stage"):
+            DraftCommitManager(layout, mode, 8, 4, 64)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=3),
+    kind=st.sampled_from(["NHD", "HND", "packed"]),
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 99),
+)
+def test_any_step(requests, kind, mode, seed, device):
+    """R25 over drawn batches: query lengths, drafts and rejections."""
+    kind = kind if device == "cpu" else "HND"
+    drafts = tuple(min(number, rows - 1) for rows, number, _ in requests)
+    rejected = tuple(min(gone, number) for number, (_, _, gone) in zip(drafts, requests, strict=True))
+    step = Step(kind, mode, device, Batch(tuple(rows for rows, _, _ in requests), drafts, device=device, seed=seed))
+    queries = step.batch.queries
+    whole = [mode == "cow" or rows == number + 1 for rows, number in zip(queries, drafts, strict=True)]
+    step.begin()
+    step.forward()
+    step.commit(rejected)
+    held = [(n, gone) for n, gone, served in zip(drafts, rejected, whole, strict=True) if served and n]
+    assert step.manager.read_counters().rejected_tokens == sum(gone for _, gone in held)
+    assert step.manager.read_counters().committed_tokens == sum(n - gone for n, gone in held)
+    step.expect(step.batch.kept(tuple(gone if served else 0 for gone, served in zip(rejected, whole, strict=True))))
+    step.assert_pool()

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches go on once, only where vLLM is the one they were written for, and come off whole (R18, #16, #19)."""
+
+import itertools
+from types import ModuleType
+
+import pytest
+
+from nwor.settings import PREFIX
+from nwor.vllm import patch
+
+
+@pytest.fixture(autouse=True)
+def unpatched():
+    assert patch.wrapped() == []
+    yield
+    patch.undo_all()
+
+
+class Base:
+    def inherited(self, x: int) -> int:
+        return x
+
+
+class Runner(Base):
+    def step(self, tokens: int, scale: int = 1) -> int:
+        """One step."""
+        return tokens * scale
+
+    def other(self) -> str:
+        return "other"
+
+
+ORIGINALS = dict(vars(Runner))
+PARAMETERS = ("self", "tokens", "scale")
+
+
+def adding(number: int, module: str = __name__):
+    """A patch that adds to the result, as if it were written in `module`."""
+
+    def make(original):
+        return lambda self, *args, **kwargs: original(self, *args, **kwargs) + number
+
+    make.__module__ = module
+    return make
+
+
+def test_wrap_and_undo():
+    patch.wrap(Runner, "step", PARAMETERS, adding(1))
+    assert Runner().step(3, scale=2) == 7
+    assert (Runner.step.__name__, Runner.step.__doc__) == ("step", "One step.")
+    assert patch.wrapped() == ["Runner.step"]
+    patch.undo_all()
+    assert vars(Runner)["step"] is ORIGINALS["step"]
+    assert patch.wrapped() == []
+    patch.undo_all()
+    assert dict(vars(Runner)) == ORIGINALS
+
+
+def test_a_module_wraps_a_method_once():
+    """vLLM loads plugins several times in a process; two layers of one patch would count everything twice."""
+    for _ in range(3):
+        patch.wrap(Runner, "step", PARAMETERS, adding(1))
+    assert Runner().step(3) == 4
+    patch.undo_all()
+    patch.wrap(Runner, "step", PARAMETERS, adding(5))
+    assert Runner().step(3) == 8, "what was undone can be put on again"
+
+
+def test_two_modules_nest_and_come_off_together():
+    """The audit wraps what the runner's patch wrapped: the signature seen through the first is still the original's."""
+    patch.wrap(Runner, "step", PARAMETERS, adding(1))
+    patch.wrap(Runner, "step", PARAMETERS, lambda original: lambda self, tokens, scale=1: 10 * original(self, tokens))
+    assert Runner().step(3) == 4, "the same module again: the first patch stays alone"
+    patch.wrap(Runner, "step", PARAMETERS, adding(100, "elsewhere"))
+    patch.wrap(Runner, "other", ("self",), adding("!", "elsewhere"))
+    assert Runner().step(3) == 104
+    assert Runner().other() == "other!"
+    assert patch.wrapped() == ["Runner.other", "Runner.step"]
+    patch.undo_all()
+    assert dict(vars(Runner)) == ORIGINALS
+
+
+def test_functions_of_a_module():
+    module = ModuleType("some.sampler")
+    original = module.sample = lambda logits: logits + 1
+    patch.wrap(module, "sample", ("logits",), lambda sample: lambda logits: 10 * sample(logits))
+    assert module.sample(1) == 20
+    assert patch.wrapped() == ["sampler.sample"]
+    patch.undo_all()
+    assert module.sample is original
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        ("self", "tokens"),
+        ("self", "scale", "tokens"),
+        ("self", "tokens", "scale", "more"),
+        ("self", "tokens", "factor"),
+    ],
+)
+def test_another_signature_is_refused(parameters):
+    message = r"Runner.step takes \('self', 'tokens', 'scale'\), NWOR knows .*; use vllm==0.32.0"
+    with pytest.raises(patch.IncompatibleVLLM, match=message):
+        patch.wrap(Runner, "step", parameters, adding(1))
+    assert dict(vars(Runner)) == ORIGINALS
+
+
+@pytest.mark.parametrize("name", ["missing", "inherited"])
+def test_a_method_the_class_does_not_define_is_refused(name):
+    """An inherited one would be patched on the wrong class, and shadow its base's later changes."""
+    with pytest.raises(patch.IncompatibleVLLM, match=f"Runner defines no {name}"):
+        patch.wrap(Runner, name, ("self", "x"), adding(1))
+    assert dict(vars(Runner)) == ORIGINALS
+    assert patch.wrapped() == []
+
+
+# -- the plugin --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to patch")
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+
+    def ask(version: str = "", **settings: str) -> None:
+        if version:
+            monkeypatch.setattr(vllm, "__version__", version)
+        for name, value in settings.items():
+            monkeypatch.setenv(PREFIX + name, value)
+
+    return ask
+
+
+FRONT_AND_CORE = ["EngineCore._initialize_kv_caches", "WorkerWrapperBase.init_device"]
+COUNTS = ["Scheduler.make_spec_decoding_stats", "Scheduler.update_from_output"]
+METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.3.32", "0.320.1", "1.32.0"])
+def test_another_vllm_is_refused(environment, version):
+    """#19: and it is an error that vLLM lets through, not a log line on a run without the mode."""
+    from nwor import register
+
+    environment(version, MODE="stage")
+    with pytest.raises(patch.IncompatibleVLLM, match=f"vLLM {version} is not 0.32.x.*install vllm==0.32.0"):
+        register()
+    assert patch.wrapped() == []
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+def test_the_known_release_is_served(environment, version):
+    environment(version)
+    patch.check_version()
+
+
+@pytest.mark.parametrize(
+    ("asked", "patched"),
+    [
+        ({}, []),
+        ({"MODE": "off"}, []),
+        ({"AUDIT": "1"}, []),
+        ({"EAGLE_BIAS": "1"}, FRONT_AND_CORE),
+        ({"FIX_CPU_SAMPLING": "1"}, FRONT_AND_CORE),
+        ({"MODE": "cow"}, FRONT_AND_CORE + COUNTS + METRICS),
+        ({"MODE": "stage"}, FRONT_AND_CORE + COUNTS + METRICS),
+        ({"MODE": "stage", "EMIT_METRICS": "0"}, FRONT_AND_CORE + COUNTS),
+    ],
+    ids=str,
+)
+def test_what_a_process_is_patched_with(environment, asked, patched):
+    """R18: off is vLLM untouched; whatever was put on comes off by one call,
+    and a second registration changes nothing."""
+    from nwor import register
+    from nwor.vllm import unregister
+
+    environment(**asked)
+    originals = vllm_methods()
+    register()
+    after_one = vllm_methods()
+    register()
+    assert patch.wrapped() == sorted(patched)
+    assert vllm_methods() == after_one
+    changed = {name for name, method in after_one.items() if method is not originals[name]}
+    assert changed == set(patched)
+    unregister()
+    assert vllm_methods() == originals
+
+
+@pytest.mark.parametrize("mode", ["off", "stage"])
+def test_the_audit_is_a_plugin_of_its_own(environment, mode):
+    """Whichever of the two vLLM calls first, the audit's hooks come after the modes'."""
+    import nwor
+    from nwor.vllm import unregister
+    from nwor_lab import plugin
+
+    for plugins in itertools.permutations((nwor, plugin)):
+        environment(MODE=mode, AUDIT="1")
+        for one in plugins:
+            one.register()
+        modes = [] if mode == "off" else FRONT_AND_CORE + COUNTS + METRICS
+        assert patch.wrapped() == sorted({*modes, "WorkerWrapperBase.init_device", "Worker.compile_or_warm_up_model"})
+        owners = [module for _, name, module in patch._originals if name == "init_device"]
+        assert owners == ["nwor.vllm.worker", "nwor_lab.audit.hooks"][mode == "off" :]
+        unregister()
+
+
+def test_without_its_variables_the_lab_patches_nothing(environment):
+    from nwor_lab import plugin
+
+    environment(MODE="off")
+    plugin.register()
+    assert patch.wrapped() == []
+
+
+@pytest.mark.parametrize("asked", [{"MODE": "stagee"}, {"MODUS": "stage"}, {"MODE": "stage", "AUDIT": "yes"}], ids=str)
+def test_a_misspelt_setting_stops_the_registration(environment, asked):
+    """#16, #19: it reaches vLLM as an exception of the plugin's call, which vLLM does not swallow."""
+    from nwor import register
+
+    environment(**asked)
+    with pytest.raises(ValueError, match=PREFIX):
+        register()
+    assert patch.wrapped() == []
+
+
+def test_missing_operators_stop_the_registration(environment, monkeypatch):
+    """#19: an extension that does not load is no baseline under the treatment's name."""
+    from nwor import ops, register
+
+    def fail() -> None:
+        raise ImportError("the operators are not built")
+
+    environment(MODE="stage")
+    monkeypatch.setattr(ops, "load", fail)
+    with pytest.raises(ImportError, match="not built"):
+        register()
+    assert patch.wrapped() == []
+
+
+def test_vllm_knows_our_variables(environment):
+    """vLLM warns of every VLLM_* variable it does not list."""
+    from vllm import envs
+
+    from nwor import register
+    from nwor.settings import Settings
+
+    environment(MODE="off")
+    register()
+    assert envs.environment_variables.keys() >= Settings().environ().keys()
+    assert envs.environment_variables["VLLM_NWOR_MODE"]() in ("off", "cow", "stage")
+
+
+def vllm_methods() -> dict[str, object]:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    owners = {
+        owner.__qualname__: owner
+        for owner in (EngineCore, PrometheusStatLogger, Scheduler, StatLoggerManager, WorkerWrapperBase)
+    }
+    names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS]
+    return {f"{owner}.{name}": vars(owners[owner])[name] for owner, name in names}

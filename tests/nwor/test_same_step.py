@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hazard 26: a request that is admitted in the very step in which another's row 0 fills a block of its prefix."""
+
+from pathlib import Path
+
+import pytest
+
+from nwor.settings import Settings
+from nwor_lab import pair
+from nwor_lab.engines.engine import EngineSpec
+from tests.engines import Engines, Outcome
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+ENDINGS = [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
+SCHEDULED = {"synchronous": False, "asynchronous": True}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """`Engines.run`; a second engine with ngram drafts does not start in one process, so each has one of its own."""
+    engines = Engines()
+
+    def run(spec: EngineSpec, *arguments, **named) -> Outcome:
+        if spec.method != "ngram":
+            return engines.run(spec, *arguments, **named)
+        alone = Engines()
+        try:
+            return alone.run(spec, *arguments, **named)
+        finally:
+            alone.close()
+
+    yield run
+    engines.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    pair.random_pair(path, noise=0.3)
+    return path
+
+
+def spec_of(model: Path, method: str, **more) -> EngineSpec:
+    draft = {"eagle": str(model / "eagle"), "draft_model": str(model / "target"), "ngram": ""}[method]
+    return EngineSpec(
+        model=str(model / "target"),
+        draft=draft,
+        method=method,
+        dtype="float32",
+        batch=4,
+        block_size=32,
+        num_blocks=64,
+        prefix_caching=True,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "scheduled"),
+    [
+        ("ngram", "synchronous"),
+        ("draft_model", "synchronous"),
+        ("draft_model", "asynchronous"),
+        ("eagle", "synchronous"),
+        ("eagle", "asynchronous"),
+    ],
+)
+def test_a_request_that_joins_as_a_block_is_filled(run, model, method, scheduled):
+    """Its tokens are vanilla's, and so are those of a request that finds its rows in the prefix cache afterwards."""
+    spec = spec_of(model, method, async_scheduling=SCHEDULED[scheduled])
+    prompts = [[(7 * i) % 50 + 3 for i in range(20)] * 2]
+    tokens = {}
+    for mode in ("off", "cow", "stage"):
+        settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
+        outcome = run(spec, settings, calls=[{"joined": ENDINGS}], prompts=prompts, max_tokens=420)
+        assert not outcome.error, outcome.error
+        tokens[mode] = dict(zip(outcome.generation.text, outcome.tokens, strict=True))
+        assert len(tokens[mode]) == 1 + 3 * len(ENDINGS)
+        if mode != "off":
+            assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
+            assert outcome.ranks[0]["counters"]["windows"] > 10
+    assert tokens["cow"] == tokens["off"]
+    assert tokens["stage"] == tokens["off"]
+
+
+def test_answers_to_one_prompt_share_blocks_that_one_step_fills(run, model):
+    """Each of n answers is a request; all but the first find in the cache the blocks that the first is filling."""
+    prompts = [[(7 * i + 13 * j) % 50 + 3 for i in range(length)] for j, length in enumerate((33, 36, 64, 70))]
+    tokens = {}
+    for mode in ("off", "cow", "stage"):
+        settings = Settings(mode=mode, audit=True, debug_sync=mode != "off", fix_cpu_sampling=True)
+        more = {"prompts": prompts, "max_tokens": 24, "temperature": 1.0, "sampling": [{"n": 4}]}
+        outcome = run(spec_of(model, "draft_model"), settings, **more)
+        assert not outcome.error, outcome.error
+        tokens[mode] = outcome.tokens
+        assert len(tokens[mode]) == 16 and len(set(map(tuple, tokens[mode]))) > 4
+        if mode != "off":
+            assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
+            assert outcome.ranks[0]["counters"]["windows"] > 10
+    assert tokens["cow"] == tokens["off"]
+    assert tokens["stage"] == tokens["off"]

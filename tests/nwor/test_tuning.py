@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning belongs to a device: its table serves it alone, and a device without one gets what fits it (hazard 33)."""
+
+import itertools
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+
+from nwor.attention import configs
+from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row_tiles, slower_batches, tuned
+from nwor.settings import Settings
+from nwor_lab.microbench import attention, tune
+from nwor_lab.microbench.attention_inputs import Shape
+
+A100 = Device("NVIDIA A100-SXM4-80GB", multiprocessors=108, shared_memory=163 << 10)
+L40S = Device("NVIDIA L40S", multiprocessors=142, shared_memory=99 << 10)
+A10 = Device("NVIDIA A10", multiprocessors=84, shared_memory=99 << 10)
+SMALLER = [pytest.param(device, id=device.name) for device in (A100, L40S, A10)]
+SHAPE = {"kv_heads": 8, "group": 4, "head_size": 128, "cache_bytes": 2, "max_query_len": 9}
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def read_anew(monkeypatch):
+    """Tables are read once a process."""
+    monkeypatch.delenv("VLLM_NWOR_TUNING", raising=False)
+    for cached in (tuned, choose):
+        cached.cache_clear()
+    yield
+    for cached in (tuned, choose):
+        cached.cache_clear()
+
+
+def test_an_h200_is_run_as_before_its_table_was_named_after_it():
+    """Recorded before that: of all that is measured on H200s nothing moved."""
+    before = pd.read_parquet(HERE / "h200_choices.parquet")
+    knobs = [*Config.__dataclass_fields__]
+    shapes = before.drop(columns=knobs)
+    found = [asdict(choose(H200, **row)) for row in shapes.astype(int).to_dict("records")]
+    pd.testing.assert_frame_equal(pd.DataFrame(found)[knobs], before[knobs], check_dtype=False)
+    assert len(before) >= 2000 and len(before[knobs].drop_duplicates()) > 60
+
+
+def test_an_h200_stands_aside_as_before():
+    before = pd.read_parquet(HERE / "h200_slower.parquet")
+    shape = ["kv_heads", "group", "head_size", "cache_bytes", "max_query_len"]
+    for values, rows in before.groupby(shape):
+        where = {name: int(value) for name, value in zip(shape, values, strict=True)}
+        assert slower_batches(tuned(H200), 64, 1 << 17, **where) == dict(zip(rows.requests, rows.since, strict=True))
+
+
+def test_another_device_has_its_own_limits_and_one_warning(caplog, monkeypatch):
+    """The H200's table lies there, and neither its configurations nor its thresholds are taken."""
+    from nwor.vllm import attention_gpu
+
+    assert tuned(A100) == []
+    found = [choose(A100, requests, **SHAPE) for requests in (1, 4, 16, 64)]
+    assert [config.splits for config in found] == [27, 6, 1, 1] and {config.least for config in found} == {2}
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING and "nwor tune" in said.message and A100.name in said.message
+    manager = SimpleNamespace(layout=SimpleNamespace(num_heads=8), slots=torch.zeros(64, 8), max_query_len=9)
+    layer = SimpleNamespace(impl=SimpleNamespace(kv_cache_dtype="fp8", num_heads=32, head_size=128))
+    aside = {}
+    for device in (H200, A100):
+        monkeypatch.setattr(Device, "of", lambda where, device=device: device)
+        aside[device.name] = attention_gpu.slower(manager, layer, 8192)
+    assert aside == {H200.name: dict.fromkeys(range(46, 65), 4120), A100.name: {}}
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H100", "H200", "NVIDIA A100"])
+def test_a_name_that_is_alike_is_another_device(name, caplog):
+    assert tuned(Device(name, 132, 227 << 10)) == [] and len(caplog.records) == 1
+
+
+def test_the_users_folder_comes_first(tmp_path, monkeypatch, caplog):
+    entry = dict(tuned(H200)[0])
+    tune.write(tmp_path, A100.name, [], [entry | {"tile": 32, "slower_from": 512}])
+    monkeypatch.setenv("VLLM_NWOR_TUNING", str(tmp_path))
+    tuned.cache_clear()
+    assert [one["tile"] for one in tuned(A100)] == [32] and (tmp_path / "NVIDIA_A100_SXM4_80GB.json").exists()
+    assert tuned(H200) == configs.shipped(H200.name) and not caplog.records
+    assert tuned(A10) == [] and str(tmp_path) in caplog.text
+    tune.write(tmp_path, H200.name, [], [entry | {"tile": 128}])
+    tuned.cache_clear()
+    assert [one["tile"] for one in tuned(H200)] == [128]
+    assert configs.shipped(H200.name)[0] == entry
+
+
+def test_a_table_under_another_devices_name_is_an_error(tmp_path, monkeypatch):
+    """Copied so that an A100 would take it."""
+    table = (configs.SHIPPED / "NVIDIA_H200.json").read_text()
+    (tmp_path / configs.file_name(A100.name)).write_text(table)
+    monkeypatch.setenv("VLLM_NWOR_TUNING", str(tmp_path))
+    with pytest.raises(ValueError, match=r"was found on 'NVIDIA H200' and belongs into NVIDIA_H200.json"):
+        tuned(A100)
+
+
+def test_every_shipped_table_is_named_after_its_device():
+    tables = sorted(configs.SHIPPED.iterdir())
+    assert tables and all(configs.read(path) for path in tables)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="VLLM_NWOR_TUNING='.*nowhere' is not a folder"):
+        Settings.from_env({"VLLM_NWOR_TUNING": str(tmp_path / "nowhere")})
+    asked = Settings.from_env({"VLLM_NWOR_TUNING": str(tmp_path)})
+    assert asked == Settings(tuning=str(tmp_path)) == Settings.from_env(asked.environ())
+    assert "VLLM_NWOR_TUNING" not in Settings().environ(), "a child would lose what its parent was given"
+
+
+@pytest.mark.parametrize("device", SMALLER)
+def test_tiles_fit_into_a_smaller_devices_shared_memory(device):
+    for head_size, group, cache_bytes, query in itertools.product(HEAD_SIZES, (1, 2, 4, 8, 16), (1, 2), (2, 4, 9, 17)):
+        rows, tiles = row_tiles(query, group, device.largest_tile(head_size))
+        config = choose(device, 4, 2, group, head_size, cache_bytes, query)
+        width = configs.next_power_of_2(head_size)
+        assert config.stages * config.tile * 2 * width * cache_bytes + rows * width * 2 <= device.usable
+        assert rows * (width + 16) * 4 <= device.usable and rows * tiles >= query * group
+        assert config.tile >= 32 and config.stages >= 1 and config.splits <= 2 * device.multiprocessors // 8
+
+
+@pytest.mark.parametrize("device", SMALLER)
+def test_a_sweep_tries_what_fits_the_device(device):
+    for heads, cache, head_size in itertools.product((8, 32), ("bf16", "fp8"), HEAD_SIZES):
+        shape = Shape(32, heads, 4, 512, cache, head_size=head_size)
+        rows, _ = attention.rows_of(shape, device)
+        width = configs.next_power_of_2(head_size)
+        tried = attention.kernels(shape, device)
+        assert {kernel.splits for kernel in tried} == {1, 2} and len(tried) == len(set(tried))
+        for kernel in tried:
+            pages = kernel.stages * kernel.tile * 2 * width * shape.element
+            assert pages + rows * width * 2 <= device.usable
+    assert attention.filled(device) <= device.multiprocessors < 2 * attention.filled(device)
+
+
+def test_a_sweep_on_an_h200_tries_what_it_tried():
+    assert attention.filled(H200) == 128
+    shape = Shape(32, 8, 4, 512)
+    tried = {(one.tile, one.warps, one.stages) for one in attention.kernels(shape, H200)}
+    assert tried == {(32, 4, 3), (32, 4, 4), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)}
+
+
+@pytest.mark.parametrize(
+    ("capability", "device", "kv_cache_dtype", "head_sizes"),
+    [(80, A100, "auto", [256]), (86, A10, "auto", [128, 256]), (89, L40S, "fp8", [128, 256])],
+    ids=["sm_80", "sm_86", "sm_89"],
+)
+def test_what_is_compiled_fits_the_device(capability, device, kv_cache_dtype, head_sizes, monkeypatch):
+    """Shared memory that the kernel takes, compiled for a chip that is not here, on shapes that take most."""
+    triton = pytest.importorskip("triton", reason="no Triton here")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from nwor.attention import kernel as verify_kernel
+    from nwor.attention import verify
+
+    if not isinstance(verify_kernel.verify_windows, triton.JITFunction):
+        pytest.skip("Triton interprets here, and compiles nothing")
+    target = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability,  # compiled kernels are kept by it
+        get_current_stream=lambda device: 0,
+    )
+    taken, run = [], verify_kernel.verify_windows.run
+    monkeypatch.setattr(driver, "_active", target)
+    monkeypatch.setattr(Device, "of", lambda where: device)
+    monkeypatch.setattr(
+        verify_kernel.verify_windows, "run",
+        lambda *args, **more: taken.append(run(*args, **more | {"warmup": True}).metadata.shared),
+    )  # fmt: skip
+    fp8, kv_heads, tokens = kv_cache_dtype == "fp8", 2, 4 * 9
+    for head_size in head_sizes:
+        query, output = (torch.empty(tokens, 32, head_size, dtype=torch.bfloat16) for _ in range(2))
+        key, value = (torch.empty(tokens, kv_heads, head_size, dtype=torch.bfloat16) for _ in range(2))
+        cache = torch.empty(8, 16, kv_heads, 2 * head_size, dtype=torch.uint8 if fp8 else torch.bfloat16)
+        verify.verify_attention(
+            query,
+            key, value, cache.transpose(1, 2), output,
+            query_start_loc=torch.arange(0, tokens + 1, 9, dtype=torch.int32),
+            seq_lens=torch.full((4,), 100, dtype=torch.int32),
+            block_table=torch.zeros(4, 1024, dtype=torch.int32),
+            page_slots=torch.zeros(tokens, dtype=torch.int64), staging_rows=torch.zeros(tokens, dtype=torch.int64),
+            staging=cache.transpose(1, 2), max_query_len=9, scale=1.0, kv_cache_dtype=kv_cache_dtype,
+            **dict.fromkeys(("q_scale", "k_scale", "v_scale"), torch.ones(1) if fp8 else None),
+            workspace=verify.Workspace(4, 9, 32, head_size, "cpu"),
+        )  # fmt: skip
+        assert 0 < taken[-1] <= device.shared_memory, head_size
+    assert len(taken) == len(head_sizes)
+
+
+# -- nwor tune -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_in_a_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "nwor_lab.cli", "tune", "--shape", "llama-2-7b"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "nwor tune: no NVIDIA GPU here, and a table is of the GPU it was found on\n"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "expected"),
+    [(32, 8, 1, (32, 8)), (32, 8, 2, (16, 4)), (32, 2, 8, (4, 1)), (71, 1, 1, (71, 1))],
+)
+def test_heads_of_a_rank(heads, kv_heads, tp, expected):
+    assert tune.of_rank(heads, kv_heads, tp) == expected
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(32, 8, 3), (12, 6, 4), (7, 1, 2)])
+def test_heads_that_do_not_divide(heads, kv_heads, tp):
+    with pytest.raises(ValueError, match=f"{heads} query heads and {kv_heads} KV heads do not divide among {tp}"):
+        tune.of_rank(heads, kv_heads, tp)
+
+
+def test_heads_of_a_model(tmp_path):
+    from nwor_lab.engines.shapes import write_shape
+
+    assert tune.heads_of("llama-2-7b-8kv") == (32, 8, 128)
+    target, _ = write_shape("tiny", tmp_path, 128)
+    assert tune.heads_of(str(target)) == (4, 2, 64)
+
+
+def test_a_table_is_added_to(tmp_path):
+    """What was known of other shapes stays; a shape that was swept again has what was found last."""
+    entry = dict(tuned(H200)[0])
+    other = entry | {"programs": 12345}
+    path = tune.write(tmp_path, H200.name, tuned(H200), [other])
+    assert configs.read(path) == [*tuned(H200), other]
+    tune.write(tmp_path, H200.name, [], [entry | {"tile": 32}])
+    found = configs.read(path)
+    assert len(found) == len(tuned(H200)) + 1 and found[0] == entry | {"tile": 32}
+    assert json.loads(path.read_text())["gpu"] == H200.name and [*tmp_path.iterdir()] == [path]

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes in real vLLM on the CPU: R4, R12, R16-R20, R24-R26, hazards 1-4, 8, 10, 12, 15-22.
+
+Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
+chunked prefill runs beside decodes throughout.
+"""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from nwor.settings import Settings
+from nwor_lab import pair
+from nwor_lab.engines import shapes
+from nwor_lab.engines.engine import Engine, EngineSpec
+from nwor_lab.engines.random_weights import FORMAT
+from nwor_lab.experiments import bench
+from nwor_lab.experiments.parity import compare
+from nwor_lab.experiments.plan import Plan
+from tests import checkpoints
+from tests.devices import needs_fp8_cache
+from tests.engines import PROMPTS, Engines, Outcome
+from tests.nwor import faults, request_kinds
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+CACHES = [
+    ("float32", "auto"),
+    ("bfloat16", "auto"),
+    pytest.param("bfloat16", "fp8", marks=needs_fp8_cache),
+    pytest.param("bfloat16", "fp8_e5m2", marks=needs_fp8_cache),
+]
+GAP = 0.25  # nats; near ties of the bf16 model below it may fall either way
+ROUNDING = 1e-4  # nats; a float32 sum in another order
+
+
+@pytest.fixture(scope="module")
+def engines():
+    made = Engines()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    pair.random_pair(path, noise=0.3)
+    return path
+
+
+def spec_of(model: Path, dtype: str = "float32", kv_cache_dtype: str = "auto", **more) -> EngineSpec:
+    return EngineSpec(
+        model=str(model / "target"),
+        draft=str(model / "eagle"),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_batched_tokens=96,
+        num_blocks=64,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def vanilla(engines, model):
+    cache: dict[tuple, Outcome] = {}
+
+    def run(dtype: str = "float32", kv_cache_dtype: str = "auto", logprobs: int = 0) -> Outcome:
+        key = dtype, kv_cache_dtype, logprobs
+        if key not in cache:
+            settings = Settings(audit=not logprobs)
+            cache[key] = engines.run(spec_of(model, dtype, kv_cache_dtype), settings, logprobs=logprobs)
+            assert not cache[key].error, cache[key].error
+        return cache[key]
+
+    return run
+
+
+def treated(engines, model, mode: str, fault=None, dtype: str = "float32", kv_cache_dtype: str = "auto") -> Outcome:
+    return engines.run(spec_of(model, dtype, kv_cache_dtype), Settings(mode=mode, audit=True, debug_sync=True), fault)
+
+
+@pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES)
+def test_vanilla_leaves_rejected_bytes_behind(vanilla, dtype, kv_cache_dtype):
+    """The audit's negative control: it must fail where nobody cleans up."""
+    audit = vanilla(dtype, kv_cache_dtype).audit
+    assert audit["layer_steps"] > 80
+    assert audit["dirty_layer_steps"] > audit["layer_steps"] // 2
+    assert audit["unwritten_rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "explained"), [(None, True), (faults.blind_attention, False), (faults.no_commit, False)]
+)
+def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, explained):
+    """#24: under vLLM's own dummy weights both faults gave vanilla's tokens, request for request."""
+    target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
+    spec = EngineSpec(str(target), str(head), load_format=FORMAT, num_blocks=64, dtype="float32")
+    prompts = bench.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
+    plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
+    settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
+    outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
+    assert not plain.error and not outcome.error, plain.error + outcome.error
+    parity = compare(plain.generation, outcome.generation)
+    assert parity.explained(ROUNDING) == explained, parity
+
+
+@pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES)
+def test_cow_is_exact(engines, model, vanilla, dtype, kv_cache_dtype):
+    outcome = treated(engines, model, "cow", dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == vanilla(dtype, kv_cache_dtype).tokens
+    assert_clean_and_counted(outcome, "cow")
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_requests_that_are_preempted_and_the_blocks_they_leave(engines, model, mode):
+    """#21: a cache too small for its batch takes blocks from requests in flight, which come back and write anew."""
+    spec = replace(spec_of(model), block_size=32, num_blocks=20)
+    plain = engines.run(spec, Settings())
+    outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True))
+    assert not plain.error and not outcome.error, plain.error + outcome.error
+    assert plain.metrics["num_preemptions"] > 0 and outcome.metrics["num_preemptions"] > 0
+    assert outcome.tokens == plain.tokens
+    assert_clean_and_counted(outcome, mode)
+
+
+@pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES)
+def test_stage_is_exact_or_a_near_tie(engines, model, vanilla, dtype, kv_cache_dtype):
+    outcome = treated(engines, model, "stage", dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    assert not outcome.error, outcome.error
+    assert_clean_and_counted(outcome, "stage")
+    parity = compare(vanilla(dtype, kv_cache_dtype, logprobs=5).generation, outcome.generation)
+    if dtype == "float32":
+        assert parity.equal == parity.requests
+    else:
+        assert parity.explained(GAP), parity
+
+
+def assert_clean_and_counted(outcome: Outcome, mode: str) -> None:
+    assert outcome.audit["layer_steps"] > 80
+    assert outcome.audit["dirty_layer_steps"] == outcome.audit["dirty_slots"] == outcome.audit["unwritten_rows"] == 0
+    rank, metrics = outcome.ranks[0], outcome.metrics
+    counters = rank["counters"]
+    assert (rank["mode"], rank["serving"], rank["target_layers"]) == (mode, mode, 3)
+    assert not any(outcome.counters_after_start.values()), "warm-up must not count (#22)"
+    assert counters["windows"] == metrics["spec_decode_num_drafts"]
+    assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"]
+    assert counters["committed_tokens"] == metrics["spec_decode_num_accepted_tokens"] > 0
+    assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
+    assert counters["stage_operations"] == 3 * counters["staged_tokens"], "layers x rows, once each (R5, #3)"
+    assert counters["fallbacks"] == counters["cancelled"] == 0
+    assert (counters["bytes_avoided"] > 0) == (mode == "stage")
+    for name, value in counters.items():
+        assert metrics[f"nwor_{name}"] == value, f"the front end must see the worker's {name} (#18)"
+    assert metrics["nwor_scheduler_checks"] > 20
+    assert metrics["nwor_scheduler_mismatches"] == 0
+
+
+def test_off_leaves_vllm_untouched(engines, model):
+    outcome = engines.run(spec_of(model), Settings())
+    assert not outcome.error, outcome.error
+    assert outcome.ranks[0]["hooks"] == []
+    assert not [name for name in outcome.metrics if name.startswith("nwor_")]
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, mode):
+    """What is compared with itself must not be treated in both turns:
+    paused, it leaves dirty bytes and counts nothing."""
+    paused = engines.run(spec_of(model), Settings(mode=mode, audit=True), paused=True)
+    assert not paused.error, paused.error
+    assert paused.tokens == vanilla().tokens
+    assert paused.audit["dirty_layer_steps"] == vanilla().audit["dirty_layer_steps"] > 0
+    assert not any(paused.ranks[0]["counters"].values()), "no window opened, and none was cancelled"
+    turns = [{}, {"paused": True}, {}]
+    outcome = engines.run(spec_of(model), Settings(mode=mode, debug_sync=True), calls=turns)
+    assert not outcome.error, outcome.error
+    assert [generation.tokens for generation in outcome.generations] == 3 * [vanilla().tokens]
+    windows = [generation.counters["drafts"] for generation in outcome.generations]
+    assert outcome.ranks[0]["counters"]["windows"] == windows[0] + windows[2]
+    assert outcome.metrics["nwor_scheduler_checks"] > 20 and outcome.metrics["nwor_scheduler_mismatches"] == 0
+
+
+def test_leaving_out_the_restore_is_seen(engines, model):
+    outcome = engines.run(spec_of(model), Settings(mode="cow", audit=True), faults.no_restore)
+    assert not outcome.error, outcome.error
+    assert outcome.audit["dirty_layer_steps"] > 0
+    assert "of request" in outcome.ranks[0]["dirty_examples"][0]
+    assert outcome.metrics["nwor_scheduler_mismatches"] > 0, "nothing was kept, as far as the kernel knows"
+
+
+@pytest.mark.parametrize("fault", [faults.no_commit, faults.commit_one_layer])
+def test_leaving_out_the_commit_is_seen(engines, model, vanilla, fault):
+    """#2: no commit call at all, or a commit to one layer."""
+    outcome = engines.run(spec_of(model), Settings(mode="stage", audit=True), fault)
+    assert not outcome.error, outcome.error
+    assert outcome.audit["unwritten_rows"] > 0
+    assert outcome.tokens != vanilla().tokens
+
+
+def test_slots_that_stay_masked_are_seen(engines, model, vanilla):
+    """#20: the drafter writes its own layer through the same slots."""
+    outcome = treated(engines, model, "stage", faults.masked_for_the_drafter)
+    assert not outcome.error, outcome.error
+    assert outcome.generation.counters["accepted_tokens"] < vanilla().generation.counters["accepted_tokens"]
+
+
+def test_blind_attention_collapses(engines, model, vanilla):
+    """#1, the historical flaw: attention never saw the staged tokens."""
+    outcome = treated(engines, model, "stage", faults.blind_attention)
+    assert outcome.tokens != vanilla().tokens
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_a_window_that_does_not_fit_is_written_by_vllm(engines, model, vanilla, mode):
+    """R19, #10: overflow takes vLLM's own write, counted; no write is skipped."""
+    outcome = treated(engines, model, mode, faults.small_capacity)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == vanilla().tokens
+    assert outcome.ranks[0]["counters"]["fallbacks"] > 0
+    assert outcome.metrics["nwor_fallbacks"] == outcome.ranks[0]["counters"]["fallbacks"]
+    assert outcome.audit["unwritten_rows"] == 0
+
+
+@pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES[1:3])
+def test_emulated_stage_is_exact_and_says_so(engines, model, vanilla, dtype, kv_cache_dtype):
+    outcome = treated(engines, model, "stage", faults.unattended, dtype, kv_cache_dtype)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == vanilla(dtype, kv_cache_dtype).tokens
+    assert outcome.ranks[0]["serving"] == "stage (emulated)"
+    assert "emulated" in outcome.ranks[0]["reason"]
+    assert outcome.ranks[0]["counters"]["bytes_avoided"] == 0
+    assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
+
+
+def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, vanilla):
+    outcome = engines.run(spec_of(model), Settings(mode="stage"), faults.unreadable_packing)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == vanilla().tokens
+    assert outcome.ranks[0]["serving"] == "off"
+    assert "packing" in outcome.ranks[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "says"),
+    [
+        ("stage", faults.blind_from_the_start, "the attention differs from a plain one by "),
+        ("stage", faults.attention_fails, "ValueError: out of resource: shared memory"),
+        (
+            "stage",
+            partial(faults.one_byte_too_many, "commit_all_layers"),
+            "the pages that stage left are not those with",
+        ),
+        ("cow", partial(faults.one_byte_too_many, "restore_all_layers"), "the pages that cow left are not those with"),
+    ],
+    ids=["blind attention", "a kernel that fails", "a commit too far", "a restore too far"],
+)
+def test_an_operator_that_fails_here_is_met_before_any_request(engines, model, vanilla, mode, fault, says):
+    """R36: vLLM's own write serves, and the rank says why."""
+    outcome = engines.run(spec_of(model), Settings(mode=mode), fault)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == vanilla().tokens
+    [rank] = outcome.ranks
+    assert rank["serving"] == "off"
+    assert "the check at start-up failed" in rank["reason"] and says in rank["reason"], rank["reason"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says", "modes"),
+    [
+        (faults.one_layer_of_another_class, "a hybrid model: 1 of its layers are not served", ("cow", "stage")),
+        (faults.unknown_mask, "CPUAttentionBackendImpl.chunk_lookback is 1, a mask that stage does not", ("stage",)),
+        (faults.writes_its_own, "the model writes keys and values itself", ("stage",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_models_and_settings_that_a_mode_refuses_by_name(engines, model, vanilla, fault, says, modes):
+    """Hazards 35 and 36, and models that write their own cache: vLLM's write serves from the start; or `cow` does."""
+    for mode in ("cow", "stage"):
+        outcome = engines.run(spec_of(model), Settings(mode=mode, audit=mode not in modes, debug_sync=True), fault)
+        assert not outcome.error, outcome.error
+        assert outcome.tokens == vanilla().tokens
+        [rank] = outcome.ranks
+        assert rank["serving"] == ("off" if mode in modes else mode)
+        assert (says in rank["reason"]) == (mode in modes), rank["reason"]
+        assert mode in modes or outcome.audit["dirty_layer_steps"] == 0 < rank["counters"]["windows"]
+
+
+def test_the_audit_refuses_a_model_it_would_see_a_part_of(engines, model):
+    outcome = engines.run(spec_of(model), Settings(audit=True), faults.one_layer_of_another_class)
+    assert "the audit would not see the whole cache: a hybrid model" in outcome.error
+
+
+def test_the_audit_refuses_a_packing_it_cannot_read(engines, model):
+    """It would mark other bytes than the slots'."""
+    assert "unset VLLM_NWOR_AUDIT" in engines.run(spec_of(model), Settings(audit=True), faults.unreadable_packing).error
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        (faults.broken_extension, "operators do not load"),
+        (faults.plugin_missing_in_worker, "not active on ranks"),
+        (faults.unknown_vllm, "0.33.0"),
+        (faults.changed_signature, "_sample takes"),
+        (faults.layer_without_hook, "staged nothing"),
+        (faults.scheduler_disagrees, "differ"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fault, says):
+    """#17, #19: never a clean baseline under the treatment's name."""
+    outcome = engines.run(spec_of(model), Settings(mode="stage", debug_sync=True), fault)
+    assert says in outcome.error
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_other_architectures(engines, tmp_path_factory, architecture, mode):
+    """R25."""
+    path = tmp_path_factory.mktemp(architecture)
+    pair.random_pair(path, architecture=architecture, noise=0.3)
+    vanilla = engines.run(spec_of(path), Settings())
+    assert not vanilla.error, vanilla.error
+    outcome = treated(engines, path, mode)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == vanilla.tokens
+    assert_clean_and_counted(outcome, mode)
+
+
+def test_requests_of_every_kind(engines, model):
+    """R25: structured output, stops inside a window, blocks of aborted requests (#21), and a temperature."""
+    stops = list(range(3, 320, 4))
+    calls = request_kinds.calls(PROMPTS, stops)
+    vanilla = engines.run(spec_of(model), Settings(fix_cpu_sampling=True), calls=calls)
+    assert not vanilla.error, vanilla.error
+    request_kinds.assert_meaningful(vanilla, stops, 4, model / "target")
+    for mode in ("cow", "stage"):
+        settings = Settings(mode=mode, audit=True, debug_sync=True, fix_cpu_sampling=True)
+        outcome = engines.run(spec_of(model), settings, calls=calls)
+        assert not outcome.error, outcome.error
+        assert_clean_and_counted(outcome, mode)
+        request_kinds.assert_like(vanilla, outcome, mode, gap=ROUNDING)
+
+
+def test_eagle3(engines, tmp_path):
+    """R25: hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
+    target, _ = pair.random_pair(tmp_path, noise=0.3, head_dim=64)
+    head = checkpoints.random_eagle3(tmp_path / "eagle3", target, draft_vocab_size=288)
+    spec = replace(spec_of(tmp_path), draft=str(head), method="eagle3")
+    vanilla = engines.run(spec, Settings())
+    assert not vanilla.error, vanilla.error
+    assert vanilla.generation.counters["accepted_tokens"] > vanilla.generation.counters["drafts"]
+    for mode in ("cow", "stage"):
+        outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True))
+        assert not outcome.error, outcome.error
+        assert outcome.tokens == vanilla.tokens
+        assert_clean_and_counted(outcome, mode)
+
+
+def test_batch_of_one_and_a_drafter_without_layers(model):
+    """R25: batch 1; and ngram, which has no layers of its own and proposes fewer drafts than k, or none."""
+    spec = replace(spec_of(model), method="ngram", draft="", batch=1)
+    prompts = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
+    # A process each: numba, which ngram imports, keeps vLLM from building a second engine in the same one.
+    tokens = {}
+    for mode in ("off", "cow", "stage"):
+        with Engine(spec, Settings(mode=mode, audit=True, debug_sync=True)) as engine:
+            tokens[mode] = engine.generate(prompts, 40).tokens
+            rank = engine.report()[0]
+        if mode != "off":
+            assert rank["audit"]["dirty_layer_steps"] == rank["audit"]["unwritten_rows"] == 0
+            assert rank["counters"]["windows"] > 0
+    assert tokens["cow"] == tokens["stage"] == tokens["off"]
+
+
+class TestFcBias:
+    """R26: EAGLE checkpoints with a bias vLLM's head has no place for; acceptance with it and without."""
+
+    BIAS = 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
+
+    def test_vllm_alone_drops_it(self, engines, model, vanilla, tmp_path):
+        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings())
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    @pytest.mark.parametrize("mode", ["cow", "stage"])
+    def test_no_mode_applies_it_unasked(self, engines, model, vanilla, tmp_path, mode):
+        """Hazard 37: a mode that did was compared with a baseline of another drafter."""
+        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(mode=mode))
+        assert not outcome.error, outcome.error
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    def test_zeros_are_skipped(self, engines, model, vanilla, tmp_path):
+        outcome = engines.run(self.spec(model, tmp_path, torch.zeros(128)), Settings(mode="cow"))
+        assert not outcome.error, outcome.error
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    def test_any_other_is_applied(self, engines, model, vanilla, tmp_path):
+        """A bias this large spoils the drafts; dropped, acceptance would be what it is without one."""
+        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(eagle_bias=True))
+        assert not outcome.error, outcome.error
+        assert outcome.tokens == vanilla().tokens
+        with_bias, without = outcome.generation.counters, vanilla().generation.counters
+        assert with_bias["accepted_tokens"] / with_bias["drafts"] < 0.8 * without["accepted_tokens"] / without["drafts"]
+
+    def test_a_bias_that_only_the_config_promises_is_zero(self, engines, model, vanilla, tmp_path):
+        """`"bias": true` means `fc`'s to EAGLE and the attention's to vLLM, whose memory nothing then fills."""
+        spec = self.spec(model, tmp_path, torch.zeros(128))
+        config = tmp_path / "eagle" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "bias": True}))
+        outcome = engines.run(spec, Settings(eagle_bias=True))
+        assert not outcome.error, outcome.error
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    @staticmethod
+    def spec(model: Path, folder: Path, bias: torch.Tensor) -> EngineSpec:
+        checkpoints.write_biased_copy(model / "eagle", folder / "eagle", bias)
+        return replace(spec_of(model), draft=str(folder / "eagle"))
+
+
+def test_cpu_sampling_takes_the_temperature_it_was_given(engines, model):
+    """vLLM 0.32 divides by uninitialised memory; a temperature near 0 must be all but greedy."""
+    greedy = engines.run(spec_of(model), Settings())
+    cool = engines.run(spec_of(model), Settings(fix_cpu_sampling=True), temperature=0.01)
+    assert not cool.error, cool.error
+    same = sum(a == b for a, b in zip(greedy.tokens, cool.tokens, strict=True))
+    assert same >= len(greedy.tokens) - 2

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism and serving in real vLLM on the CPU: R18, R20, R22, hazards 13, 18, 19; the bench command, R28."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from nwor.settings import Settings
+from nwor_lab import pair, paths
+from nwor_lab.audit.auditor import AuditReport
+from nwor_lab.engines.engine import Engine, EngineSpec
+from nwor_lab.experiments import audit, bench
+from tests.engines import PROMPTS
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    pair.random_pair(path, noise=0.3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(model) -> list[str]:
+    words = ["--model", model / "target", "--draft", model / "eagle", "--dtype", "float32", "--num-blocks", 64]
+    return list(map(str, [*words, "--random-prompts", 24, "--num-prompts", 6, "--max-tokens", 24, "--repeats", 1]))
+
+
+def test_bench_over_two_ranks(small, tmp_path):
+    """R22: every rank holds all target layers and a share of their heads; counts agree;
+    the EAGLE layer is left alone."""
+    assert bench.main([*small, "--tp", "2", "--run-dir", str(tmp_path), "--name", "tp2"]) == 0
+    report = json.loads((tmp_path / "tp2.json").read_text())
+    for mode in ("cow", "stage"):
+        ranks = report["ranks"][mode]
+        assert [rank["rank"] for rank in ranks] == [0, 1]
+        assert all(rank["serving"] == mode and rank["target_layers"] == 3 for rank in ranks)
+        assert ranks[0]["counters"] == ranks[1]["counters"]
+        assert ranks[0]["counters"]["committed_tokens"] > 0
+        assert report["parity"][mode]["equal"] == report["parity"][mode]["requests"]
+        assert report["metrics"][mode]["nwor_scheduler_mismatches"] == 0
+        for rank in ranks:
+            assert AuditReport(**rank["audit"]).clean
+    assert all(rank["audit"]["dirty_layer_steps"] for rank in report["ranks"]["off"])
+    table = pd.read_parquet(tmp_path / "tp2.parquet")
+    assert {"step_ms", "accepted_at", "equal_requests", "counters.staged_tokens"} <= set(table.metric)
+    assert set(table["tp"]) == {2}
+
+
+def test_an_engine_whose_mode_pauses_is_vanilla_and_treated_in_turns(small, tmp_path):
+    """Paused, every rank serves vLLM's own write, and the tokens are vanilla's; resumed, the mode serves and counts."""
+    more = ["--mode", "stage", "--paused", "--tp", "2", "--run-dir", str(tmp_path), "--name", "paused"]
+    assert bench.main([*small, *more]) == 0
+    report = json.loads((tmp_path / "paused.json").read_text())
+    assert list(report["parity"]) == ["stage paused", "stage"], "vanilla is what tokens are compared with"
+    assert all(found["equal"] == found["requests"] == 2 * 6 for found in report["parity"].values())
+    table = pd.read_parquet(tmp_path / "paused.parquet")
+    assert set(table["engine"]) == {"stage"}
+    steps = table[table.metric == "step_ms"].groupby("mode").size()
+    assert steps["off"] == steps["stage"] > 0
+    ranks = report["ranks"]["stage"]
+    assert all(rank["serving"] == "stage" for rank in ranks), "it serves again at the end"
+    assert all(AuditReport(**rank["audit"]).clean for rank in ranks), "it pauses after the audit alone"
+    windows = table[(table.metric == "windows") & (table["mode"] == "stage")].value.sum()
+    judged = "the first pass, that of the repeat and the timed one, and none of the paused"
+    assert ranks[0]["counters"]["windows"] == 3 * windows, judged
+
+
+def test_kernel_times_are_those_of_every_rank(model):
+    """N5, R22: on a CPU torch's operators are what is seen, of each rank its own."""
+    spec = EngineSpec(str(model / "target"), str(model / "eagle"), tp=2, dtype="float32", num_blocks=64)
+    with Engine(spec, Settings()) as engine:
+        ranks, steps = engine.kernel_times(PROMPTS[:2], 60)
+    assert (len(ranks), steps) == (2, 8)
+    for times in ranks:
+        assert all(time >= 0 for time in times.values())
+        assert any("reshape_and_cache" in name for name in times), sorted(times)
+
+
+def test_a_misspelt_mode_stops_before_anything_is_written(small, tmp_path):
+    """#16."""
+    with pytest.raises(ValueError, match="'stag' is not a mode"):
+        bench.main([*small, "--mode", "stag", "--run-dir", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_dies_leaves_no_result(small, tmp_path):
+    with pytest.raises(RuntimeError, match="the cow engine failed at start"):
+        bench.main([*small, "--mode", "cow", "--kv-cache-dtype", "nonsense", "--run-dir", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mode_that_is_not_served_is_not_measured():
+    """#18, #19: proof of treatment from every rank."""
+    served = {"rank": 0, "mode": "stage", "serving": "stage"}
+    bench.require_served("stage", [served, {**served, "rank": 1, "serving": "stage (emulated)"}])
+    for wrong in ({"serving": "off"}, {"mode": "off"}):
+        with pytest.raises(RuntimeError, match="not active on every rank"):
+            bench.require_served("stage", [served, {**served, "rank": 1, **wrong}])
+    with pytest.raises(RuntimeError, match="not active on every rank"):
+        bench.require_served("stage", [])
+
+
+def test_audit_command_tells_clean_from_dirty(small, capsys):
+    assert audit.main([*small, "--mode", "off,stage"]) == 0
+    said = capsys.readouterr().out
+    assert "off    rank 0: DIRTY" in said
+    assert "stage  rank 0: clean" in said
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_serve_exports_the_counters(tp, tmp_path):
+    """R20: vLLM's server on loopback, and its `/metrics`; over two ranks where there are two GPUs.
+
+    Started by its module: the `vllm` command asks for a distribution named vllm, which the CPU build is not.
+    """
+    if torch.cuda.device_count() < tp > 1:
+        pytest.skip("no two NVIDIA GPUs here")
+    port = 18000 + os.getpid() % 2000
+    spec = EngineSpec(str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), num_blocks=64, tp=tp)
+    speculative = {"method": "eagle", "model": spec.draft, "num_speculative_tokens": 4}
+    words = ["--model", spec.model, "--host", "127.0.0.1", "--port", port, "--max-model-len", 256, "--max-num-seqs", 8]
+    words += ["--num-gpu-blocks-override", 64, "--enforce-eager", "--tensor-parallel-size", tp]
+    words += ["--gpu-memory-utilization", 0.3]
+    words += ["--speculative-config", json.dumps(speculative)]
+    environ = {
+        **os.environ,
+        **spec.environ(),
+        **Settings(mode="stage").environ(),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    with open(tmp_path / "serve.log", "w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, words)],
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        body = {"model": spec.model, "prompt": PROMPTS[3], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        url = f"http://127.0.0.1:{port}"
+        wait_for(f"{url}/health", server, tmp_path / "serve.log")
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 24
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("vllm:")}
+    drafts, accepted = (values[f"vllm:spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
+    staged, committed = (values[f"vllm:nwor_{kind}_tokens_total"] for kind in ("staged", "committed"))
+    assert staged >= drafts > 0 and committed >= accepted > 0
+    if (
+        not torch.cuda.is_available()
+    ):  # on a GPU a step runs ahead of the scheduler, and counts a finished request's too
+        assert (staged, committed) == (drafts, accepted)
+    assert values["vllm:nwor_scheduler_checks_total"] > 0 and values["vllm:nwor_scheduler_mismatches_total"] == 0
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    for _ in range(240):
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(1)
+    raise TimeoutError(log.read_text()[-3000:])

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel, installed where there is no checkout: it is complete, `doctor` says so, and vLLM serves with a mode on."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from nwor.ops import OPERATORS
+from nwor_lab import paths
+
+PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
+SOURCES = {package: sorted((paths.ROOT / package).rglob("*.py")) for package in ("nwor", "nwor_lab")}
+OF_THE_ENVIRONMENT = {"torch", "vllm", "triton", "flashinfer"}
+"""vLLM, and what vLLM pins itself."""
+DISTRIBUTIONS = {"yaml": "pyyaml"}
+
+SERVE = """
+import json, sys
+import nwor
+from nwor.vllm.worker import status
+from vllm import LLM, SamplingParams
+
+def where(worker):
+    import nwor.vllm.runner, nwor.ops
+    return [nwor.vllm.runner.__file__, nwor.ops.__file__]
+
+if __name__ == "__main__":
+    target, head = sys.argv[1:]
+    llm = LLM(
+        target, speculative_config={"method": "eagle", "model": head, "num_speculative_tokens": 4}, dtype="float32",
+        max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=True, num_gpu_blocks_override=64,
+    )
+    (answer,) = llm.generate(["def main() -> None:"], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    found = {"ranks": llm.collective_rpc(status), "modules": llm.collective_rpc(where), "front": nwor.__file__}
+    print("FOUND", json.dumps(found | {"tokens": list(answer.outputs[0].token_ids)}))
+"""
+
+
+def run(command: list[str | Path], cwd: Path, **environ: str) -> str:
+    """Output of a command that knows nothing of this checkout and reaches no network; its errors fail the test."""
+    ours = ("PYTHON", "VLLM_", "NWOR_", "VIRTUAL_ENV")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    offline = {"HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "NWOR_CUDA": "0"}
+    done = subprocess.run(
+        command, cwd=cwd, env=clean | offline | environ, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy of the sources, since a build leaves files beside them."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in (*SOURCES, "kernels"):
+        shutil.copytree(paths.ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(paths.ROOT / name, source)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
+    run(build, folder)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The Python of an environment that holds the wheel; all else it finds where this Python has it."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    python = folder / "env" / "bin" / "python"
+    run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel], folder)
+    (site,) = (folder / "env" / "lib").glob("python*/site-packages")
+    # Named in a .pth, a folder's own .pth files, an editable checkout's among them, are not read.
+    (site / "heavy.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def test_one_wheel_for_every_python_with_all_it_needs(wheel):
+    assert re.fullmatch(r"nwor-[\d.]+-cp311-abi3-linux_\w+\.whl", wheel.name)
+    names = zipfile.ZipFile(wheel).namelist()
+    tracked = {path.relative_to(paths.ROOT).as_posix() for package in SOURCES.values() for path in package}
+    held = {name for name in names if ".dist-info/" not in name}
+    assert held == tracked | {"nwor/_C.abi3.so", "nwor/attention/configs/NVIDIA_H200.json"}
+    assert wheel.stat().st_size < 5e6
+
+
+def imports(package: str) -> dict[str, str]:
+    """Top-level names that the package's modules import, at their top or within, but the standard library's."""
+    found: dict[str, str] = {}
+    for path in SOURCES[package]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [str(node.module)]
+            else:
+                continue
+            found |= {name.partition(".")[0]: path.name for name in names}
+    return {name: path for name, path in found.items() if name not in sys.stdlib_module_names | OF_THE_ENVIRONMENT}
+
+
+def test_serving_needs_vllm_alone():
+    assert imports("nwor").keys() == {"nwor"}
+    assert PROJECT["dependencies"] == []
+
+
+def test_every_import_of_the_lab_is_in_an_extra():
+    listed = [requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra]
+    known = {re.match(r"[\w.-]+", requirement).group().lower().replace("_", "-") for requirement in listed}
+    others = {name: path for name, path in imports("nwor_lab").items() if name not in SOURCES}
+    assert {"scipy", "transformers", "safetensors", "tokenizers", "yaml"} <= others.keys()
+    assert {name: path for name, path in others.items() if DISTRIBUTIONS.get(name, name) not in known} == {}
+
+
+def test_the_lab_is_not_imported_by_what_serves(installed):
+    code = "import sys; sys.modules['nwor_lab'] = None; import nwor.manager, nwor.vllm.worker; print(nwor.__file__)"
+    assert run([installed, "-c", code], installed.parent).strip().startswith(str(installed.parents[1]))
+
+
+def test_the_doctor_finds_all_there(installed):
+    said = run([installed, "-m", "nwor_lab.cli", "doctor"], installed.parents[2])
+    assert "all there" in said and "MISSING" not in said
+    assert re.search(r"ok +stage +can run", said) and "in the checkout alone" in said
+    assert all(re.search(rf"ok +{name} +CPU", said) for name in OPERATORS)
+
+
+def test_its_tuning_is_found(installed):
+    code = "from nwor.attention.configs import H200, tuned; print(len(tuned(H200)))"
+    assert int(run([installed, "-c", code], installed.parent)) > 50
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_vllm_serves_the_pair_with_a_mode_on(installed, mode, tmp_path):
+    """The plugin is found by its entry point alone, and the modules of the rank are those of the environment."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to serve with")
+    (tmp_path / "serve.py").write_text(SERVE)
+    said = run(
+        [installed, tmp_path / "serve.py", paths.PAIR_TARGET, paths.PAIR_EAGLE], tmp_path,
+        VLLM_NWOR_MODE=mode, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1",
+        VLLM_NWOR_DEBUG_SYNC="1",
+    )  # fmt: skip
+    found = json.loads(said.split("FOUND ")[1].splitlines()[0])
+    (rank,) = found["ranks"]
+    assert (rank["mode"], rank["serving"], rank["reason"]) == (mode, mode, "")
+    assert rank["target_layers"] > 0 and rank["counters"]["committed_tokens"] > 0, rank["counters"]
+    assert len(found["tokens"]) == 24
+    environment = str(installed.parents[1])
+    assert all(name.startswith(environment) for name in [found["front"], *found["modules"][0]]), found["modules"]
