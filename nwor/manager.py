@@ -163,8 +163,6 @@ class DraftCommitManager:
         max_requests: the most requests of a batch; a larger batch falls back to vLLM's own write.
         max_drafts: the most drafts of a request; a request with more falls back.
         max_tokens: the most rows of a batch.
-        emulate: mode ``stage`` without an attention that reads staged rows: vLLM writes and attends, and each layer
-            then moves the new bytes into staging and puts the old ones back. Exact, but it is no saving.
         replayed: forwards may be replays of CUDA graphs, which call no hook: a layer that went through its hook once,
             when the graph was captured, counts as staged from then on.
 
@@ -193,19 +191,17 @@ class DraftCommitManager:
         max_requests: int,
         max_drafts: int,
         max_tokens: int,
-        emulate: bool = False,
         replayed: bool = False,
     ) -> None:
         if mode not in ("cow", "stage"):
             raise ValueError(f"a manager serves cow or stage, not {mode!r}")
         device = layout.pool.device
-        self.layout, self.mode, self.emulate, self.replayed = layout, mode, emulate, replayed
+        self.layout, self.mode, self.replayed = layout, mode, replayed
         self.width = max_drafts
         self.rows = layout.new_rows(max_requests * rows_held(mode, max_drafts, layout.block_size))
         self.logged: Tensor | None = None
         if mode == "cow" and (ring := log_ring(max_drafts, layout.block_size)):
             self.logged = torch.full((max_requests, ring), -1, dtype=torch.int64, device=device)
-        self.old_rows = layout.new_rows(max_requests * self.width) if emulate else None
         self.slots = torch.full((max_requests, self.width), -1, dtype=torch.int64, device=device)
         self.staging_rows: Tensor | None = None
         self.page_slots: Tensor | None = None
@@ -303,8 +299,6 @@ class DraftCommitManager:
                 self.logged.fill_(-1)
             self._before = list(requests)
             ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.rows, self.logged)
-        elif self.old_rows is not None:
-            ops.log_all_layers(*self._cache(), self._held(), self.layout.packing, self.old_rows)
         if not self.replayed:
             self._staged = self.layout.num_layers * [False]
         return True
@@ -339,15 +333,12 @@ class DraftCommitManager:
                 split, so rows are found by its offset in that buffer.
         """
         assert self._slot_mapping is not None and self.staging_rows is not None and self.page_slots is not None
-        if self.emulate:
-            write(kv_cache, slot_mapping)
-        else:
-            if slot_mapping.untyped_storage().data_ptr() != self._slot_mapping.untyped_storage().data_ptr():
-                raise RuntimeError("slot_mapping is a copy, no view of the batch's buffer: its rows cannot be told")
-            first = slot_mapping.storage_offset() - self._slot_mapping.storage_offset()
-            part = slice(first, first + slot_mapping.numel())
-            write(kv_cache, self.page_slots[part])
-            write(self.staged(layer), self.staging_rows[part])
+        if slot_mapping.untyped_storage().data_ptr() != self._slot_mapping.untyped_storage().data_ptr():
+            raise RuntimeError("slot_mapping is a copy, no view of the batch's buffer: its rows cannot be told")
+        first = slot_mapping.storage_offset() - self._slot_mapping.storage_offset()
+        part = slice(first, first + slot_mapping.numel())
+        write(kv_cache, self.page_slots[part])
+        write(self.staged(layer), self.staging_rows[part])
         self.mark_staged(layer)
 
     def mark_staged(self, layer: int) -> None:
@@ -357,13 +348,6 @@ class DraftCommitManager:
     def staged(self, layer: int) -> Tensor:
         """The layer's staging as a mini-cache of the cache's own dtype: [blocks, H, N, 2 * head_size]."""
         return self.rows[layer].view(self.layout.dtype)
-
-    def put_back(self, layer: int) -> None:
-        """Emulation only, after the layer's attention: move the new bytes to staging and the old ones to the pages."""
-        assert self.old_rows is not None
-        one = slice(layer, layer + 1)
-        ops.log_all_layers(*self._cache(layer), self._held(), self.layout.packing, self.rows[one])
-        self._restore_everything(*self._cache(layer), self.old_rows[one])
 
     def commit(self, num_rejected: Tensor) -> None:
         """Close the window, after sampling and before the next forward: keep the accepted rows, and only those.
@@ -395,11 +379,13 @@ class DraftCommitManager:
         """Close the window and leave the held rows' slots as before `begin`; does nothing when none is open."""
         if not self.is_open:
             return
-        if self.mode == "cow":
-            self._restore_everything(*self._cache(), self.rows, self.logged)
-        elif self.old_rows is not None:
-            self._restore_everything(*self._cache(), self.old_rows)
         held = (self._held() >= 0).sum(dim=1)
+        if self.mode == "cow":
+            everything = torch.full_like(held, self.width, dtype=torch.int32)
+            nowhere = torch.empty_like(everything), torch.zeros_like(self.counts)
+            ops.restore_all_layers(
+                *self._cache(), self._held(), self.layout.packing, self.rows, everything, *nowhere, self.logged
+            )
         self.counts[2] -= (held > 0).sum()
         self.counts[3] -= held.sum()
         self._cancelled += 1
@@ -443,8 +429,6 @@ class DraftCommitManager:
         row = self.layout.slot_bytes * layers
         if self.mode == "cow":  # vLLM wrote every draft, and the rejected ones were written once more
             written, avoided = kept + 2 * rejected, 0
-        elif self.emulate:  # vLLM wrote every draft, its old bytes were put back, and the kept ones written again
-            written, avoided = 3 * kept + 2 * rejected, 0
         else:
             written, avoided = kept, rejected
         return Counters(
@@ -462,17 +446,8 @@ class DraftCommitManager:
     def _held(self) -> Tensor:
         return self.slots[: self.num_requests]
 
-    def _cache(self, layer: int | None = None) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-        offsets = self.layout.layer_offsets
-        return self.layout.pool, offsets if layer is None else offsets[layer : layer + 1], self.layout.strides
-
-    def _restore_everything(
-        self, pool: Tensor, offsets: Tensor, strides: tuple[int, int, int], rows: Tensor, logged: Tensor | None = None
-    ) -> None:
-        held = self._held()
-        everything = torch.full((len(held),), self.width, dtype=torch.int32, device=pool.device)
-        nowhere = torch.empty_like(everything), torch.zeros_like(self.counts)
-        ops.restore_all_layers(pool, offsets, strides, held, self.layout.packing, rows, everything, *nowhere, logged)
+    def _cache(self) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+        return self.layout.pool, self.layout.layer_offsets, self.layout.strides
 
 
 @dataclass

@@ -65,11 +65,8 @@ def _make_forward(original: Callable) -> Callable:
         # The second row of a query, its first draft, says where the window lies; a query of one row has none.
         second = torch.minimum(starts[:-1] + 1, starts[1:] - 1)
         window_start = manager.staging_rows[second].to(torch.int32)
-        if manager.emulate or not bool((window_start >= 0).all()):
+        if not bool((window_start >= 0).all()):
             original(*vanilla)
-        if manager.emulate:
-            manager.put_back(context.index)
-            return output
         ops.verify_attention(
             query[:tokens],
             kv_cache,

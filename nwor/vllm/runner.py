@@ -191,7 +191,9 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
 
         blocked = attention_gpu.fused_passes(config) or attention_gpu.captured_writes(config)
         return blocked or next(filter(None, map(attention_gpu.cannot_attend, layers.values())), "")
-    return ""
+    from nwor.vllm import attention_cpu
+
+    return next(filter(None, map(attention_cpu.cannot_attend, layers.values())), "")
 
 
 def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -> tuple[DraftCommitManager | None, str]:
@@ -203,9 +205,6 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
         packing = attention_cpu.find_packing(layers[0])
         if packing is None:
             return None, f"a CPU cache packing ({layers[0].isa}) that is no permutation of a slot's elements"
-        unread = next(filter(None, map(attention_cpu.cannot_attend, layers)), "")
-        if mode == "stage" and unread:
-            notice = f"stage is emulated (write, attend, put back): {unread}"
     try:
         layout = CacheLayout.of([layer.kv_cache for layer in layers], packing)
     except ValueError as error:
@@ -220,7 +219,6 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
             max_requests=max_requests,
             max_drafts=max_drafts,
             max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
-            emulate=bool(notice),
             replayed=graphs is not None and graphs.has_full_cudagraphs(),
         )
         if mode == "stage" and runner.device.type == "cuda":

@@ -96,9 +96,7 @@ class _Window:
             ].to(device)
             for request, (prefix, tail) in enumerate(zip(self.prefixes, tails, strict=True))
         ]
-        self.manager = DraftCommitManager(
-            self.layout, manager.mode, requests, max_drafts, sum(tails), emulate=manager.emulate
-        )
+        self.manager = DraftCommitManager(self.layout, manager.mode, requests, max_drafts, sum(tails))
         self.manager.attention = manager.attention
         generator = torch.Generator().manual_seed(0)
         if manager.mode == "stage":
@@ -181,13 +179,10 @@ class _Window:
         if not manager.begin(starts, starts, slot_mapping):
             raise RuntimeError("no window opened")
         outputs = []
-        if manager.mode == "cow" or manager.emulate:
+        if manager.mode == "cow":
             in_tail = torch.zeros(len(slots), dtype=torch.bool, device=self.device)
             in_tail[tail_rows] = True
             self._write(self.pages, in_tail)
-            for index in range(len(self.layers) if manager.emulate else 0):
-                manager.mark_staged(index)
-                manager.put_back(index)
         else:
             outputs = self._forward(starts, slot_mapping, tail_rows)
         manager.commit(torch.tensor(self.rejected, dtype=torch.int32, device=self.device))

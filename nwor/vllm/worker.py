@@ -18,7 +18,7 @@ from nwor.vllm.patch import wrap, wrapped
 class Status:
     """One rank's answer to: what is active here, and what has it done?
 
-    mode is what was asked for; serving is what is active: ``cow``, ``stage``, ``stage (emulated)`` or ``off``;
+    mode is what was asked for; serving is what is active: ``cow``, ``stage`` or ``off``;
     reason says why they differ.
     """
 
@@ -76,7 +76,7 @@ def status(worker: Any) -> dict[str, Any]:
     settings = Settings.from_env()
     runner = worker.model_runner
     manager = getattr(runner, "nwor", None)
-    serving = "off" if manager is None else manager.mode + (" (emulated)" if manager.emulate else "")
+    serving = "off" if manager is None else manager.mode
     return asdict(
         Status(
             rank=worker.rank,

@@ -18,7 +18,7 @@ import pandas as pd
 from nwor_lab import paths
 from nwor_lab.model.traffic import SERVED, Moved, Shape, Window, served_traffic
 
-MODES = ("cow", "stage", "move")
+MODES = ("cow", "stage")
 
 MODELS = {
     "llama-2-7b": Shape(32, 32, 128),

@@ -12,15 +12,14 @@ queries, re-reads inside a kernel and caches are left out. All numbers are for o
     log        draft slots, pages -> log, before the forward
     restore    rejected rows, log -> pages
     open       what a step needs on the device, filled in one launch; indices alone
-    put_back   new rows, pages -> staging, and old rows, log -> pages, behind each layer's attention
 
 `stage` in mode `stage` is no launch of its own and has no `tail`: the attention kernel reads the window's keys and
 values from where the projections left them, attends to them and leaves the drafts in staging, on one read. The row of
 the token sampled last is not held: the same launch writes it to its page.
 
 `step_traffic` is exact against the reference model, which counts the same kinds as it runs. `served_traffic` is the
-same step as vLLM serves it on a GPU: a launch that opens the window, vLLM's rope fused with its write or not, and the
-emulation of `stage` beside it. What the bytes and launches cost is the business of `nwor_lab.model.breakeven`.
+same step as vLLM serves it on a GPU: a launch that opens the window, and vLLM's rope fused with its write or not.
+What the bytes and launches cost is the business of `nwor_lab.model.breakeven`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,8 +28,8 @@ from dataclasses import dataclass
 from nwor.attention.configs import next_power_of_2
 
 MODES = ("off", "blind", "cow", "stage")
-SERVED = ("off", "cow", "stage", "move")
-KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore", "open", "put_back")
+SERVED = ("off", "cow", "stage")
+KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore", "open")
 
 
 @dataclass(frozen=True)
@@ -230,19 +229,14 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
 
     To `step_traffic` come, and of `cow` in place of its log, in the letters used there:
 
-        mode   open    log               put_back                   commit
+        mode   open    log
         cow    0, 1    L K (r -> r), 1
         stage  0, 1
-        move   0, 1    L D (r -> r), 1   2 L D (r -> r), 2 L        L A (r -> r), 1
 
     The log of `cow` keeps a slot's bytes until one of its drafts is accepted. Of a request that keeps K of its rows,
     K - 1 of them drafts, the next window begins K slots on, and so many of its slots are logged for the first time;
     all D where less than one draft is rejected. That is a batch whose requests stay the same; after another step all D
     are logged.
-
-    `move` is write-then-move, the emulation of `stage` for attention that cannot read staged rows
-    (`nwor.manager.DraftCommitManager`): the old rows are logged, vLLM writes and attends, each layer's new rows are
-    copied to staging and its old ones put back, and the kept rows are written again after sampling.
 
     With `fused`, vLLM writes the pages in the kernel that rotates queries and keys (`do_rope_and_kv_cache_update` of
     vLLM 0.32; ROCm alone). That kernel runs either way and holds the keys, so the write has no launch and reads the
@@ -255,7 +249,7 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
-    traffic = step_traffic("off" if mode == "move" else mode, shape, window)
+    traffic = step_traffic(mode, shape, window)
     if fused and mode != "stage" and "write" in traffic:
         write = traffic["write"]
         traffic["write"] = Moved(write.read / 2, write.written, 0)
@@ -265,12 +259,6 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
     if mode == "cow":
         moved = shape.num_layers * min(window.kept_rows, window.draft_rows) * shape.row
         traffic["log"] = Moved(moved, moved, 1)
-    if mode == "move":
-        L, held = shape.num_layers, window.draft_rows * shape.row
-        kept = held - window.rejected_rows * shape.row
-        traffic.count("log", read=L * held, written=L * held, launches=1)
-        traffic.count("put_back", read=2 * L * held, written=2 * L * held, launches=2 * L)
-        traffic.count("commit", read=L * kept, written=L * kept, launches=1)
     return traffic
 
 
@@ -278,9 +266,9 @@ def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
     """Device memory, in bytes, that a rank sets aside for windows of `requests` requests with at most `k` drafts.
 
     `cow` holds the drafts' old rows: L k r a request, k rounded up to a power of two. `stage` holds their new ones:
-    L k r; `move` that twice, new and old. The manager's buffers are this, rounded up to whole blocks.
+    L k r. The manager's buffers are this, rounded up to whole blocks.
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
-    rows = {"off": 0, "cow": next_power_of_2(k), "stage": k, "move": 2 * k}[mode]
+    rows = {"off": 0, "cow": next_power_of_2(k), "stage": k}[mode]
     return shape.num_layers * requests * rows * shape.row

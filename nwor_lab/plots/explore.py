@@ -21,7 +21,7 @@ from nwor_lab.plots import kernels, paper
 from nwor_lab.plots import style as plot
 
 BATCHES = tuple(2**n for n in range(11))
-LINES = (("cow", False), ("stage", False), ("stage", True), ("move", False))
+LINES = (("cow", False), ("stage", False), ("stage", True))
 """What is drawn: mode, and whether vanilla fuses rope and write."""
 
 
@@ -111,8 +111,8 @@ def draw(setting: Setting, measured: pd.DataFrame) -> Any:
     for ax, name, values in sides:
         lines = pd.concat(costs(replace(setting, **{name: value})).assign(x=value) for value in values)
         for (mode, fused), line in lines.groupby(["mode", "fused"], sort=False):
-            look = plot.LOOK["blind" if mode == "move" else mode]
-            label = {"move": "emulated stage"}.get(mode, look.label) + (", rope fused" if fused else "")
+            look = plot.LOOK[mode]
+            label = look.label + (", rope fused" if fused else "")
             kind = {"color": "black" if fused else look.color, "linestyle": ":" if fused else look.linestyle}
             ax.plot(line["x"], line["us"], label=label, **kind)
         ax.axvline(getattr(setting, name), color="black", linewidth=0.5)

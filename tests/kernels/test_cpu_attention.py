@@ -252,9 +252,8 @@ def hooks():
 
 
 @pytest.mark.parametrize("num_drafts", [(4, 2, 0, 8, 3), (0, 2, 0, 8, 0)], ids=["decodes", "with a prefill"])
-@pytest.mark.parametrize("emulate", [False, True], ids=["stage", "emulated"])
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
-def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, emulate, num_drafts, hooks):
+def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_drafts, hooks):
     """R16, R17, #1, #4: outputs are vanilla's, no held row is in the pages before the commit,
     and all kept ones after."""
     vanilla = Backend(dtype, kv_cache_dtype, isa)
@@ -267,14 +266,14 @@ def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, emula
     backend = Backend(dtype, kv_cache_dtype, isa)
     backend.layer.kv_cache.copy_(before)
     layout = CacheLayout.of([backend.layer.kv_cache], attention_cpu.find_packing(backend.layer))
-    manager = DraftCommitManager(layout, "stage", len(TAILS), 8, 64, emulate=emulate)
+    manager = DraftCommitManager(layout, "stage", len(TAILS), 8, 64)
     backend.layer.nwor = LayerContext(manager, 0)
     starts = backend.query_start_loc.tolist()
     slot_mapping = backend.slots[backend.tail_rows].clone()
     logits = torch.tensor([0, *(drafts + 1 for drafts in num_drafts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     assert manager.begin(backend.query_start_loc, logits, slot_mapping)
     backend.write(backend.layer.kv_cache, slot_mapping, backend.tail_rows)
-    close(backend.attend(), expected, "vec" if emulate else backend.layer.isa)
+    close(backend.attend(), expected, backend.layer.isa)
 
     def pages_with(rows: list[int]) -> Tensor:
         backend.layer.nwor, cache = None, before.clone()
@@ -315,7 +314,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     ],
 )
 def test_what_our_attention_does_not_serve(attributes, why):
-    """R19: said in words, so that the notice of the emulation can say it."""
+    """R19: said in words, so that the notice can say it."""
     backend = Backend(torch.float32, "auto")
     vars(backend.impl).update(attributes)
     assert attention_cpu.cannot_attend(backend.layer) == why

@@ -8,7 +8,6 @@ import torch
 from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from nwor.manager import CacheLayout, Counters, DraftCommitManager
 from tests.nwor.paged import BITS, BLOCK_SIZE, NUM_HEADS, WIDTH, Batch, Paged, write_rows
@@ -18,7 +17,7 @@ pytestmark = each_device
 # A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch (#4, #8).
 QUERIES, DRAFTS = (5, 4, 1, 2, 3), (0, 3, 0, 1, 2)
 REJECTED = {"none rejected": (0, 0, 0, 0, 0), "all rejected": (0, 3, 0, 1, 2), "some rejected": (0, 1, 0, 1, 0)}
-MODES = ("cow", "stage", "emulate")
+MODES = ("cow", "stage")
 MEMORY = {
     "NHD": {"order": "LBNH"},
     "HND": {"order": "LBHN"},
@@ -39,14 +38,13 @@ class Step:
             pytest.skip("a packing describes vLLM's CPU caches")
         self.paged = Paged(**MEMORY[kind], device=device)
         self.batch = batch or Batch(QUERIES, DRAFTS, device=device)
-        self.mode = "stage" if mode == "emulate" else mode
+        self.mode = mode
         self.manager = DraftCommitManager(
             CacheLayout.of(self.paged.targets(), self.paged.packing),
             self.mode,
             options.get("max_requests", 8),
             options.get("max_drafts", 8),
             64,
-            emulate=mode == "emulate",
         )
         self.rows = [self.paged.new_rows(self.batch.num_tokens, 100 + index) for index in range(3)]
         self.expected = self.paged.pool.clone()
@@ -69,8 +67,6 @@ class Step:
                 manager.stage(layer, self.writer(layer, first), cache, slots)
             else:
                 self.writer(layer, first)(cache, slots)
-        if manager.holding and manager.emulate:
-            manager.put_back(layer)
 
     def forward(self, splits: tuple[int, ...] = ()) -> None:
         for layer in range(3):
@@ -129,23 +125,6 @@ def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
     step.assert_pool()
 
 
-@memory
-def test_emulation_puts_the_old_bytes_back_after_each_layer(kind, device):
-    """Attention reads written pages; behind it the pages of that layer hold prefill rows and no held one."""
-    step = Step(kind, "emulate", device)
-    step.begin()
-    assert torch.equal(step.batch.slot_mapping, step.before[1])
-    free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held()]
-    step.manager.stage(0, step.writer(0), step.paged.targets()[0], step.batch.slot_mapping[: step.batch.num_tokens])
-    written = step.expected.clone()
-    step.expect(list(range(step.batch.num_tokens)), (0,))
-    assert torch.equal(step.paged.pool, step.expected)
-    step.manager.put_back(0)
-    step.expected = written
-    step.expect(free, (0,))
-    assert torch.equal(step.paged.pool, step.expected)
-
-
 @modes
 def test_staged_rows_are_vllms_own_bytes(mode, device):
     """R9: the mini-cache holds each held row where vLLM's writer put it: old bytes for cow, new ones for stage."""
@@ -181,22 +160,6 @@ def test_cancel_leaves_everything_as_it_was(mode, kind, layers, device):
     assert step.manager.read_counters() == Counters(cancelled=1)
     step.manager.cancel()
     assert step.manager.read_counters() == Counters(cancelled=1), "nothing is open: nothing to cancel"
-
-
-def test_a_writer_that_fails_half_way_is_undone(device):
-    """R2: emulation lets vLLM write; if that raises behind some rows, cancel puts their old bytes back."""
-    step = Step("HND", "emulate", device)
-    step.begin()
-
-    def fail(cache: Tensor, slots: Tensor) -> None:
-        step.writer(0)(cache, slots)
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        step.manager.stage(0, fail, step.paged.targets()[0], step.batch.slot_mapping[: step.batch.num_tokens])
-    step.manager.cancel()
-    step.expect([row for row in range(step.batch.num_tokens) if row not in step.batch.held()], (0,))
-    step.assert_pool()
 
 
 @modes
@@ -428,8 +391,7 @@ def test_under_graphs_a_layer_is_staged_once_and_for_all(device):
 def test_counts_explain_themselves(mode, device):
     """R5, #3: 40 layers x 48 drafts are 1,920 operations and 48 tokens."""
     memory = torch.zeros(40, 16, NUM_HEADS, BLOCK_SIZE, WIDTH, dtype=torch.bfloat16, device=device)
-    asked = "cow" if mode == "cow" else "stage"
-    manager = DraftCommitManager(CacheLayout.of(list(memory)), asked, 12, 4, 64, emulate=mode == "emulate")
+    manager = DraftCommitManager(CacheLayout.of(list(memory)), mode, 12, 4, 64)
     batch = Batch((5,) * 12, (4,) * 12, 64, device)
     rejected = torch.tensor([0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4], dtype=torch.int32, device=device)
     begin(manager, batch)
@@ -442,8 +404,7 @@ def test_counts_explain_themselves(mode, device):
     assert (counters.windows, counters.staged_tokens) == (12, 48)
     assert (counters.committed_tokens, counters.rejected_tokens) == (10, 38)
     assert counters.stage_operations == 40 * 48
-    # cow: vLLM's write and the rejected rows again; emulation: write, put back, commit.
-    expected = {"cow": 48 + 38, "stage": 10, "emulate": 48 + 48 + 10}[mode]
+    expected = {"cow": 48 + 38, "stage": 10}[mode]  # cow: vLLM's write and the rejected rows again
     assert counters.bytes_written == expected * row
     assert counters.bytes_avoided == (38 * row if mode == "stage" else 0)
     manager.reset_counters()

@@ -384,9 +384,8 @@ def rank(number: int, mode: str = "stage", serving: str = "stage", reason: str =
     [
         [rank(0), rank(1)],
         [rank(0, serving="off", reason="a KV connector"), rank(1, serving="off", reason="a KV connector")],
-        [rank(0, serving="stage (emulated)", reason="ALiBi")],
     ],
-    ids=["active", "fallback with a reason", "emulation with a reason"],
+    ids=["active", "fallback with a reason"],
 )
 def test_require_mode(ranks):
     vllm_scheduler.require_mode("stage", ranks)

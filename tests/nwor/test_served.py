@@ -253,7 +253,9 @@ MATRIX = {
         (ON_A_GPU | {"vllm_config__compilation_config__use_inductor_graph_partition": True}, {}),
         (ON_A_GPU | {"vllm_config__compilation_config__splitting_ops": ["vllm::unified_attention_with_output"]}, {}),
     ],
-    "ALiBi, sinks": [(ON_A_GPU, {"alibi_slopes": torch.ones(2)}), (ON_A_GPU, {"sinks": torch.ones(2)})],
+    "ALiBi, sinks": [
+        (device, {name: torch.ones(2)}) for device in ({}, ON_A_GPU) for name in ("alibi_slopes", "sinks")
+    ],
     "FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl"})],
     "a cache of another 16-bit type than the model's": [({}, {"kv_cache_torch_dtype": torch.float16})],
     "other attention backends": [
@@ -327,7 +329,7 @@ def test_batches_that_stand_aside_are_told(monkeypatch):
     by_batch = {8: 0, 9: 0, 12: 0}
     for by_context, aside, where in ((True, slower, "from contexts of 1048 on"), (False, by_batch, "at every context")):
         manager, notice = runner.build_manager(made, "stage", layers, by_context)
-        assert manager is not None and manager.aside == aside and not manager.emulate
+        assert manager is not None and manager.aside == aside
         assert f"3 batch sizes from 8 to 12 requests stand aside {where}: " in notice
     config.model_config.max_model_len = 4096
     for mode in ("stage", "cow"):

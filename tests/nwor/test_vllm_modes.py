@@ -226,23 +226,17 @@ def test_a_window_that_does_not_fit_is_written_by_vllm(engines, model, vanilla, 
     assert outcome.audit["unwritten_rows"] == 0
 
 
-@pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES[1:3])
-def test_emulated_stage_is_exact_and_says_so(engines, model, vanilla, dtype, kv_cache_dtype):
-    outcome = treated(engines, model, "stage", faults.unattended, dtype, kv_cache_dtype)
-    assert not outcome.error, outcome.error
-    assert outcome.tokens == vanilla(dtype, kv_cache_dtype).tokens
-    assert outcome.ranks[0]["serving"] == "stage (emulated)"
-    assert "emulated" in outcome.ranks[0]["reason"]
-    assert outcome.ranks[0]["counters"]["bytes_avoided"] == 0
-    assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
-
-
-def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, vanilla):
-    outcome = engines.run(spec_of(model), Settings(mode="stage"), faults.unreadable_packing)
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [(faults.unreadable_packing, "packing"), (faults.unattended, "a feature our attention lacks")],
+    ids=["packing", "attention"],
+)
+def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, vanilla, fault, says):
+    outcome = engines.run(spec_of(model), Settings(mode="stage"), fault)
     assert not outcome.error, outcome.error
     assert outcome.tokens == vanilla().tokens
     assert outcome.ranks[0]["serving"] == "off"
-    assert "packing" in outcome.ranks[0]["reason"]
+    assert says in outcome.ranks[0]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_an_engine_that_dies_leaves_no_result(small, tmp_path):
 def test_a_mode_that_is_not_served_is_not_measured():
     """#18, #19: proof of treatment from every rank."""
     served = {"rank": 0, "mode": "stage", "serving": "stage"}
-    bench.require_served("stage", [served, {**served, "rank": 1, "serving": "stage (emulated)"}])
+    bench.require_served("stage", [served, {**served, "rank": 1, "serving": "cow"}])
     for wrong in ({"serving": "off"}, {"mode": "off"}):
         with pytest.raises(RuntimeError, match="not active on every rank"):
             bench.require_served("stage", [served, {**served, "rank": 1, **wrong}])
