@@ -178,8 +178,6 @@ class DraftCommitManager:
             -1; and the slot vLLM's writer is to take, -1 for held rows.
         stored_first: a query of this step may read a row of another (`begin`), so vLLM's writer and attention run
             before an attention that stores rows as it attends.
-        aside: for batches, in requests as padded for a graph, the context from which on vLLM's own write and attention
-            serve them because little or nothing is to be won; counted as fallbacks. 0: at every context.
         graphs_of_prefills: a FULL graph may be replayed for a batch with prefill rows.
         rehearsing: the next forward is a dummy run or a capture, which has to launch all that a replay may need.
     """
@@ -210,7 +208,6 @@ class DraftCommitManager:
             self.page_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self.attention: Any = None  # the GPU attention's workspace
         self.graphs_of_prefills = False
-        self.aside: dict[int, int] = {}
         self.tally = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=device)
         self.counts, self.kept = self.split(self.tally)
         self.rehearsing, self.stored_first = True, False
@@ -239,9 +236,7 @@ class DraftCommitManager:
         query_start_loc: Tensor,
         cu_num_logits: Tensor,
         slot_mapping: Tensor,
-        padded_requests: int = 0,
         requests: Sequence[str] = (),
-        context: int = 0,
         stored_first: bool = False,
     ) -> bool:
         """Open a window, before the forward.
@@ -254,15 +249,13 @@ class DraftCommitManager:
             query_start_loc: int32 [num_reqs + 1] or longer, where each request's query starts in the batch.
             cu_num_logits: int32 [num_reqs + 1], where each request's logits start.
             slot_mapping: int64 [num_tokens] or longer, the slots of the target layers' cache group.
-            padded_requests: requests of the graph that is replayed, 0 for as many as there are.
             requests: the ids of the batch's requests where all of its rows but one a request are drafts, else none.
                 Where they are those of the step before, nothing has written between its restore and now to any slot
                 that is logged, but to those that no window will reach again.
-            context: positions of the batch's longest request, 0 where the host does not know.
             stored_first: whether a request of the batch may read rows that another writes in this very step.
 
         Returns:
-            False where the batch does not fit or stands aside: vLLM's own write serves this step.
+            False where the batch does not fit: vLLM's own write serves this step.
 
         Raises:
             RuntimeError: a window is open already.
@@ -280,18 +273,17 @@ class DraftCommitManager:
                 num_requests,
                 len(self.slots),
             )
-        served = fits and context < self.aside.get(padded_requests or num_requests, context + 1)
         before, self._before = self._before, ()
         ops.open_window(
             query_start_loc,
             cu_num_logits,
             slot_mapping,
-            self.slots if served else self.slots.new_empty(num_requests, 0),  # no columns: every window falls back
+            self.slots if fits else self.slots.new_empty(num_requests, 0),  # no columns: every window falls back
             self.staging_rows,
             self.page_slots,
             self.counts,
         )
-        if not served:
+        if not fits:
             return False
         self.num_requests, self._slot_mapping, self.stored_first = num_requests, slot_mapping, stored_first
         if self.mode == "cow":

@@ -178,32 +178,6 @@ def choose(
     return _fitting(config, rows, head_size, cache_bytes, device)
 
 
-def slower_batches(
-    table: list[dict[str, Any]],
-    max_requests: int,
-    max_context: int,
-    kv_heads: int,
-    group: int,
-    head_size: int,
-    cache_bytes: int,
-    max_query_len: int,
-) -> dict[int, int]:
-    """Batches, in requests, with which little or nothing is to be won at a context they may reach,
-    by the nearest shape of the device's table beside vLLM's write and attention.
-
-    Returns:
-        For each the context from which on that is so: half of the least one swept at which it was, since the one swept
-        before is a fourth of that.
-    """
-    found = {}
-    for requests in range(1, max_requests + 1):
-        entry = nearest(table, requests, kv_heads, group, head_size, cache_bytes, max_query_len)
-        since = entry["slower_from"] // 2 if entry else 0
-        if 0 < since <= max_context:
-            found[requests] = since
-    return found
-
-
 def shrunk(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> Config:
     """`config`, or the like of it whose tiles of pages and queries fit into shared memory."""
     width = next_power_of_2(head_size)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nwor.attention.configs import HEAD_SIZES, Device, slower_batches, tuned
+from nwor.attention.configs import HEAD_SIZES
 from nwor.vllm.context import attention_metadata
 from nwor.vllm.patch import wrap, wrap_attention
 
@@ -97,16 +97,6 @@ def workspace(manager: "DraftCommitManager", layer: Any) -> "Workspace":
     return Workspace(requests, manager.max_query_len, layer.impl.num_heads, layer.impl.head_size, manager.slots.device)
 
 
-def slower(manager: "DraftCommitManager", layer: Any, max_context: int) -> dict[int, int]:
-    """Batches with which little or nothing is to be won, by the recorded tuning, and from which context on."""
-    impl, cache = layer.impl, manager.layout
-    element = 1 if impl.kv_cache_dtype.startswith("fp8") else 2
-    group = impl.num_heads // cache.num_heads
-    requests, rows = len(manager.slots), manager.max_query_len
-    table = tuned(Device.of(manager.slots.device))
-    return slower_batches(table, requests, max_context, cache.num_heads, group, impl.head_size, element, rows)
-
-
 def _make_build(original: Callable) -> Callable:
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = original(self, common_prefix_len, common_attn_metadata, fast_build)
@@ -126,7 +116,7 @@ def _make_update(original: Callable) -> Callable:
         context = getattr(layer, "nwor", None)
         if context is not None and (metadata := attention_metadata(layer.layer_name)) is not None:
             manager = context.manager
-            if _served(manager, metadata) and _alone(manager, metadata):
+            if _served(manager) and _alone(manager, metadata):
                 return  # the attention kernel stores these rows
             slot_mapping = manager.page_slots[: slot_mapping.numel()]
         original(self, layer, key, value, kv_cache, slot_mapping)
@@ -134,9 +124,9 @@ def _make_update(original: Callable) -> Callable:
     return do_kv_cache_update
 
 
-def _served(manager: "DraftCommitManager", metadata: Any) -> bool:
+def _served(manager: "DraftCommitManager") -> bool:
     """Whether our kernel serves this batch: it has a window, or is captured for batches that will."""
-    return manager.is_open or (manager.rehearsing and manager.aside.get(metadata.seq_lens.shape[0], 1) > 0)
+    return manager.is_open or manager.rehearsing
 
 
 def _alone(manager: "DraftCommitManager", metadata: Any) -> bool:
@@ -171,7 +161,7 @@ def _make_forward(original: Callable) -> Callable:
         if context is None or attn_metadata is None:
             return original(*vanilla)
         manager = context.manager
-        if not _served(manager, attn_metadata):
+        if not _served(manager):
             return original(*vanilla)
         if not _alone(manager, attn_metadata):
             original(*vanilla)

@@ -13,19 +13,16 @@ from nwor.vllm import own_write, self_check
 from nwor.vllm.masks import unknown_mask
 
 
-def make_initialize(settings: Settings, by_context: bool) -> Callable[[Callable], Callable]:
-    """A wrapper of `initialize_kv_cache`, which vLLM calls twice on a GPU: once to learn what graphs cost.
-
-    by_context: whether the runner can let a batch stand aside in one step and serve it in another.
-    """
+def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
+    """A wrapper of `initialize_kv_cache`, which vLLM calls twice on a GPU: once to learn what graphs cost."""
 
     def make(original: Callable) -> Callable:
         def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-            self.nwor_receipt, self.nwor_graphs = None, {}
+            self.nwor_receipt = None
             serve_by(self, None)
             original(self, *args, **kwargs)
             layers = target_layers(self)
-            self.nwor_group, self.nwor_layer = target_group(self, layers), next(iter(layers), "")
+            self.nwor_group = target_group(self, layers)
             if settings.mode == "off":
                 return
             self.nwor_receipts = settings.emit_metrics or settings.debug_sync
@@ -37,15 +34,12 @@ def make_initialize(settings: Settings, by_context: bool) -> Callable[[Callable]
 
                     attention_gpu.install(layers.values())
                 with torch.inference_mode(False):
-                    manager, self.nwor_reason = build_manager(self, settings.mode, list(layers.values()), by_context)
+                    manager, self.nwor_reason = build_manager(self, settings.mode, list(layers.values()))
             if self.nwor_reason:
                 from vllm.logger import init_logger
 
                 init_logger(__name__).warning(
-                    "NWOR mode %s: %s%s",
-                    settings.mode,
-                    self.nwor_reason,
-                    "" if manager else "; vLLM's own cache write serves this model",
+                    "NWOR mode %s: %s; vLLM's own cache write serves this model", settings.mode, self.nwor_reason
                 )
             serve_by(self, manager)
 
@@ -196,9 +190,9 @@ def unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     return next(filter(None, map(attention_cpu.cannot_attend, layers.values())), "")
 
 
-def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -> tuple[DraftCommitManager | None, str]:
-    """The manager of this rank, and a notice; or None, and why these layers cannot be served."""
-    packing, notice = None, ""
+def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommitManager | None, str]:
+    """The manager of this rank, or None and why these layers cannot be served."""
+    packing = None
     if runner.device.type == "cpu":
         from nwor.vllm import attention_cpu
 
@@ -226,13 +220,6 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
 
             manager.attention = attention_gpu.workspace(manager, layers[0])
             manager.graphs_of_prefills = manager.replayed and graphs.mixed_mode().has_full_cudagraphs()
-            if aside := attention_gpu.slower(manager, layers[0], config.model_config.max_model_len):
-                manager.aside = aside if by_context else dict.fromkeys(aside, 0)
-                where = f"from contexts of {min(aside.values())} on" if by_context else "at every context"
-                notice = (
-                    f"{len(aside)} batch sizes from {min(aside)} to {max(aside)} requests stand aside {where}: "
-                    "by the recorded tuning little or nothing is to be won there"
-                )
         if failure := self_check.failure(manager, layers, max_drafts):
             return None, failure
     except torch.cuda.OutOfMemoryError as error:
@@ -241,7 +228,7 @@ def build_manager(runner: Any, mode: str, layers: list[Any], by_context: bool) -
             f"NWOR holds {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "
             f"{max_drafts} drafts, and the GPU has no such room: lower max_num_seqs or gpu_memory_utilization"
         ) from error
-    return manager, notice
+    return manager, ""
 
 
 def attach(output: Any, receipt: Receipt | None, req_ids: list[str]) -> None:

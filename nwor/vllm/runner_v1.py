@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nwor.settings import Settings
-from nwor.vllm.context import attention_metadata
 from nwor.vllm.patch import wrap
 from nwor.vllm.runner import (
     attach,
@@ -35,7 +34,7 @@ def install(settings: Settings) -> None:
         GPUModelRunner,
         "initialize_kv_cache",
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-        make_initialize(settings, by_context=False),
+        make_initialize(settings),
     )
     wrap(GPUModelRunner, "_prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens"), _make_prepare)
     wrap(
@@ -121,10 +120,9 @@ def _make_forward(original: Callable) -> Callable:
         num_reqs = self.input_batch.num_reqs
         query_start_loc = self.query_start_loc.gpu[: num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-        slot_mapping, padded = target_slot_mapping(self), padded_requests(self)
         stored_first, self.nwor_stored_first = self.nwor_stored_first, False
         manager.begin(
-            query_start_loc, cu_num_logits, slot_mapping, padded, self.nwor_requests, stored_first=stored_first
+            query_start_loc, cu_num_logits, target_slot_mapping(self), self.nwor_requests, stored_first=stored_first
         )
         try:
             return original(self, *args, **kwargs)
@@ -147,12 +145,6 @@ def _make_dummy(original: Callable) -> Callable:
 def target_slot_mapping(runner: Any) -> Tensor:
     """The persistent int64 slot mapping of the cache group that holds the target layers."""
     return runner.input_batch.block_table[runner.nwor_group].slot_mapping.gpu
-
-
-def padded_requests(runner: Any) -> int:
-    """Requests that the target layers' attention is called with in this step, padding included."""
-    metadata = attention_metadata(runner.nwor_layer)
-    return 0 if metadata is None else metadata.seq_lens.shape[0]
 
 
 def _make_sample(original: Callable) -> Callable:

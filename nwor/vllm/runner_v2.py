@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from nwor.settings import Settings
-from nwor.vllm import graphs
 from nwor.vllm.patch import wrap
 from nwor.vllm.runner import attach, drafts_alone, make_initialize, make_load, reads_rows_of_this_step
 
@@ -30,7 +29,7 @@ def install(settings: Settings) -> None:
         GPUModelRunner,
         "initialize_kv_cache",
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-        make_initialize(settings, by_context=True),
+        make_initialize(settings),
     )
     wrap(GPUModelRunner, "gather_batch_req_state", ("self", "scheduler_output", "dummy_run"), _make_gather)
     wrap(GPUModelRunner, "prepare_attn", ("self", "input_batch"), _make_prepare)
@@ -75,21 +74,17 @@ def _make_prepare(original: Callable) -> Callable:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         block_tables, slot_mappings = original(self, input_batch)
         if (manager := self.nwor) is not None:
-            slot_mapping, served = slot_mappings[self.nwor_group], True
+            slot_mapping = slot_mappings[self.nwor_group]
             if drafts := input_batch.num_draft_tokens:
-                served = manager.begin(
+                manager.begin(
                     input_batch.query_start_loc,
                     input_batch.cu_num_logits,
                     slot_mapping,
-                    input_batch.num_reqs_after_padding,
                     input_batch.req_ids if drafts_alone(input_batch.num_scheduled_tokens, drafts) else (),
-                    int(input_batch.seq_lens_cpu_upper_bound.max()) if manager.aside else 0,
                     self.nwor_stored_first,
                 )
             else:
                 manager.clear(slot_mapping)
-            if self.nwor_graphs:
-                graphs.replay(self, manager.mode if served else "off")
         return block_tables, slot_mappings
 
     return prepare_attn
@@ -106,13 +101,9 @@ def _make_dummy(original: Callable) -> Callable:
 
 def _make_capture(original: Callable) -> Callable:
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (manager := self.nwor) is None:
-            return original(self, *args, **kwargs)
-        manager.clear()  # vLLM warms up with real steps before
-        captured = original(self, *args, **kwargs)
-        if manager.aside and graphs.hold(manager) and not (self.nwor_graphs or kwargs.get("profile_only")):
-            graphs.capture_vanilla(self)
-        return captured
+        if self.nwor is not None:
+            self.nwor.clear()  # vLLM warms up with real steps before
+        return original(self, *args, **kwargs)
 
     return capture_model
 

@@ -4,15 +4,15 @@
 Why: engines of one configuration differ, by up to a percent of a step, in kernels that no mode touches. One engine
 differs from itself, paused, in nothing but where the captures of its graphs put their buffers.
 How: hooks without a manager call vLLM's own code alone. What a FULL graph holds of them was captured, so beside the
-graphs of mode ``stage`` a set of vLLM's own is kept. Two captures of the same kernels do not take quite as long: who
-compares them captures both sets anew now and then.
+graphs of mode ``stage`` a set of vLLM's own is kept, captured by vLLM's own `capture_model`; vLLM's graph manager
+replays out of one dict, which is exchanged for that of the set wanted. Two captures of the same kernels do not take
+quite as long: who compares them captures both sets anew now and then.
 When it can go: when vLLM can switch a hook off.
 """
 
 from typing import Any
 
 from nwor.manager import DraftCommitManager
-from nwor.vllm import graphs
 from nwor.vllm.runner import serve_by
 
 
@@ -23,10 +23,10 @@ def pause(worker: Any) -> None:
         RuntimeError: there is no mode to pause, a window is open, or the runner's graphs cannot be captured again.
     """
     runner, manager = worker.model_runner, _serving(worker)
-    if graphs.hold(manager):
-        if not runner.nwor_graphs:
-            graphs.capture_vanilla(runner)
-        graphs.replay(runner, "off")
+    if _hold(manager):
+        if not getattr(runner, "nwor_graphs", None):
+            _capture_vanilla(runner)
+        _replay(runner, "off")
     runner.nwor_paused = manager
     serve_by(runner, None)
 
@@ -44,8 +44,8 @@ def resume(worker: Any) -> None:
     manager.clear()
     runner.nwor_paused = None
     serve_by(runner, manager)
-    if graphs.hold(manager):
-        graphs.replay(runner, manager.mode)
+    if _hold(manager):
+        _replay(runner, manager.mode)
 
 
 def capture_anew(worker: Any) -> None:
@@ -57,9 +57,9 @@ def capture_anew(worker: Any) -> None:
         RuntimeError: as `pause`.
     """
     runner, manager = worker.model_runner, _serving(worker)
-    if graphs.hold(manager):
-        graphs.capture(runner, manager.mode)
-        graphs.capture_vanilla(runner)
+    if _hold(manager):
+        _capture(runner, manager.mode)
+        _capture_vanilla(runner)
 
 
 def _serving(worker: Any) -> DraftCommitManager:
@@ -69,8 +69,41 @@ def _serving(worker: Any) -> DraftCommitManager:
         raise RuntimeError("no mode serves here, or it is paused already")
     if manager.is_open:
         raise RuntimeError("a window is open: pause between requests")
-    if graphs.hold(manager) and not worker.use_v2_model_runner:
+    if _hold(manager) and not worker.use_v2_model_runner:
         raise RuntimeError(
             "the V1 runner's FULL graphs hold mode stage: pause it under the V2 runner, or with enforce_eager"
         )
     return manager
+
+
+def _hold(manager: DraftCommitManager) -> bool:
+    """Whether FULL graphs hold the mode: all that ``cow`` launches comes before and after them."""
+    return manager.mode == "stage" and manager.replayed
+
+
+def _replay(runner: Any, mode: str) -> None:
+    """Replay the set of `mode` from now on, ``off`` for vLLM's own; it has been captured."""
+    runner.cudagraph_manager.graphs = runner.nwor_graphs[mode]
+
+
+def _capture(runner: Any, mode: str) -> None:
+    """Capture the set of `mode`, which the hooks are serving, and replay it from now on."""
+    runner.nwor_graphs[mode] = {}
+    _replay(runner, mode)
+    speculator, runner.speculator = runner.speculator, None  # its graphs know nothing of a mode
+    try:
+        runner.capture_model()
+    finally:
+        runner.speculator = speculator
+
+
+def _capture_vanilla(runner: Any) -> None:
+    """Capture vLLM's own set beside that of the mode, just captured, which is replayed again."""
+    manager = runner.nwor
+    runner.nwor_graphs = {manager.mode: runner.cudagraph_manager.graphs}
+    serve_by(runner, None)
+    try:
+        _capture(runner, "off")
+    finally:
+        serve_by(runner, manager)
+        _replay(runner, manager.mode)

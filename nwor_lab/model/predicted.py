@@ -38,7 +38,7 @@ def against_measured(
         shapes: caches by the name in column `model`, for models that `known_shape` does not know.
         attention: table `attention` of `microbench.attention`, for `stage`: its attention kernel is another than
             vanilla's, and with the time measured of both, in the same run, the prediction is of the whole step, or of
-            vLLM's own where the recorded tuning lets the batch stand aside.
+            vLLM's own where it fell back (`fallback_context`).
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
@@ -91,7 +91,7 @@ def _with_attention(
     where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
 ) -> float:
     """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured between its
-    neighbours, and the price of opening and commit; 0 where the batch stands aside. Of the contexts measured, the one
+    neighbours, and the price of opening and commit; 0 where it was vLLM's own. Of the contexts measured, the one
     nearest the prompt; NaN where there is none of the same run: another's may be of another kernel."""
     if attention is None:
         return math.nan
@@ -103,17 +103,10 @@ def _with_attention(
     if rows.empty or math.isnan(prompt):
         return math.nan
     group = int(rows["heads"].iloc[0]) // shape.heads
-    aside = configs.slower_batches(
-        configs.shipped(configs.H200.name),
-        int(where["batch"]),
-        int(prompt),
-        shape.heads,
-        group,
-        shape.head_size,
-        shape.cache_bytes,
-        int(where["k"]) + 1,
+    since = fallback_context(
+        int(where["batch"]), shape.heads, group, shape.head_size, shape.cache_bytes, int(where["k"])
     )
-    if where["batch"] in aside:
+    if 0 < since <= prompt:
         return 0.0
     contexts = rows["context"].unique()
     nearest = min(contexts, key=lambda context: abs(math.log(context / max(1.0, prompt))))
@@ -121,6 +114,17 @@ def _with_attention(
     vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
     step = served_traffic("stage", shape, window)
     return shape.num_layers * (us["nwor"] - us[vanilla]) + chip.us(step["open"]) + chip.us(step["commit"])
+
+
+def fallback_context(batch: int, kv_heads: int, group: int, head_size: int, cache_bytes: int, k: int) -> int:
+    """The context, in positions, from which on a recorded step of `stage` on an H200 was vLLM's own; 0: never.
+
+    When the steps were recorded, `stage` left to vLLM what its tuning table said was slower. Half of the least context
+    swept at which it was, since the one swept before is a fourth of that.
+    """
+    table = configs.shipped(configs.H200.name)
+    entry = configs.nearest(table, batch, kv_heads, group, head_size, cache_bytes, k + 1)
+    return entry["slower_from"] // 2 if entry else 0
 
 
 def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFrame:

@@ -197,15 +197,6 @@ def test_sums_that_are_added_at_a_time(rows, splits, head_size):
     assert chunk >= 4 or most * 4 * width > configs.COMBINED, "a sum would go from warp to warp"
 
 
-def test_batches_stand_aside_from_the_context_on_that_loses():
-    """N1: the nearest tuned batch decides, the context midway between the one that won and the one that lost."""
-    tuned = attention_bench.best(swept({512: 60, 8192: 120}))
-    few, many = tuned[0] | {"programs": 4 * 8, "slower_from": 0}, tuned[0] | {"programs": 16 * 8}
-    shape = {"kv_heads": 8, "group": 4, "head_size": 128, "cache_bytes": 2, "max_query_len": 9}
-    assert configs.slower_batches([few, many], 32, 4096, **shape) == dict.fromkeys(range(9, 33), 4096)
-    assert configs.slower_batches([few, many], 32, 4095, **shape) == {}
-
-
 def test_windows_of_each_length_have_a_configuration_of_their_own():
     """Two and nine rows of one query head fill the same tile, and are not the same work."""
     frames = [swept({512: 60}).assign(k=k, heads=8, tile=tile) for k, tile in ((1, 128), (8, 32))]

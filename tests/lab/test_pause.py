@@ -10,7 +10,7 @@ from tests.nwor.paged import Paged
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to pause")
 
 from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
-from nwor.vllm import graphs, runner, runner_v2
+from nwor.vllm import runner
 from nwor_lab.engines import pause
 
 
@@ -24,7 +24,6 @@ class Worker:
         self.captured: list[list] = []
         self.model_runner = SimpleNamespace(
             nwor=manager,
-            nwor_graphs={},
             speculator="drafter",
             cudagraph_manager=SimpleNamespace(graphs={"a batch": "the start-up's"}),
             capture_model=self.capture,
@@ -70,7 +69,7 @@ def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, replayed, ho
     with pytest.raises(RuntimeError, match="paused already"):
         pause.capture_anew(worker)
     pause.resume(worker)
-    vanilla = worker.model_runner.nwor_graphs.get("off")
+    vanilla = getattr(worker.model_runner, "nwor_graphs", {}).get("off")
     worker.captured.clear()
     pause.capture_anew(worker)
     assert worker.state == (manager, layers, {"a batch": "treated" if hold else "the start-up's"})
@@ -78,31 +77,6 @@ def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, replayed, ho
     assert not hold or worker.model_runner.nwor_graphs["off"] is not vanilla
     pause.pause(worker)
     assert worker.state == (None, [None, None], {"a batch": "vanilla" if hold else "the start-up's"})
-
-
-def test_where_batches_may_stand_aside_vllms_own_graphs_are_captured_beside_the_modes(monkeypatch):
-    """N1: at the start-up, once; a pause has them to go by."""
-    worker = Worker(monkeypatch, "stage")
-    made, manager = worker.model_runner, worker.manager
-    patched = runner_v2._make_capture(lambda self, **how: worker.capture() if made.nwor_graphs else None)
-    made.capture_model = lambda **how: patched(made, **how)
-    made.capture_model()
-    assert (worker.captured, made.nwor_graphs) == ([], {}), "no batch stands aside"
-    manager.aside = {8: 4096}
-    made.capture_model(profile_only=True)
-    assert (worker.captured, made.nwor_graphs) == ([], {}), "vLLM only asks what graphs cost"
-    serving = worker.state
-    made.capture_model()
-    assert worker.captured == [[None, None, None]]
-    assert made.nwor_graphs == {"stage": {"a batch": "the start-up's"}, "off": {"a batch": "vanilla"}}
-    assert worker.state == serving and made.speculator == "drafter"
-    for mode in ("off", "stage"):
-        graphs.replay(made, mode)
-        assert made.cudagraph_manager.graphs is made.nwor_graphs[mode]
-    pause.pause(worker)
-    assert worker.state == (None, [None, None], {"a batch": "vanilla"})
-    pause.resume(worker)
-    assert worker.state == serving and worker.captured == [[None, None, None]]
 
 
 def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):

@@ -77,8 +77,8 @@ def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours()
         assert predicted.against_measured(unknown, attention=attention)["with_attention"].isna().all()
 
 
-def test_a_batch_that_stands_aside_is_predicted_to_take_vanillas_time():
-    """N1: by the recorded tuning, from 4,120 positions on: bf16, k=8, 16 requests on 32 KV heads."""
+def test_a_step_that_fell_back_is_predicted_to_take_vanillas_time():
+    """As recorded, from 4,120 positions on: bf16, k=8, 16 requests on 32 KV heads."""
     rows = [
         {"op": op, "value": us, "heads": 32, "kv_heads": 32, "batch": 16, "context": context, "cache": "bf16", "k": 8}
         for op, us in {"nwor": 60.0, "flash": 70.0}.items()
@@ -86,9 +86,9 @@ def test_a_batch_that_stands_aside_is_predicted_to_take_vanillas_time():
     ]
     attention = pd.DataFrame(rows).assign(metric="between", run_id="")
     staged = bench(kv_heads=32).replace({"mode": {"cow": "stage"}}).assign(k=8, batch=16)
-    for prompt, aside in ((4119, False), (4120, True)):
+    for prompt, fell_back in ((4119, False), (4120, True)):
         (found,) = predicted.against_measured(staged.assign(prompt=prompt), attention=attention)["with_attention"]
-        assert (found == 1) == aside
+        assert (found == 1) == fell_back
 
 
 def test_what_cannot_be_predicted_is_an_error():

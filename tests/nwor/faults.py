@@ -85,20 +85,6 @@ def one_byte_too_many(operator: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ops, operator, moved)
 
 
-def small_batches_aside(patch: pytest.MonkeyPatch) -> None:
-    """No fault: as if the tuning said that vLLM serves the smaller half of all batches faster, at every context."""
-    from nwor.vllm import attention_gpu
-
-    patch.setattr(attention_gpu, "slower_batches", lambda table, most, *rest: dict.fromkeys(range(1, most // 2 + 1), 1))
-
-
-def long_contexts_aside(patch: pytest.MonkeyPatch) -> None:
-    """No fault: as if the tuning said that vLLM serves every batch faster from a context of 150 on."""
-    from nwor.vllm import attention_gpu
-
-    patch.setattr(attention_gpu, "slower_batches", lambda table, most, *rest: dict.fromkeys(range(1, most + 1), 150))
-
-
 def sleep_mode(patch: pytest.MonkeyPatch) -> None:
     """No fault: an engine that can be sent to sleep."""
     arguments = EngineSpec.llm_arguments

@@ -17,13 +17,13 @@ class Layer:
 
     layer_name = "layers.0"
 
-    def __init__(self, monkeypatch, is_open: bool, aside: dict[int, int], rehearsing: bool) -> None:
+    def __init__(self, monkeypatch, is_open: bool, rehearsing: bool) -> None:
         self.calls: list[str] = []
         ours = ModuleType("nwor.attention.verify")
         ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
         monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
         manager = SimpleNamespace(
-            max_query_len=WIDTH, is_open=is_open, aside=aside, rehearsing=rehearsing, page_slots=torch.full((64,), 7),
+            max_query_len=WIDTH, is_open=is_open, rehearsing=rehearsing, page_slots=torch.full((64,), 7),
             staging_rows=None, staged=lambda index: None, mark_staged=lambda index: None, attention=None,
             stored_first=False, graphs_of_prefills=False,
         )  # fmt: skip
@@ -45,8 +45,7 @@ class Layer:
         return self.calls
 
 
-# A capture or a real step, a window open or not, its longest query, its requests (9 always stand aside, 8 where
-# contexts are long), and what is called.
+# A capture or a real step, a window open or not, its longest query, its requests, and what is called.
 CASES = {
     "windows": (False, True, 4, 8, ["ours"]),
     "no window": (False, False, 4, 8, ["write 7", "vLLM"]),
@@ -55,11 +54,6 @@ CASES = {
     "prefill alone": (False, False, 30, 8, ["write 7", "vLLM"]),
     "a captured decode": (True, False, 4, 8, ["ours"]),
     "a captured mixed batch": (True, False, 30, 8, ["write 7", "vLLM", "ours"]),
-    "windows aside": (False, False, 4, 9, ["write 7", "vLLM"]),
-    "prefill aside": (False, False, 30, 9, ["write 7", "vLLM"]),
-    "a captured decode aside": (True, False, 4, 9, ["write 7", "vLLM"]),
-    "a captured mixed batch aside": (True, False, 30, 9, ["write 7", "vLLM"]),
-    "windows, the graph of another size": (False, True, 4, 9, ["ours"]),
 }
 
 
@@ -67,14 +61,14 @@ CASES = {
 def test_what_serves_a_batch(case, monkeypatch):
     """R23, N1, #4: every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
     rehearsing, is_open, max_query_len, requests, called = CASES[case]
-    layer = Layer(monkeypatch, is_open, {9: 0, 8: 4096}, rehearsing)
+    layer = Layer(monkeypatch, is_open, rehearsing)
     assert layer.run(monkeypatch, max_query_len, requests) == called
 
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
     """#26: our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
-    layer = Layer(monkeypatch, is_open, {}, rehearsing=False)
+    layer = Layer(monkeypatch, is_open, rehearsing=False)
     layer.nwor.manager.stored_first = True
     assert layer.run(monkeypatch, 4, 8) == ["write 7", "vLLM", "ours"][: 3 if is_open else 2]
 
@@ -82,6 +76,6 @@ def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
 @pytest.mark.parametrize(("rehearsing", "called"), [(True, ["write 7", "vLLM", "ours"]), (False, ["ours"])])
 def test_a_graph_that_any_batch_may_replay(rehearsing, called, monkeypatch):
     """#4, #5: it is captured with small queries, and has to serve long ones."""
-    layer = Layer(monkeypatch, not rehearsing, {}, rehearsing)
+    layer = Layer(monkeypatch, not rehearsing, rehearsing)
     layer.nwor.manager.graphs_of_prefills = True
     assert layer.run(monkeypatch, 4, 8) == called

@@ -50,8 +50,8 @@ class Step:
         self.expected = self.paged.pool.clone()
         self.before = self.paged.pool.clone(), self.batch.slot_mapping.clone()
 
-    def begin(self, **where: int) -> bool:
-        return begin(self.manager, self.batch, **where)
+    def begin(self) -> bool:
+        return begin(self.manager, self.batch)
 
     def writer(self, layer: int, first: int = 0):
         """vLLM's own writer for the rows of one layer from `first` on."""
@@ -87,13 +87,13 @@ class Step:
         assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back (#20)"
 
 
-def begin(manager: DraftCommitManager, batch: Batch, **where: int) -> bool:
+def begin(manager: DraftCommitManager, batch: Batch) -> bool:
     starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=batch.device)
     logits = [0]
     for drafts in batch.num_drafts:
         logits.append(logits[-1] + drafts + 1)
     cu_num_logits = torch.tensor(logits, dtype=torch.int32, device=batch.device)
-    return manager.begin(starts, cu_num_logits, batch.slot_mapping, **where)
+    return manager.begin(starts, cu_num_logits, batch.slot_mapping)
 
 
 @pytest.mark.parametrize("rejected", REJECTED)
@@ -293,25 +293,6 @@ def test_dummy_runs_rehearse_and_real_steps_do_not(mode, device):
     assert step.manager.rehearsing
     step.begin()
     assert not step.manager.rehearsing
-
-
-@modes
-def test_a_batch_that_stands_aside_is_vllms_own(mode, device):
-    """N1: where our attention is the slower one, by the requests of the graph and the context;
-    counted, and not for others."""
-    step = Step("HND", mode, device)
-    step.manager.aside = {8: 4096}
-    assert not step.begin(padded_requests=8, context=4096)
-    step.forward()
-    step.expect(list(range(step.batch.num_tokens)))
-    step.assert_pool()
-    assert step.manager.read_counters() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
-    step.manager.aside = {8: 0}
-    assert not step.begin(padded_requests=8), "the host does not know the context"
-    step.manager.aside = {8: 4096, 4: 0}
-    assert step.begin(padded_requests=8, context=4095)
-    step.manager.cancel()
-    assert step.begin(padded_requests=16, context=8192)
 
 
 @modes

@@ -55,7 +55,7 @@ class Serving:
         alone = sum(queries) == sum(drafts) + len(queries)
         rows = self.paged.new_rows(len(slots), self.draw.randrange(10**6))
         if any(drafts):
-            self.manager.begin(starts, logits, mapping, 0, list(self.running) if alone else ())
+            self.manager.begin(starts, logits, mapping, list(self.running) if alone else ())
             there, held = (set(slots.flatten().tolist()) for slots in (self.manager.logged, self.manager.slots))
             self.logged += len((there & held) - {-1})
         else:
@@ -110,8 +110,8 @@ def test_a_log_that_is_kept_too_long_is_dirty(device, monkeypatch):
     """The test above can fail: requests that go are forgotten in time because their names are asked."""
     begin = DraftCommitManager.begin
 
-    def same(self, starts, logits, mapping, padded, requests):
-        return begin(self, starts, logits, mapping, padded, ["always"])
+    def same(self, starts, logits, mapping, requests):
+        return begin(self, starts, logits, mapping, ["always"])
 
     monkeypatch.setattr(DraftCommitManager, "begin", same)
     monkeypatch.setattr(DraftCommitManager, "clear", lambda *args: None)
@@ -127,7 +127,7 @@ def test_a_cancelled_step_is_logged_anew(device):
     assert (manager.logged >= 0).any()
     slots = torch.tensor([blocks[at // 16] * 16 + at % 16 for at in range(computed, computed + 7)], device=device)
     starts = torch.tensor([0, 7], dtype=torch.int32, device=device)
-    assert manager.begin(starts, starts, slots, 0, list(serving.running))
+    assert manager.begin(starts, starts, slots, list(serving.running))
     manager.cancel()
     assert torch.equal(serving.paged.pool, before)
     serving.free = serving.free[1:]

@@ -70,7 +70,6 @@ class Stepping:
         self.nwor_receipts, self.nwor_receipt = True, None
         self.layers = [SimpleNamespace(nwor=LayerContext(self.nwor, index)) for index in range(3)]
         monkeypatch.setattr(runner_v1, "target_slot_mapping", lambda runner: runner.batch.slot_mapping)
-        monkeypatch.setattr(runner_v1, "padded_requests", lambda runner: 4)
 
     def forward(self, fail: bool = False) -> None:
         rows = self.paged.new_rows(self.batch.num_tokens, 5)
@@ -182,16 +181,13 @@ class SteppingV2:
     def __init__(self, mode: str = "stage") -> None:
         self.paged, self.batch = Paged(), Batch(QUERIES, DRAFTS)
         self.nwor = DraftCommitManager(CacheLayout.of(self.paged.targets()), mode, 4, 3, 32)
-        self.nwor_graphs: dict[str, str] = {}
-        self.cudagraph_manager = SimpleNamespace(graphs="the start-up's")
 
     def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
         starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
         logits = torch.tensor([0, 1, 5, 8] if num_draft_tokens else [0, 1, 2, 3], dtype=torch.int32)
         return SimpleNamespace(
-            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits, num_reqs_after_padding=4,
+            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits, 
             req_ids=["p", "q", "r"], num_scheduled_tokens=np.array(QUERIES),
-            seq_lens_cpu_upper_bound=torch.tensor([100, 4096, 7, 0], dtype=torch.int32),
         )  # fmt: skip
 
     def prepare_attn(self, input_batch):
@@ -221,7 +217,7 @@ def test_requests_are_named_where_all_other_rows_are_drafts(rows, named, monkeyp
     asked = []
     begin = DraftCommitManager.begin
     monkeypatch.setattr(
-        DraftCommitManager, "begin", lambda *args, **named: (asked.append(args[5]), begin(*args, **named))[1]
+        DraftCommitManager, "begin", lambda *args, **named: (asked.append(args[4]), begin(*args, **named))[1]
     )
     scheduled = np.array(rows)
     first, second = Stepping(monkeypatch, "cow"), SteppingV2("cow")
@@ -233,44 +229,6 @@ def test_requests_are_named_where_all_other_rows_are_drafts(rows, named, monkeyp
     batch.num_scheduled_tokens = scheduled
     runner_v2._make_prepare(SteppingV2.prepare_attn)(second, batch)
     assert [list(requests) for requests in asked] == 2 * [["p", "q", "r"] if named else []]
-
-
-@pytest.mark.parametrize("aside", [3, 4])
-def test_a_batch_that_stands_aside_is_told_by_its_graph(aside, monkeypatch):
-    """Three requests in a graph of four: the graph's number decides, on both runners,
-    as it did when it was captured."""
-    for made, step in (
-        (Stepping(monkeypatch), lambda made: made.run([[1, 2, 3], [4, -1, -1], [5, -1, -1]])),
-        (SteppingV2(), lambda made: runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(3))),
-    ):
-        made.nwor.aside = {aside: 0}
-        step(made)
-        windows = sum(drafts > 0 for drafts in DRAFTS)
-        assert made.nwor.read_counters().fallbacks == (windows if aside == 4 else 0)
-
-
-@pytest.mark.parametrize(("drafts", "since", "set_of"), [(3, 4096, "off"), (3, 4097, "stage"), (0, 4096, "stage")])
-def test_the_set_of_graphs_is_chosen_in_each_step(drafts, since, set_of):
-    """N1: by the longest context of the batch; without a second set vLLM's dict is left alone."""
-    made = SteppingV2()
-    made.nwor.aside = {4: since}
-    prepare = runner_v2._make_prepare(SteppingV2.prepare_attn)
-    prepare(made, made.input_batch(drafts))
-    assert made.cudagraph_manager.graphs == "the start-up's"
-    made.nwor.cancel()
-    made.nwor_graphs = {"stage": "stage", "off": "off"}
-    prepare(made, made.input_batch(drafts))
-    assert made.cudagraph_manager.graphs == set_of
-    assert made.nwor.is_open is bool(drafts and set_of == "stage")
-
-
-def test_the_v1_runner_asks_the_target_layers_metadata(monkeypatch):
-    """What the attention hook of a captured graph sees: a drafter's layer has metadata of its own, or none."""
-    context = SimpleNamespace(attn_metadata={"draft": None, "a": SimpleNamespace(seq_lens=torch.zeros(8))})
-    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
-    assert runner_v1.padded_requests(SimpleNamespace(nwor_layer="a")) == 8
-    context.attn_metadata = None
-    assert runner_v1.padded_requests(SimpleNamespace(nwor_layer="a")) == 0
 
 
 def test_dummy_runs_of_the_v1_runner_hold_nothing():

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import subclass_attention_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from nwor.vllm import attention_gpu, masks, own_write, runner, self_check
+from nwor.vllm import attention_gpu, masks, own_write, runner
 from nwor_lab import paths
 from nwor_lab.audit import hooks
 
@@ -272,7 +272,6 @@ MATRIX = {
 # tests/nwor/test_manager.py, test_vllm_modes.py, test_vllm_gpu.py and test_gpu_hooks.py hold these.
 ELSEWHERE = {
     "ROCm (AITER's unified attention has a hook; the operators are not built for it)",
-    "steps in which little or nothing is to be won, by the tuning (GPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
     "prefix caching, several answers to a prompt (`n` > 1), requests that join as a block is filled",
@@ -311,30 +310,6 @@ def test_no_mode_serves_on_rocm(mode, monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
     layers = {"a": gpu_layer("RocmAiterUnifiedAttentionImpl"), "b": gpu_layer()}
     assert runner.unsupported(make_runner(**ON_A_GPU), layers, mode) == "ROCm: the operators are not built for it"
-
-
-def test_batches_that_stand_aside_are_told(monkeypatch):
-    """N1: by one warning and by the rank's status, which carry the notice."""
-    made = make_runner(device=torch.device("cuda"))
-    config = made.vllm_config
-    config.scheduler_config = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64)
-    config.speculative_config.num_speculative_tokens = 3
-    config.compilation_config.cudagraph_mode = None
-    config.model_config = SimpleNamespace(max_model_len=8192)
-    monkeypatch.setattr(attention_gpu, "workspace", lambda manager, layer: None)
-    monkeypatch.setattr(self_check, "failure", lambda *arguments: "")
-    slower = {8: 4120, 9: 4120, 12: 1048}
-    monkeypatch.setattr(attention_gpu, "slower", lambda manager, layer, longest: slower if longest == 8192 else {})
-    layers = [SimpleNamespace(kv_cache=torch.zeros(4, 2, 16, 64))]
-    by_batch = {8: 0, 9: 0, 12: 0}
-    for by_context, aside, where in ((True, slower, "from contexts of 1048 on"), (False, by_batch, "at every context")):
-        manager, notice = runner.build_manager(made, "stage", layers, by_context)
-        assert manager is not None and manager.aside == aside
-        assert f"3 batch sizes from 8 to 12 requests stand aside {where}: " in notice
-    config.model_config.max_model_len = 4096
-    for mode in ("stage", "cow"):
-        manager, notice = runner.build_manager(made, mode, layers, by_context=True)
-        assert manager is not None and (manager.aside, notice) == ({}, "")
 
 
 def test_target_layers_are_attention_and_not_the_drafters():

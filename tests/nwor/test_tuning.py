@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nwor.attention import configs
-from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row_tiles, slower_batches, tuned
+from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row_tiles, tuned
 from nwor.settings import Settings
 from nwor_lab.microbench import attention, tune
 from nwor_lab.microbench.attention_inputs import Shape
@@ -49,31 +49,13 @@ def test_an_h200_is_run_as_before_its_table_was_named_after_it():
     assert len(before) >= 2000 and len(before[knobs].drop_duplicates()) > 60
 
 
-def test_an_h200_stands_aside_as_before():
-    before = pd.read_parquet(HERE / "h200_slower.parquet")
-    shape = ["kv_heads", "group", "head_size", "cache_bytes", "max_query_len"]
-    for values, rows in before.groupby(shape):
-        where = {name: int(value) for name, value in zip(shape, values, strict=True)}
-        assert slower_batches(tuned(H200), 64, 1 << 17, **where) == dict(zip(rows.requests, rows.since, strict=True))
-
-
 def test_another_device_has_its_own_limits_and_one_warning(caplog, monkeypatch):
-    """The H200's table lies there, and neither its configurations nor its thresholds are taken."""
-    from nwor.vllm import attention_gpu
-
+    """The H200's table lies there, and its configurations are not taken."""
     assert tuned(A100) == []
     found = [choose(A100, requests, **SHAPE) for requests in (1, 4, 16, 64)]
     assert [config.splits for config in found] == [27, 6, 1, 1] and {config.least for config in found} == {2}
     (said,) = caplog.records
     assert said.levelno == logging.WARNING and "nwor tune" in said.message and A100.name in said.message
-    manager = SimpleNamespace(layout=SimpleNamespace(num_heads=8), slots=torch.zeros(64, 8), max_query_len=9)
-    layer = SimpleNamespace(impl=SimpleNamespace(kv_cache_dtype="fp8", num_heads=32, head_size=128))
-    aside = {}
-    for device in (H200, A100):
-        monkeypatch.setattr(Device, "of", lambda where, device=device: device)
-        aside[device.name] = attention_gpu.slower(manager, layer, 8192)
-    assert aside == {H200.name: dict.fromkeys(range(46, 65), 4120), A100.name: {}}
-    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H100", "H200", "NVIDIA A100"])

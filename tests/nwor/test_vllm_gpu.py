@@ -311,41 +311,6 @@ def assert_parity(vanilla: Outcome, outcome: Outcome, mode: str) -> None:
             assert parity.equal == parity.requests
 
 
-def assert_partly_aside(outcome: Outcome, vanilla: Outcome) -> None:
-    """Some steps held their rows, and others were vLLM's own: exact all, and dirty where vLLM's are."""
-    assert not outcome.error, outcome.error
-    counters = outcome.ranks[0]["counters"]
-    assert min(counters["fallbacks"], counters["windows"]) > 20
-    assert 0 < outcome.audit["dirty_layer_steps"] < vanilla.audit["dirty_layer_steps"]
-    assert outcome.audit["unwritten_rows"] == 0
-    assert compare(vanilla.generation, outcome.generation).explained(GAPS["auto"])
-
-
-@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 FA eager", "v1 FA graphs"])
-def test_batches_that_stand_aside(engines, model, vanilla, stack):
-    """N1: batches of 1 to 4 are vLLM's own, by the graph's number of requests; those of 5 to 8 hold their rows.
-
-    Graphs of FULL alone are all of 8 requests, so that no batch would stand aside there.
-    """
-    settings = Settings(mode="stage", audit=True, debug_sync=True)
-    outcome = engines.run(spec_of(model, stack), settings, faults.small_batches_aside, logprobs=5)
-    assert_partly_aside(outcome, vanilla(stack))
-
-
-@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 FA one graph", "v2 FA eager"])
-def test_contexts_that_stand_aside(engines, model, vanilla, stack):
-    """N1: of one batch size some steps are served and others vLLM's own, replayed from a set of graphs of its own."""
-    settings, fault = Settings(mode="stage", audit=True, debug_sync=True), faults.long_contexts_aside
-    outcome = engines.run(spec_of(model, stack), settings, fault, logprobs=5)
-    assert_partly_aside(outcome, vanilla(stack))
-
-    settings = Settings(mode="stage", debug_sync=True)
-    turns = engines.run(spec_of(model, stack), settings, fault, calls=[{}, {"paused": True}, {}], logprobs=5)
-    assert not turns.error, turns.error
-    first, paused, last = turns.generations
-    assert first.tokens == last.tokens and paused.tokens == vanilla(stack).tokens
-
-
 @both
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
 def test_other_architectures(engines, tmp_path_factory, architecture, mode):
