@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mode `stage` on vLLM's own CPU attention: its writer's packing, its numbers, its sliding window, and our hooks in it
-(R17, R24, #1). No engine: the backend's methods are called with stand-ins for what they are given."""
+. No engine: the backend's methods are called with stand-ins for what they are given."""
 
 from types import SimpleNamespace
 
@@ -203,7 +203,7 @@ def test_packing_of_vllms_writer(head_size, dtype, kv_cache_dtype, isa):
 
 
 def test_a_packing_that_cannot_be_read(monkeypatch):
-    """R19: a writer that stores something else than each element once has no packing, and the mode falls back."""
+    """A writer that stores something else than each element once has no packing, and the mode falls back."""
     backend = Backend(torch.float32, "auto")
     real = vllm_ops.cpu_attn_reshape_and_cache
 
@@ -220,7 +220,7 @@ def test_a_packing_that_cannot_be_read(monkeypatch):
 @pytest.mark.parametrize("sliding_window", [-1, 1, 4, 33])
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
 def test_our_attention_is_vllms(dtype, kv_cache_dtype, isa, sliding_window):
-    """R17, R24: the same bytes, prefix in pages and tail in staging, give what vLLM's attention gives over pages."""
+    """The same bytes, prefix in pages and tail in staging, give what vLLM's attention gives over pages."""
     backend = Backend(dtype, kv_cache_dtype, isa, sliding_window=sliding_window)
     backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
     theirs = backend.attend()
@@ -254,7 +254,7 @@ def hooks():
 @pytest.mark.parametrize("num_drafts", [(4, 2, 0, 8, 3), (0, 2, 0, 8, 0)], ids=["decodes", "with a prefill"])
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
 def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_drafts, hooks):
-    """R16, R17, #1, #4: outputs are vanilla's, no held row is in the pages before the commit,
+    """Outputs are vanilla's, no held row is in the pages before the commit,
     and all kept ones after."""
     vanilla = Backend(dtype, kv_cache_dtype, isa)
     prefix = [row for row in range(len(vanilla.slots)) if row not in vanilla.tail_rows.tolist()]
@@ -314,7 +314,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     ],
 )
 def test_what_our_attention_does_not_serve(attributes, why):
-    """R19: said in words, so that the notice can say it."""
+    """Said in words, so that the notice can say it."""
     backend = Backend(torch.float32, "auto")
     vars(backend.impl).update(attributes)
     assert attention_cpu.cannot_attend(backend.layer) == why

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's verify attention against float64 PyTorch, over poisoned pages and staging (R17, R21, R24, R25, #1, #25).
+"""The GPU's verify attention against float64 PyTorch, over poisoned pages and staging.
 
 Runs on an NVIDIA GPU, or anywhere with Triton's interpreter (``TRITON_INTERPRET=1``), as `make test` does.
 """
@@ -244,7 +244,7 @@ CONFIGS = pytest.mark.parametrize("config", [Config(tile=32), SPLIT, APART], ids
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
 def test_against_float64(kv_cache_dtype, layout, config):
-    """R24, R25: ragged, padded and prefill requests; held, written and dropped rows; every cache and layout."""
+    """Ragged, padded and prefill requests; held, written and dropped rows; every cache and layout."""
     Windows(kv_cache_dtype=kv_cache_dtype, layout=layout, config=config).check()
 
 
@@ -259,7 +259,7 @@ def test_head_sizes_and_groups(heads, kv_heads, head_size):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_block_sizes_and_dtypes(block_size, dtype, kv_cache_dtype):
-    """#7: a block size equal to the number of heads, too."""
+    """A block size equal to the number of heads, too."""
     Windows(dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=block_size, config=SPLIT).check()
     if block_size == 16:
         requests = ((20, 2), (0, 9))
@@ -369,7 +369,7 @@ def test_tuned_configuration():
     ],
 )
 def test_wrong_input_is_refused(change, complaint):
-    """R14: the tensor is named, and nothing is touched."""
+    """The tensor is named, and nothing is touched."""
     change = dict(change)
     problem = Windows(kv_cache_dtype="fp8", head_size=change.pop("head_size", 64)).to_device()
     before = [tensor.cpu().clone() for tensor in (problem.kv_cache, problem.staging)]
@@ -491,7 +491,7 @@ def test_long_contexts_no_worse_than_flash_attention(heads, kv_heads, kv_cache_d
 @on_gpu
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_one_graph_replayed_on_other_lengths(kv_cache_dtype):
-    """R21, #5: a captured launch follows lengths, table, slots and rows as they are at replay."""
+    """A captured launch follows lengths, table, slots and rows as they are at replay."""
     problem = Windows(((0, 9),) * 8, head_size=128, kv_cache_dtype=kv_cache_dtype, config=Config(splits=4)).to_device()
     problem.kv_cache = problem.poisoned(400).to(DEVICE)
     problem.block_table = torch.zeros(8, 64, dtype=torch.int32, device=DEVICE)
@@ -552,7 +552,6 @@ def test_tiles_without_rows_have_nothing_to_do():
 
 @on_gpu
 def test_nothing_is_allocated_and_nobody_waits():
-    """R15, #14."""
     problem = Windows(head_size=128).to_device()
     arguments = problem.arguments()
     verify_attention(**arguments)

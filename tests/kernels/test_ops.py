@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The per-layer operators against plain Python, every byte (R6-R10, R12-R14).
+"""The per-layer operators against plain Python, every byte.
 
-Hazards by their numbers: #3 counts, #7 layouts, #10 overflow, #11 few elements, #12 scales and raw bytes, #17 nothing
-is caught and passed over.
+Guards against: counts by launch, layouts taken for others, overflow, fewer elements than threads, scales applied twice
+or not at all, and errors that are caught and passed over.
 """
 
 import pytest
@@ -37,8 +37,8 @@ KINDS = [(dtype, "auto", "none") for dtype in DTYPES] + [
 ]
 # heads, head size, block size, how key and value lie in memory
 SHAPES = [
-    pytest.param(2, 8, 16, "qkv", id="2x8"),  # fewer elements than a warp has threads (#11)
-    pytest.param(4, 16, 4, "packed", id="block size = heads"),  # (#7)
+    pytest.param(2, 8, 16, "qkv", id="2x8"),  # fewer elements than a warp has threads
+    pytest.param(4, 16, 4, "packed", id="block size = heads"),
     pytest.param(3, 20, 8, "heads first", id="3x20"),  # nothing a multiple of 16 bytes
     pytest.param(1, 128, 16, "qkv", id="1x128"),
 ]
@@ -53,7 +53,7 @@ def name_of(kind: tuple[torch.dtype, str, str]) -> str:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_staged_and_direct_commit(kind, layout, num_heads, head_size, block_size, form, device):
-    """R6, R7, R8, R12, R13: stage then commit, and the direct commit, for each share accepted (#7, #11, #12)."""
+    """Stage then commit, and the direct commit, for each share accepted."""
     dtype, kv_cache_dtype, scale_kind = kind
     cache_dtype = cache_dtype_of(dtype, kv_cache_dtype)
     rows = TOKENS + 2  # vLLM pads the batch: more rows than slots
@@ -79,7 +79,7 @@ def test_staged_and_direct_commit(kind, layout, num_heads, head_size, block_size
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cache_dtype", [*DTYPES, torch.uint8], ids=str)
 def test_log_and_restore(cache_dtype, layout, num_heads, head_size, block_size, form, device):
-    """R9, R10: poisoned slots come back bit for bit after a write, in every dtype and layout (#7, #12)."""
+    """Poisoned slots come back bit for bit after a write, in every dtype and layout."""
     slots = make_slots(TOKENS, BLOCKS * block_size, device)
     log = make_staging(TOKENS + 1, num_heads, head_size, cache_dtype, device)[:2]
     for acceptance in ACCEPTANCE:
@@ -96,7 +96,7 @@ def test_log_and_restore(cache_dtype, layout, num_heads, head_size, block_size, 
 
 
 def test_scales_are_told_apart_by_shape(device):
-    """R12, #12: as many tokens as heads; [T, 1] and [1, H] hold the same numbers and give different bytes."""
+    """As many tokens as heads; [T, 1] and [1, H] hold the same numbers and give different bytes."""
     tokens = heads = 4
     key, value = make_vectors("packed", tokens, heads, 16, torch.bfloat16, device)
     slots = make_slots(tokens, 16, device, padding=False)
@@ -111,7 +111,7 @@ def test_scales_are_told_apart_by_shape(device):
 
 
 def test_scale_reaches_the_bytes(device):
-    """#12: a scalar scale of any shape with one element is used, for keys and values separately, and None is 1."""
+    """A scalar scale of any shape with one element is used, for keys and values separately, and None is 1."""
     key, value = make_vectors("packed", 3, 2, 8, torch.float32, device)
     slots, mask = make_slots(3, 16, device, padding=False), make_mask("full", 3, device)
     results = []
@@ -133,7 +133,7 @@ def test_auto_ignores_scales_as_vllm_does(device):
 
 
 def test_staging_appends_in_token_order(device):
-    """R6, #3: calls append, counts are tokens, slots stand beside their rows."""
+    """Calls append, counts are tokens, slots stand beside their rows."""
     key, value = make_vectors("packed", 6, 2, 8, torch.bfloat16, device)
     staging = make_staging(7, 2, 8, torch.bfloat16, device)
     for slots in ([9, -1, 3], [-1, -1, -1], [4, 30, 5], [-1, 2, -1]):
@@ -145,7 +145,7 @@ def test_staging_appends_in_token_order(device):
 
 @pytest.mark.parametrize("tokens", [1, 33, 255, 600])
 def test_one_count_a_token(tokens, device):
-    """R6, #3: 8 tokens once counted 4,096; the count is tokens with a slot, whatever the launch."""
+    """8 tokens once counted 4,096; the count is tokens with a slot, whatever the launch."""
     key, value = make_vectors("packed", tokens, 2, 8, torch.float32, device)
     slots = make_slots(tokens, 4096, device)
     staging = make_staging(tokens, 2, 8, torch.float32, device)
@@ -154,7 +154,7 @@ def test_one_count_a_token(tokens, device):
 
 
 def test_overflow_stages_nothing_and_commits_nothing(device):
-    """R6, #10: one row too many sets the flag; neither that call's rows nor later ones are staged, nothing commits."""
+    """One row too many sets the flag; neither that call's rows nor later ones are staged, nothing commits."""
     key, value = make_vectors("packed", 4, 2, 8, torch.bfloat16, device)
     staging = make_staging(5, 2, 8, torch.bfloat16, device)
     caches = make_cache("NHD", 4, 4, 2, 8, torch.bfloat16, device)
@@ -173,7 +173,7 @@ def test_overflow_stages_nothing_and_commits_nothing(device):
 
 @pytest.mark.parametrize("capacity", [512, 0])
 def test_staging_of_exactly_its_capacity(capacity, device):
-    """#10: a fixed buffer of 512 rows was overrun once; exactly full is full, not over."""
+    """A fixed buffer of 512 rows was overrun once; exactly full is full, not over."""
     key, value = make_vectors("packed", capacity + 1, 2, 8, torch.float16, device)
     staging = make_staging(capacity, 2, 8, torch.float16, device)
     check("stage_kv_cache", key, value, torch.arange(capacity, device=device), *staging, "auto", None, None)
@@ -183,7 +183,7 @@ def test_staging_of_exactly_its_capacity(capacity, device):
 
 
 def test_slices_of_a_persistent_slot_buffer(device):
-    """#6, #9: a slice of a longer slot buffer is read where it lies, at its own offset."""
+    """A slice of a longer slot buffer is read where it lies, at its own offset."""
     buffer = torch.full((16,), -1, dtype=torch.int64, device=device)
     buffer[5:9] = torch.tensor([8, 1, 30, 2], device=device)
     key, value = make_vectors("qkv", 4, 2, 8, torch.bfloat16, device)
@@ -217,7 +217,7 @@ def test_no_rows_is_no_work(device):
     accepted=st.integers(0, 20),
 )
 def test_any_slots_and_mask(layout, kv_cache_dtype, slots, bits, accepted, device):
-    """R7-R10 over drawn sets of slots and accepted rows."""
+    """Drawn sets of slots and accepted rows."""
     tokens = len(slots)
     slot_mapping = torch.tensor(slots, device=device)
     mask = torch.tensor([bool(bits >> i & 1) for i in range(tokens)], device=device)

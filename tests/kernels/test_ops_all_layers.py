@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-layer operators against plain Python, every byte of the pool and of the mini-cache (R11, N2).
+"""The all-layer operators against plain Python, every byte of the pool and of the mini-cache.
 
-Hazards by their numbers: #2 every layer, #3 counts, #7 strides, #12 raw bytes, #21 padding rows.
+Guards against: a layer left out, counts by layer or head, strides taken for shapes, bytes converted, padding rows.
 """
 
 import pytest
@@ -20,8 +20,8 @@ pytestmark = each_device
 # Memory orders, outermost first: vLLM's LBNHC ("NHD") and LBHNC ("HND"), and blocks that hold all layers.
 ORDERS = ("LBNH", "LBHN", "BLHN")
 SHAPES = [
-    pytest.param(2, 16, 16, id="2 heads x 16 bytes"),  # (#11)
-    pytest.param(4, 4, 32, id="block size = heads"),  # (#7)
+    pytest.param(2, 16, 16, id="2 heads x 16 bytes"),
+    pytest.param(4, 4, 32, id="block size = heads"),
     pytest.param(3, 5, 6, id="6 bytes"),  # no whole word
     pytest.param(1, 8, 512, id="1 x 512 bytes"),
 ]
@@ -38,7 +38,7 @@ def skip_packing_on_cuda(element_size: int, device: str) -> None:
 @pytest.mark.parametrize(("num_heads", "block_size", "slot_bytes"), SHAPES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_log_restore_commit(order, num_heads, block_size, slot_bytes, rejected, device):
-    """R11: log, restore and commit of 3 layers in each memory order and share rejected."""
+    """Log, restore and commit of 3 layers in each memory order and share rejected."""
     run_all(Pool(order, 3, 4, num_heads, block_size, slot_bytes, device, mini_blocks=5), rejected)
 
 
@@ -47,7 +47,7 @@ def test_log_restore_commit(order, num_heads, block_size, slot_bytes, rejected, 
 @pytest.mark.parametrize(("num_heads", "block_size", "slot_bytes"), [(2, 16, 16), (4, 4, 32), (1, 8, 64)])
 @pytest.mark.parametrize("order", ["LBHN", "BLHN"])
 def test_packed_caches(order, num_heads, block_size, slot_bytes, element_size, rejected, device):
-    """R11, R13: slots scattered over their chunk, as vLLM's CPU caches hold them, in any packing."""
+    """Slots scattered over their chunk, as vLLM's CPU caches hold them, in any packing."""
     skip_packing_on_cuda(element_size, device)
     run_all(Pool(order, 3, 4, num_heads, block_size, slot_bytes, device, element_size, mini_blocks=5), rejected)
 
@@ -63,7 +63,7 @@ def run_all(pool: Pool, rejected: str) -> None:
 
 @pytest.mark.parametrize("element_size", [0, 2])
 def test_restore_undoes_what_was_written(element_size, device):
-    """R10, #2, #12: log, overwrite every slot of every layer, restore all: the pool is what it was, bit for bit."""
+    """Log, overwrite every slot of every layer, restore all: the pool is what it was, bit for bit."""
     skip_packing_on_cuda(element_size, device)
     pool = Pool("LBHN", 3, 4, 2, 8, 32, device, element_size)
     before = Twins()
@@ -81,7 +81,7 @@ def test_restore_undoes_what_was_written(element_size, device):
 
 @pytest.mark.parametrize(("num_layers", "num_heads"), [(1, 1), (5, 2), (3, 8)])
 def test_counts_are_rows(num_layers, num_heads, device):
-    """R5, #3: kept and rejected rows are counted once each, whatever the layers and heads; padding not at all."""
+    """Kept and rejected rows are counted once each, whatever the layers and heads; padding not at all."""
     pool = Pool("LBNH", num_layers, 4, num_heads, 16, 32, device)
     slots = torch.arange(20, device=device).view(4, 5)
     slots[:, 0], slots[1, :4] = -1, -1  # rows of a window that queries do not fill
@@ -112,7 +112,7 @@ def test_windows_wider_than_a_warp(device):
 
 
 def test_slices_of_persistent_buffers(device):
-    """#6, #9: slices of longer buffers are read where they lie, and nothing behind them."""
+    """Slices of longer buffers are read where they lie, and nothing behind them."""
     pool = Pool("LBNH", 2, 4, 2, 8, 32, device)
     slots = torch.full((6, 3), 31, dtype=torch.int64, device=device)
     slots[1:3] = torch.tensor([[30, 2, 17], [-1, 9, 0]], device=device)
@@ -141,7 +141,7 @@ def test_no_rows_is_no_work(device):
     packed=st.booleans(),
 )
 def test_any_window(order, requests, seed, packed, device):
-    """R11 over drawn windows: query lengths, rejected counts, slots and padding."""
+    """Drawn windows: query lengths, rejected counts, slots and padding."""
     element_size = 2 if packed and order != "LBNH" and device == "cpu" else 0
     pool = Pool(order, 2, 8, 2, 8, 16, device, element_size, mini_blocks=4)
     queries, rejected = [rows for rows, _ in requests], [number for _, number in requests]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each wrong input of a per-layer operator is refused with an error that names it; no byte has changed (R14, #17)."""
+"""Each wrong input of a per-layer operator is refused with an error that names it; no byte has changed."""
 
 import pytest
 import torch

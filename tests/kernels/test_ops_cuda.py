@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU shows: graphs, streams, devices, far offsets, values the host does not see (R15, #5, #6, #14)."""
+"""What only a GPU shows: graphs, streams, devices, far offsets, values the host does not see."""
 
 import subprocess
 
@@ -104,7 +104,7 @@ class Step:
 
 
 def test_graph_replays_follow_the_live_tensors():
-    """R15, #5, #6: replays with other slots, masks, counts, scales and contents than at capture."""
+    """Replays with other slots, masks, counts, scales and contents than at capture."""
     step = Step()
     step.refill(1)
     step.run()
@@ -122,7 +122,7 @@ def test_graph_replays_follow_the_live_tensors():
 
 
 def test_nothing_is_allocated_and_nobody_waits():
-    """R15, #14: a step under torch's sync guard, with torch's and the driver's memory as before."""
+    """A step under torch's sync guard, with torch's and the driver's memory as before."""
     step = Step()
     step.run()
     torch.cuda.synchronize()
@@ -138,7 +138,7 @@ def test_nothing_is_allocated_and_nobody_waits():
 
 
 def test_launches_do_not_wait_for_the_stream():
-    """R15, #14: a step returns while the stream is still held up."""
+    """A step returns while the stream is still held up."""
     step = Step()
     step.run()
     torch.cuda.synchronize()
@@ -170,7 +170,7 @@ def test_runs_on_the_current_stream():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
 def test_the_tensors_device_need_not_be_the_current_one():
-    """R22, #13: tensors of device 1 while device 0 is current, and two devices in turn."""
+    """Tensors of device 1 while device 0 is current, and two devices in turn."""
     for current in (0, 1):
         with torch.cuda.device(current):
             for home in ("cuda:1", "cuda:0"):
@@ -183,7 +183,7 @@ def test_the_tensors_device_need_not_be_the_current_one():
 
 
 def test_offsets_beyond_two_billion_elements():
-    """R13: caches of 2^32 bytes; the first and the last slots, per layer and in a pool of all layers."""
+    """Caches of 2^32 bytes; the first and the last slots, per layer and in a pool of all layers."""
     block_size, heads, head_size = 16, 8, 128
     blocks = 2**32 // (block_size * heads * head_size) + 1  # uint8: bytes are elements
     key, value = make_vectors("packed", 4, heads, head_size, torch.bfloat16, "cuda")
@@ -273,7 +273,7 @@ def test_batches_that_make_no_sense(starts):
 
 
 def test_pools_of_too_many_slots_are_refused():
-    """R14: slots are divided in 32 bits; a pool that would need more is an error, before anything is launched."""
+    """Slots are divided in 32 bits; a pool that would need more is an error, before anything is launched."""
     pool = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
     rows = torch.full((1, 1, 1, 16, 16), 7, dtype=torch.uint8, device="cuda")
     offsets, slots = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor([[3]], device="cuda")
@@ -283,7 +283,7 @@ def test_pools_of_too_many_slots_are_refused():
 
 
 def test_blocks_of_any_size_and_more_requests_than_a_warp_has_lanes():
-    """R11, R13: block sizes that are no power of two, far slots, and verdicts of 1, 32, 33 and 100 requests."""
+    """Block sizes that are no power of two, far slots, and verdicts of 1, 32, 33 and 100 requests."""
     for block_size, requests in ((1, 1), (3, 32), (7, 33), (528, 100)):
         queries = [1 + request % 3 for request in range(requests)]
         blocks = 4 * (sum(queries) // block_size + 2)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The extension as a library: torch's own checks, loading beside vLLM,
-and the bytes of vLLM's own writers (R12, R15)."""
+and the bytes of vLLM's own writers."""
 
 import subprocess
 import sys
@@ -56,20 +56,20 @@ LAYER_OPERATORS = [name for name in ops.OPERATORS if name != "verify_attention"]
 @each_device
 @pytest.mark.parametrize("operator", LAYER_OPERATORS)
 def test_opcheck(operator, device):
-    """R15: schema (each mutation declared), fake implementation, no autograd surprise, traceable."""
+    """Schema (each mutation declared), fake implementation, no autograd surprise, traceable."""
     torch.library.opcheck(getattr(torch.ops._C_cache_ops, operator).default, arguments_of(operator, device))
 
 
 @each_device
 def test_opcheck_without_staging(device):
-    """R15: the optional tensors of `open_window` left out, as `cow` does."""
+    """The optional tensors of `open_window` left out, as `cow` does."""
     args = arguments_of("open_window", device)
     torch.library.opcheck(torch.ops._C_cache_ops.open_window.default, (*args[:4], None, None, args[6]))
 
 
 @pytest.mark.parametrize("operator", LAYER_OPERATORS)
 def test_fakes_run_without_data(operator):
-    """R2, R15: on fake tensors an operator does nothing and needs no data."""
+    """On fake tensors an operator does nothing and needs no data."""
     args = arguments_of(operator, "cpu")
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -131,7 +131,7 @@ def write_with_vllm_cpu(key, value, slots, kv_cache_dtype, k_scale, v_scale, cac
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_bytes_of_vllms_cpu_writer(dtype, kv_cache_dtype, scale):
-    """R12: what is staged and committed is what vLLM would have written, over all sizes and special values."""
+    """What is staged and committed is what vLLM would have written, over all sizes and special values."""
     cache_dtype = dtype if kv_cache_dtype == "auto" else torch.uint8
     key, value = make_vectors("packed", 200, 2, 32, dtype, "cpu", seed=int(scale * 1000))
     slots = make_slots(200, 256, "cpu")
@@ -165,7 +165,7 @@ def test_vllms_cpu_writer_rounds_towards_zero(fmt):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
 def test_bytes_of_vllms_cuda_writer(kv_cache_dtype, scale, layout, device):
-    """R12: the same against `reshape_and_cache_flash`."""
+    """The same against `reshape_and_cache_flash`."""
     vllm_ops = pytest.importorskip("vllm._custom_ops")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         cache_dtype = dtype if kv_cache_dtype == "auto" else torch.uint8

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A log of all layers that outlives its step: what it holds is not read again,
-and what is wrong with it is said (R11)."""
+and what is wrong with it is said."""
 
 import pytest
 import torch

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_window` against plain Python, every element of what it writes (R11, R16, R19).
+"""`open_window` against plain Python, every element of what it writes.
 
-Hazards by their numbers: #4 prefills beside verify steps, #8 logits are no rows, #10 more drafts than a window holds,
-#21 padding.
+Guards against: prefills taken for verify steps, logits taken for rows, more drafts than a window holds, padding.
 """
 
 import torch
@@ -35,7 +34,7 @@ def of(device: str, *lists: list[int]) -> tuple:
 
 
 def test_a_mixed_batch_in_words(device):
-    """#4, #8: a verify step of 2 drafts, a prefill of 4, a decode,
+    """A verify step of 2 drafts, a prefill of 4, a decode,
     and a verify step of 1 draft whose slot is missing."""
     batch = of(device, [0, 3, 7, 8, 10], [0, 3, 4, 5, 7], [40, 41, 42, 50, 51, 52, 53, 60, 70, -7, -1, -1])
     (cow, counted), (slots, staging_rows, page_slots, staged) = open_both(batch, 5, 4, device, tokens=13)
@@ -48,7 +47,7 @@ def test_a_mixed_batch_in_words(device):
 
 
 def test_what_does_not_fit_falls_back(device):
-    """R19, #10: more drafts than the window is wide, or more logits than rows: none of that request is held."""
+    """More drafts than the window is wide, or more logits than rows: none of that request is held."""
     batch = of(device, [0, 4, 6, 8], [0, 4, 6, 10], list(range(20, 28)))
     (cow, counted), (slots, staging_rows, page_slots, staged) = open_both(batch, 3, 2, device)
     assert cow.tolist() == [[-1, -1], [-1, 25], [-1, -1]]
@@ -60,7 +59,7 @@ def test_what_does_not_fit_falls_back(device):
 
 
 def test_a_window_without_columns_holds_nothing(device):
-    """R19, #10: how a whole batch falls back: every verify step is counted, and every row goes to its page."""
+    """How a whole batch falls back: every verify step is counted, and every row goes to its page."""
     batch = of(device, [0, 3, 7, 8], [0, 3, 4, 7], list(range(30, 38)))
     (_, counted), (slots, staging_rows, page_slots, staged) = open_both(batch, 3, 0, device, tokens=9)
     assert counted.tolist() == [1, 2, 3, 4, 7]
@@ -70,7 +69,7 @@ def test_a_window_without_columns_holds_nothing(device):
 
 
 def test_a_window_as_wide_as_the_drafts(device):
-    """#10: exactly full is full, not over."""
+    """Exactly full is full, not over."""
     batch = make_batch([5, 5], [5, 5], 16, device)
     (_, counted), (_, staging_rows, _, staged) = open_both(batch, 2, 4, device)
     assert counted.tolist() == [1, 2, 5, 12, 5] == staged.tolist()
@@ -86,7 +85,7 @@ def test_no_requests(device):
 
 
 def test_prefills_longer_than_a_thread_block(device):
-    """#4: rows are found among many requests and in long queries."""
+    """Rows are found among many requests and in long queries."""
     queries = [700, 9, 1, 0, 9, 1, 300] + [9, 1, 5] * 40
     logits = [1, 9, 1, 0, 9, 1, 1] + [9, 1, 2] * 40
     open_both(make_batch(queries, logits, 4096, device), len(queries) + 1, 9, device)
@@ -100,7 +99,7 @@ def test_prefills_longer_than_a_thread_block(device):
     seed=st.integers(0, 1000),
 )
 def test_any_batch(requests, width, spare, seed, device):
-    """R11 over drawn batches: queries and logits that agree or do not, windows of any width, padding."""
+    """Drawn batches: queries and logits that agree or do not, windows of any width, padding."""
     queries = [rows for rows, _, _ in requests]
     num_logits = [rows if verify else logits for rows, logits, verify in requests]
     batch = make_batch(queries, num_logits, 128, device, seed)

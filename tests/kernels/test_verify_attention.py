@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's verify attention against float64 PyTorch, over poisoned pages and staging (R17, R24, #1, #25)."""
+"""The CPU's verify attention against float64 PyTorch, over poisoned pages and staging."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_float64(dtype, kv_cache_dtype, heads, kv_heads, head_size, identity):
-    """R24: every cache dtype; grouped heads; head sizes; any packing."""
+    """Every cache dtype; grouped heads; head sizes; any packing."""
     problem = Problem(
         PREFIXES,
         TAILS,
@@ -45,7 +45,7 @@ def test_softcap_and_sliding_window(softcap, sliding_window):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_requests_without_a_window_are_not_touched(dtype):
-    """#4: prefill rows and plain decodes of a mixed batch are vLLM's: their output, and block table, are not ours."""
+    """Prefill rows and plain decodes of a mixed batch are vLLM's: their output, and block table, are not ours."""
     problem = Problem((40, 0, 9, 33), (3, 20, 1, 5), dtype, windows=[True, False, False, True])
     problem.check()
     assert problem.output[3:24].isnan().all()
@@ -76,7 +76,7 @@ def test_windows_lie_anywhere_in_staging():
 
 
 def test_the_tail_is_seen():
-    """#1, the flaw that began it all: each row attends to the staged rows up to its own, and to none behind it."""
+    """The flaw that began it all: each row attends to the staged rows up to its own, and to none behind it."""
     problem = Problem((20,), (5,), packing=identity_packing(16, 64))
     expected = problem.run().clone()
     problem.staging[0, :, 2] += 1
@@ -87,7 +87,7 @@ def test_the_tail_is_seen():
 
 
 def test_blocks_of_all_layers_and_strided_tensors():
-    """R13: pages with room for other layers between the blocks; output rows that are not dense."""
+    """Pages with room for other layers between the blocks; output rows that are not dense."""
     problem = Problem((20, 33), (3, 4))
     expected = problem.run().clone()
     wide = torch.full((problem.kv_cache.shape[0], 3, *problem.kv_cache.shape[1:]), float("nan"))
@@ -105,7 +105,7 @@ def test_blocks_of_all_layers_and_strided_tensors():
     seed=st.integers(0, 99),
 )
 def test_any_batch(requests, block_size, sliding_window, seed):
-    """#8: drawn prefixes, tails and batches with and without windows."""
+    """Drawn prefixes, tails and batches with and without windows."""
     prefixes, tails, windows = zip(*requests, strict=True)
     Problem(prefixes, tails, block_size=block_size, windows=windows, sliding_window=sliding_window, seed=seed).check()
 
@@ -192,7 +192,7 @@ def fp8(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_input_is_refused(what):
-    """R14: named in the error, before the first row of output is written."""
+    """Named in the error, before the first row of output is written."""
     problem = Problem((33, 30), (3, 4))
     apply, message = WRONG[what]
     apply(problem)

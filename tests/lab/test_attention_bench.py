@@ -143,7 +143,7 @@ def swept(times: dict[int, float], vanilla: float = 100.0) -> pd.DataFrame:
     ],
 )
 def test_where_the_kernel_loses_is_told(vanilla, times, slower_from):
-    """N1: where it wins less than a launch takes longer in a step than in a sample, too."""
+    """Where it wins less than a launch takes longer in a step than in a sample, too."""
     (entry,) = attention_bench.best(swept(times, vanilla))
     assert entry["slower_from"] == slower_from
 
@@ -153,7 +153,7 @@ def test_where_the_kernel_loses_is_told(vanilla, times, slower_from):
     [(1.02, {}, 8192), (1.0, {}, 8192), (0.999, {}, 0), (1.02, {"k": 3}, 0), (1.02, {"cache": "fp8"}, 0)],
 )
 def test_where_whole_steps_lose_is_told(ratio, other, slower_from):
-    """N1: a layer alone is not timed under the load of a step."""
+    """A layer alone is not timed under the load of a step."""
     steps = pd.DataFrame([vars(SHAPE) | {"context": 8192, "ratio": ratio} | other])
     (entry,) = attention_bench.best(swept({512: 60, 8192: 90}), steps)
     assert entry["slower_from"] == slower_from
@@ -162,7 +162,7 @@ def test_where_whole_steps_lose_is_told(ratio, other, slower_from):
 
 
 def test_a_configuration_that_never_loses_comes_first():
-    """N1: even where another would be faster at most contexts."""
+    """Even where another would be faster at most contexts."""
     steady = swept({512: 80, 8192: 97}).assign(tile=32)
     (entry,) = attention_bench.best(pd.concat([swept({512: 60, 8192: 105}), steady]))
     assert (entry["tile"], entry["slower_from"]) == (32, 0)

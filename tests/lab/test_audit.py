@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auditor must see one changed bit anywhere, and one kept row that was not written (R27, N3)."""
+"""The auditor must see one changed bit anywhere, and one kept row that was not written."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_a_row_written_with_the_bytes_it_held_is_written(kind):
 @memory
 @each_device
 def test_the_steps_rows_are_marked_and_no_others(kind, device):
-    """#25: the mark is a finite number: attention multiplies what lies beyond a sequence by zero."""
+    """The mark is a finite number: attention multiplies what lies beyond a sequence by zero."""
     audited = Audited(kind, device)
     expected = audited.paged.pool.clone()
     marks = torch.full((5, NUM_HEADS, WIDTH * audited.paged.dtype.itemsize), 0x55, dtype=torch.uint8, device=device)
@@ -137,7 +137,7 @@ def test_a_rejected_row_that_was_written_is_seen(kind):
 
 @memory
 def test_a_kept_row_that_was_not_written_is_seen(kind):
-    """#2: a commit that leaves out one row of one layer."""
+    """A commit that leaves out one row of one layer."""
     audited = Audited(kind)
     audited.audit.before(ROWS, STEP)
     for layer in range(3):
@@ -149,7 +149,7 @@ def test_a_kept_row_that_was_not_written_is_seen(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_are_compared_not_numbers(dtype):
-    """#12, #25: NaN equals itself, another NaN is a change, and so is the sign of zero."""
+    """NaN equals itself, another NaN is a change, and so is the sign of zero."""
     cache = torch.full((2, 1, 4, 8), float("nan"), dtype=dtype)
     audit = CacheAudit([cache])
     cache[0], cache[1] = float("nan"), 0
@@ -207,7 +207,7 @@ def test_a_step_that_was_not_opened_is_an_error():
 @memory
 @each_device
 def test_slots_nobody_wrote_are_poisoned(kind, device):
-    """A kernel that reads beyond a sequence reads huge numbers, not the zeros that hide it (#25)."""
+    """A kernel that reads beyond a sequence reads huge numbers, not the zeros that hide it."""
     paged = Paged(**(MEMORY[kind] | {"packed": False}), device=device)
     CacheAudit(paged.targets())
     for cache in paged.targets():

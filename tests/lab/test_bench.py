@@ -13,7 +13,7 @@ from nwor_lab.experiments.plan import Plan
 
 
 def test_kernels_of_a_step_are_the_mean_of_the_ranks():
-    """N5, R22: a kind is told by the kernel's name, and a rank that waits for another does so in communication."""
+    """A kind is told by the kernel's name, and a rank that waits for another does so in communication."""
     ranks = [
         {"reshape_and_cache_flash_kernel": 80.0, "ncclDevKernel_AllReduce": 8.0, "nvjet_tst_64x8": 160.0, "rms": 16.0},
         {
@@ -130,7 +130,7 @@ def test_a_load_that_the_first_pass_was_not_is_judged_once(batches, judged, monk
     ("broken", "without"), [("", []), ("capture", [1, 2, 4]), ("batch", [2]), ("first pass", [1, 2, 4])]
 )
 def test_all_that_is_timed_is_held_to_parity(broken, without, monkeypatch):
-    """#24: a capture that goes wrong later than the first pass costs the mode its times, and so does the first pass
+    """A capture that goes wrong later than the first pass costs the mode its times, and so does the first pass
     itself; one batch that does, its own.
 
     Beside each ratio is the parity of that load, in both captures; the first pass has 8 requests.
@@ -230,6 +230,6 @@ def test_minutes_are_no_debt():
     ("words", "bound"), [(["--dtype", "float32"], 1e-3), (["--dtype", "bfloat16"], 0.25), (["--logit-gap", "0.1"], 0.1)]
 )
 def test_a_near_tie_is_one_of_the_dtype(words, bound):
-    """#29: what bfloat16 excuses would hide a fault in float32."""
+    """What bfloat16 excuses would hide a fault in float32."""
     _, plan, _ = bench.read(bench.parser().parse_args(words))
     assert plan.logit_gap == bound

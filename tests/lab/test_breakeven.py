@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a mode pays, by hand and against the price of a step; and predicted against measured, no point hidden (N4)."""
+"""Where a mode pays, by hand and against the price of a step; and predicted against measured, no point hidden."""
 
 import math
 

@@ -155,7 +155,7 @@ def test_each_claim_of_a_run_can_fail(whole, tmp_path, path, value, broken):
 
 
 def test_rejected_rows_that_the_scheduler_never_hears_of(report):
-    """#18: a GPU's last windows, of requests that have just finished, each of at most k rejected rows."""
+    """A GPU's last windows, of requests that have just finished, each of at most k rejected rows."""
     row = 5 * 512
     assert endtoend.rejected_bytes(report) == (4 * row, 4 * row)
     report["ranks"]["stage"][0]["counters"]["windows"] += 3
@@ -242,7 +242,7 @@ def test_profiles_in_both_orders_count_once():
 
 
 def test_parity_stands_beside_the_time_of_its_load():
-    """#24: of this setting's passes alone; NaN where it was not judged."""
+    """Of this setting's passes alone; NaN where it was not judged."""
     steps, kernels = gpu_tables((9.4, 9.6))
     judged = {
         "equal_requests": (3.0, 2.0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of the kit: pins, set-up, commands, the walk over the notebooks (R28, R29, R30)."""
+"""The frame of the kit: pins, set-up, commands, the walk over the notebooks."""
 
 import importlib.util
 import json

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels' recorded samples and what is made of them;
-on a GPU, the timer and the window themselves (N4, #23, #24)."""
+on a GPU, the timer and the window themselves."""
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,7 @@ def made_up(us: dict[str, float], rows: int = 2304, kept: int = 3) -> pd.DataFra
 
 
 def test_bytes_are_the_rows_that_move() -> None:
-    """N4: a row of 8 heads x 128 in bf16 is 4 KiB a layer; each is read once and written once."""
+    """A row of 8 heads x 128 in bf16 is 4 KiB a layer; each is read once and written once."""
     shape = shape_of(8, "bf16")
     assert shape.row == 4096
     assert [rows_moved(op, 18, 3) for op in ("commit", "restore", "log", "vllm")] == [6, 12, 18, 6]
@@ -51,7 +51,7 @@ def test_counted_cases_exceed_the_cache() -> None:
 
 
 def test_model_share_and_speedup() -> None:
-    """N4: empty kernel plus bytes at the copy's bandwidth; shares with and without the launch."""
+    """Empty kernel plus bytes at the copy's bandwidth; shares with and without the launch."""
     moved = bytes_moved("commit", shape_of(8, "bf16"), 2304, 3)
     ideal = 3 + moved / 4e6
     frame = made_up({"empty": 3, "commit": 2 * ideal - 3, "stream": ideal, "vllm": 20 * ideal})
@@ -64,7 +64,7 @@ def test_model_share_and_speedup() -> None:
 
 
 def test_a_missed_goal_is_shown_as_missed() -> None:
-    """#23: the table counts what is not met, and tells what streaming would reach."""
+    """The table counts what is not met, and tells what streaming would reach."""
     slow = made_up({"empty": 3, "commit": 6, "stream": 4, "vllm": 40}, rows=9)
     table = kernels.goal_table(slow)
     assert table.loc["empty kernels, 9 rows: at most", "met"] == "0 of 1"
@@ -86,7 +86,7 @@ def test_every_sample_is_kept(times: pd.DataFrame) -> None:
 
 
 def test_parity_stands_beside_the_times(times: pd.DataFrame) -> None:
-    """#24: each timed peer has its bytes compared, in every shape that writes rows, and none differs."""
+    """Each timed peer has its bytes compared, in every shape that writes rows, and none differs."""
     compared = times[times["metric"] == "bytes_differing"]
     timed = times[(times["metric"] == "time") & times["op"].isin(["commit", *PEERS]) & (times["kept"] > 0)]
     keys = ["op", "kv_heads", "cache", "rows", "kept"]
@@ -127,7 +127,7 @@ def test_the_command_needs_a_gpu(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_recorded_comparison_is_of_a_gpu() -> None:
-    """R7-R13: what an H200 compared, recorded: every operator it has, and no byte that differs."""
+    """What an H200 compared, recorded: every operator it has, and no byte that differs."""
     frame = check.recorded()
     sums = frame.pivot_table(index="operator", columns="metric", values="value", aggfunc="sum")
     assert set(frame["device"]) == {"cuda"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine can do in vLLM, and what is said and refused where it cannot (hazard 27).
+"""What a machine can do in vLLM, and what is said and refused where it cannot.
 
 A CPU of another kind is looked like in a child process, through `tests/nwor/avx2`.
 """

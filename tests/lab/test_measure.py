@@ -41,7 +41,7 @@ def test_the_other_commands_are_of_their_modules(name, module):
 
 @pytest.mark.parametrize("name", [name for name in measure.STEPS if not name.endswith("cow")])
 def test_a_cache_of_steps_holds_every_load_but_the_largest(name, tmp_path, monkeypatch):
-    """N1: no point of the grid is left out but 64 prompts of 8k of 32 KV heads: 131 GiB in fp8."""
+    """No point of the grid is left out but 64 prompts of 8k of 32 KV heads: 131 GiB in fp8."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
     engine, plan, _ = bench.read(bench.parser().parse_args([*measure.MEASUREMENTS[name][2:], "--name", name]))
     config = json.loads((Path(engine.model) / "config.json").read_text())

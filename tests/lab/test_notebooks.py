@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each notebook is thin, says what it claims and what it takes, and is committed without outputs (R30)."""
+"""Each notebook is thin, says what it claims and what it takes, and is committed without outputs."""
 
 import ast
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as saying the same as the baseline (#24)."""
+"""What counts as saying the same as the baseline."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_comparisons_add_up():
 
 @pytest.mark.parametrize("best", [{7: math.nan, 8: -3.0}, {7: -0.1, 8: math.nan}])
 def test_what_is_no_number_is_explained_by_nothing(best):
-    """#25: `max` passes over a NaN that is not its first."""
+    """`max` passes over a NaN that is not its first."""
     one, other = said([7, 1], SURE, TIE), said([7, 1], best, TIE)
     assert compare(one, one).explained(0)
     assert not any(compare(*pair).explained(1e9) for pair in ((one, other), (other, one), (other, other)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted against measured: by hand, setting by setting, no point hidden (N4)."""
+"""Predicted against measured: by hand, setting by setting, no point hidden."""
 
 import pandas as pd
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixture that holds engines to the audit (N3), what passes, and what must fail."""
+"""The fixture that holds engines to the audit, what passes, and what must fail."""
 
 from dataclasses import asdict
 

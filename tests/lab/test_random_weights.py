@@ -80,7 +80,7 @@ def test_norms_biases_and_ids_are_no_matrices(drawn):
 
 
 def test_no_two_matrices_are_alike_and_all_are_drawn_again(drawn):
-    """#24: a drafter like the target's first layer, or layers like each other, would hide one that is left out."""
+    """A drafter like the target's first layer, or layers like each other, would hide one that is left out."""
     target, again, head, other = drawn(), drawn(), drawn(Head), drawn(rank=1)
     matrices = [name for name, weight in target.items() if weight.is_floating_point() and weight.dim() == 2]
     assert all(target[name].equal(again[name]) for name in target)

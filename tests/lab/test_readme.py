@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's numbers are those of the recorded run, and what it names exists (#23)."""
+"""The README's numbers are those of the recorded run, and what it names exists."""
 
 import itertools
 import json

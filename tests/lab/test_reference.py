@@ -49,7 +49,7 @@ def decode(target, mode, drafter, **options):
 @pytest.mark.parametrize("spoil", [0.0, 0.3, 1.0], ids=["all accepted", "some accepted", "none accepted"])
 @pytest.mark.parametrize("k", [1, 4, 7])
 def test_three_policies_say_what_the_target_says_alone(pair, truth, k, spoil):
-    """Hazards 1, 4, 8 and 25: prompts of four lengths, prefilled in chunks beside verifies, on pages full of NaN."""
+    """Prompts of four lengths, prefilled in chunks beside verifies, on pages full of NaN."""
     runs = {mode: decode(pair[0], mode, ScriptedDrafter(truth, k, spoil), k=k) for mode in EXACT}
     want = [truth[tuple(prompt)][:MAX_TOKENS] for prompt in prompts(LENGTHS)]
     for mode, run in runs.items():
@@ -62,7 +62,7 @@ def test_three_policies_say_what_the_target_says_alone(pair, truth, k, spoil):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_three_policies_agree_exactly_in_other_dtypes(truth, dtype):
-    """R12: attention computes on the bytes the cache would hold, staged or not."""
+    """Attention computes on the bytes the cache would hold, staged or not."""
     model_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     target, _ = tiny_pair(dtype=model_dtype)
     drafter = {mode: ScriptedDrafter(truth, 4, 0.3) for mode in EXACT}
@@ -74,7 +74,7 @@ def test_three_policies_agree_exactly_in_other_dtypes(truth, dtype):
 
 
 def test_blind_staging_loses_acceptance_and_text(pair, truth):
-    """Hazard 1: attention never saw the staged keys and values."""
+    """Attention never saw the staged keys and values."""
     off = decode(pair[0], "off", ScriptedDrafter(truth, 4, 0.0))
     blind = decode(pair[0], "blind", ScriptedDrafter(truth, 4, 0.0))
     assert off.acceptance_length == 5.0
@@ -85,7 +85,7 @@ def test_blind_staging_loses_acceptance_and_text(pair, truth):
 
 
 def test_blind_staging_on_poisoned_pages_reads_nan():
-    """Hazard 25: rows never written read as NaN; the same check finds the three others clean."""
+    """Rows never written read as NaN; the same check finds the three others clean."""
     for mode in MODES:
         cache, batch = make_case(Shape(2, 2, 8, 4), torch.float32, MIXED)
         outputs = run_step(make_policy(mode, cache), batch, [1, 0, 0, 2, 0])
@@ -104,7 +104,7 @@ def test_poison_does_not_reach_the_tokens(pair, truth):
 
 @pytest.mark.parametrize("mode", EXACT)
 def test_tokens_depend_on_neither_block_order_nor_block_size(pair, truth, mode):
-    """Hazard 7: the number of KV heads is 2, and so is one of the block sizes."""
+    """The number of KV heads is 2, and so is one of the block sizes."""
     for seed, block_size in ((0, 2), (1, 16), (2, 5)):
         run = decode(pair[0], mode, ScriptedDrafter(truth, 4, 0.3), seed=seed, block_size=block_size)
         assert run.tokens == [truth[tuple(prompt)][:MAX_TOKENS] for prompt in prompts(LENGTHS)]
@@ -127,7 +127,7 @@ def batches(draw):
 @settings(max_examples=60, deadline=None)
 @given(case=batches())
 def test_a_step_leaves_the_kept_rows_and_nothing_else(mode, case):
-    """Hazards 2, 4 and 8: in every layer the rows `[0, query_len - num_rejected)` of each query, found row by row."""
+    """In every layer the rows `[0, query_len - num_rejected)` of each query, found row by row."""
     requests, rejected = case
     shape = Shape(2, 2, 8, 4)
     cache, batch = make_case(shape, torch.float32, requests)
@@ -161,7 +161,7 @@ def test_clean_pages_over_a_whole_decode(pair, truth):
 
 
 def test_the_check_sees_a_missing_restore_and_a_missing_commit(monkeypatch):
-    """Hazard 2: leaving the last verb out is found, by dirty bytes or by what the next step reads."""
+    """Leaving the last verb out is found, by dirty bytes or by what the next step reads."""
     cache, batch = make_case(Shape(2, 2, 8, 4), torch.float32, MIXED)
     before = cache.pool.clone()
     monkeypatch.setattr(CopyOnWrite, "commit", lambda *_: None)
@@ -178,7 +178,7 @@ def test_the_check_sees_a_missing_restore_and_a_missing_commit(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_copy_on_write_puts_back_raw_bytes(dtype):
-    """Hazard 12: every byte pattern, NaNs among them, comes back as it was."""
+    """Every byte pattern, NaNs among them, comes back as it was."""
     cache, batch = make_case(Shape(2, 2, 8, dtype.itemsize), dtype, [(7, 3, 0), (3, 5, 0)])
     cache.pool.copy_(torch.randint(256, cache.pool.shape, generator=torch.Generator().manual_seed(0)))
     before = cache.pool.clone()
@@ -225,7 +225,7 @@ def test_cancel_undoes_a_window(mode):
 
 
 def test_counts_of_a_decode_are_those_of_its_steps(pair, truth):
-    """R5, and R20's check: committed equals what the scheduler counts as accepted."""
+    """Committed equals what the scheduler counts as accepted."""
     run = decode(pair[0], "stage", ScriptedDrafter(truth, 4, 0.4))
     windows = [step.window for step in run.steps if step.window.requests]
     counts = run.counts
@@ -258,7 +258,7 @@ def test_attention_is_causal_attention_of_the_last_rows():
 
 @pytest.mark.parametrize("mode", EXACT)
 def test_the_eagle_chain_is_that_of_a_forward_without_a_cache(mode):
-    """Hazard 20: positions, token shift and the drafter's own pages, against the whole sequence computed anew."""
+    """Positions, token shift and the drafter's own pages, against the whole sequence computed anew."""
     target, head = tiny_pair(dtype=torch.float64)
     seen = []
 

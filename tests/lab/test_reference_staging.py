@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StagingBuffer` and `KVCacheInterceptor`: rows R1-R5."""
+"""`StagingBuffer` and `KVCacheInterceptor`: what is staged, counted, committed and written through."""
 
 from dataclasses import replace
 
@@ -38,11 +38,11 @@ def expect(cache: PagedCache, before: torch.Tensor, rows, slots, kept) -> None:
     assert cache.changed_bytes(before, slots[kept]) == 0
 
 
-# -- R1: the buffer -------------------------------------------------------------------------------------------------
+# -- the buffer -------------------------------------------------------------------------------------------------
 
 
 def test_commit_writes_every_layer_at_the_windows_slots():
-    """Hazard 2: no commit at all, a commit to one layer, layer index always 0."""
+    """No commit at all, a commit to one layer, layer index always 0."""
     buffer, cache, slots, rows = window(5)
     before = cache.pool.clone()
     for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
@@ -71,7 +71,7 @@ def test_tokens_may_be_staged_out_of_order_and_in_parts():
 
 
 def test_a_window_keeps_the_slots_it_began_with():
-    """Hazard 20: the drafter computes its slots into the same tensor before the window is over."""
+    """The drafter computes its slots into the same tensor before the window is over."""
     buffer, cache, slots, rows = window(5)
     buffer.cancel()
     before, live = cache.pool.clone(), slots.clone()
@@ -85,7 +85,7 @@ def test_a_window_keeps_the_slots_it_began_with():
 
 
 def test_a_new_layer_does_not_clear_the_token_mask():
-    """Hazard 3: staging reset by every layer."""
+    """Staging reset by every layer."""
     buffer, cache, _, rows = window(4, layers=2)
     buffer.stage(cache.layers[0], torch.arange(4), *rows[0])
     buffer.stage(cache.layers[1], torch.tensor([2]), rows[1][0][2:3], rows[1][1][2:3])
@@ -94,7 +94,7 @@ def test_a_new_layer_does_not_clear_the_token_mask():
 
 
 def test_stage_operations_and_unique_tokens_are_two_counts():
-    """R5, hazard 3: 40 layers of 48 tokens are 1,920 operations on 48 tokens."""
+    """40 layers of 48 tokens are 1,920 operations on 48 tokens."""
     buffer, cache, _, rows = window(48, layers=40)
     for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
         buffer.stage(context, torch.arange(48), key, value)
@@ -169,7 +169,7 @@ def test_wrong_calls_are_errors_and_change_nothing():
 
 
 def test_rows_not_staged_are_poison():
-    """Hazard 25: what nobody wrote must not look like a number."""
+    """What nobody wrote must not look like a number."""
     buffer, cache, _, rows = window(4)
     buffer.stage(cache.layers[0], torch.tensor([0]), rows[0][0][:1], rows[0][1][:1])
     key, value = cache.layers[0].decode(buffer.entries[0].rows, torch.float32)
@@ -178,11 +178,11 @@ def test_rows_not_staged_are_poison():
         buffer.tail(0, torch.arange(4), torch.float32)
 
 
-# -- R3: the layer context ------------------------------------------------------------------------------------------
+# -- the layer context ------------------------------------------------------------------------------------------
 
 
 def test_each_commit_uses_its_own_layers_scale():
-    """Hazards 2 and 12: what a commit needs of a layer travels with the layer's rows."""
+    """What a commit needs of a layer travels with the layer's rows."""
     shape = replace(SHAPE, cache_bytes=1)
     cache, (slots,) = paged(shape, torch.float8_e4m3fn, [(0, 5)])
     twin, _ = paged(shape, torch.float8_e4m3fn, [(0, 5)])
@@ -207,7 +207,7 @@ def test_contexts_that_cannot_be_are_errors():
         PagedCache(SHAPE, 2, 4, torch.bfloat16)
 
 
-# -- R2, R4: the interceptor ----------------------------------------------------------------------------------------
+# -- the interceptor ----------------------------------------------------------------------------------------
 
 
 def interceptor_case(capacity: int = 64, *, ready: bool = True):
@@ -224,7 +224,7 @@ def write_all_layers(interceptor, cache, batch, rows) -> None:
 
 
 def test_a_window_holds_drafts_back_and_lets_a_prefill_through():
-    """Hazard 4: a chunk of prefill in the same batch is never staged and never rejected."""
+    """A chunk of prefill in the same batch is never staged and never rejected."""
     interceptor, cache, batch, rows = interceptor_case()
     before = cache.pool.clone()
     assert interceptor.begin(batch.slot_mapping, batch.window_rows) and interceptor.state == "staging"
@@ -242,7 +242,6 @@ def test_a_window_holds_drafts_back_and_lets_a_prefill_through():
 
 
 def test_warm_up_is_neither_staged_nor_counted():
-    """Hazard 22."""
     interceptor, cache, batch, rows = interceptor_case(ready=False)
     before = cache.pool.clone()
     assert not interceptor.begin(batch.slot_mapping, batch.window_rows)
@@ -273,7 +272,7 @@ def test_fake_tensors_are_neither_written_nor_staged():
 
 @pytest.mark.parametrize("mode", ["blind", "stage"])
 def test_overflow_takes_the_real_write(mode):
-    """Hazard 10: more drafts than the buffer holds; neither an overrun nor a skipped write."""
+    """More drafts than the buffer holds; neither an overrun nor a skipped write."""
     cache, batch = make_case(SHAPE, torch.float32, MIXED)
     vanilla, _ = make_case(SHAPE, torch.float32, MIXED)
     policy = make_policy(mode, cache, capacity={"blind": 11, "stage": 8}[mode])
@@ -287,7 +286,7 @@ def test_overflow_takes_the_real_write(mode):
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_an_error_while_staging_loses_no_token(layer, monkeypatch):
-    """R2, R19: layers staged before are written through, the rest of the window is direct, attention is right."""
+    """Layers staged before are written through, the rest of the window is direct, attention is right."""
     cache, batch = make_case(SHAPE, torch.float32, MIXED)
     vanilla, _ = make_case(SHAPE, torch.float32, MIXED)
     policy = make_policy("stage", cache)
@@ -308,7 +307,7 @@ def test_an_error_while_staging_loses_no_token(layer, monkeypatch):
 
 
 def test_a_broken_commit_is_written_through_at_the_right_rows(monkeypatch):
-    """Hazard 15: the fallback used indices of the window where it needed those of the batch."""
+    """The fallback used indices of the window where it needed those of the batch."""
     interceptor, cache, batch, rows = interceptor_case()
     before = cache.pool.clone()
     interceptor.begin(batch.slot_mapping, batch.window_rows)
@@ -323,7 +322,7 @@ def test_a_broken_commit_is_written_through_at_the_right_rows(monkeypatch):
 
 
 def test_a_layer_with_slots_of_its_own_falls_back():
-    """R1: per-layer slots were the first great bug."""
+    """Per-layer slots were the first great bug."""
     interceptor, cache, batch, rows = interceptor_case()
     interceptor.begin(batch.slot_mapping, batch.window_rows)
     interceptor.write(cache.layers[0], *rows[0], batch.slot_mapping)
@@ -333,7 +332,7 @@ def test_a_layer_with_slots_of_its_own_falls_back():
 
 
 def test_a_window_is_begun_once():
-    """R4: a second begin is refused and the window before it is still whole."""
+    """A second begin is refused and the window before it is still whole."""
     interceptor, cache, batch, rows = interceptor_case()
     before = cache.pool.clone()
     interceptor.begin(batch.slot_mapping, batch.window_rows)
@@ -360,7 +359,7 @@ def test_a_wrong_mask_is_an_error_and_the_window_stays_open():
 
 
 def test_padding_is_skipped():
-    """R14: a slot of -1 is skipped, staged or not."""
+    """A slot of -1 is skipped, staged or not."""
     interceptor, cache, batch, rows = interceptor_case()
     before = cache.pool.clone()
     slots = batch.slot_mapping.clone()
@@ -374,7 +373,7 @@ def test_padding_is_skipped():
 
 
 def test_many_rows_alone_are_no_window():
-    """R4, hazard 4: a batch of prefills has `num_tokens > 1` and nothing to verify."""
+    """A batch of prefills has `num_tokens > 1` and nothing to verify."""
     cache, batch = make_case(SHAPE, torch.float32, [(0, 0, 9), (4, 0, 5)])
     interceptor = KVCacheInterceptor(StagingBuffer(3, 64), cache.layers)
     interceptor.finish_warm_up()
@@ -395,7 +394,7 @@ def test_cancel_leaves_the_window_rows_as_they_were():
 
 
 def test_a_drafters_layer_is_written_at_once_in_the_middle_of_a_window():
-    """Hazard 20, R22: the drafter's layers follow the target's in numbering and are part of no commit."""
+    """The drafter's layers follow the target's in numbering and are part of no commit."""
     interceptor, cache, batch, rows = interceptor_case()
     draft = PagedCache(replace(SHAPE, num_layers=1), cache.num_blocks, cache.block_size, first_layer=3)
     interceptor.begin(batch.slot_mapping, batch.window_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results are whole, tidy and say where they came from; figures are byte-stable (evidence rules 3 and 6, R30)."""
+"""Results are whole, tidy and say where they came from; figures are byte-stable."""
 
 import json
 import subprocess

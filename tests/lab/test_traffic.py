@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed formulas of bytes and launches against the reference model's ledger and a manager's buffers (N4)."""
+"""The closed formulas of bytes and launches against the reference model's ledger and a manager's buffers."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ from nwor_lab.operators.inputs import poison
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, WIDTH = 6, 4, 2, 8
-DRAFTER = 1  # the drafter's layer lies between target layers: the manager must find each by its address (R3, #2)
+DRAFTER = 1  # the drafter's layer lies between target layers: the manager must find each by its address
 
 
 def random_packing(block_size: int, width: int, seed: int = 0) -> Tensor:

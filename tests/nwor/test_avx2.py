@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes on vLLM's AVX2 library, whatever CPU this is (hazard 27): processes look like one by `tests/nwor/avx2`."""
+"""Modes on vLLM's AVX2 library, whatever CPU this is: processes look like one by `tests/nwor/avx2`."""
 
 import platform
 from dataclasses import replace

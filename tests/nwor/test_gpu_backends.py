@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R17: what `stage` takes of vLLM's GPU backends is there, in vLLM's own classes; FlashInfer, aiter and Triton are not.
+"""What `stage` takes of vLLM's GPU backends is there, in vLLM's own classes; FlashInfer, aiter and Triton are not.
 
 Their packages are stood in for, so that vLLM's modules can be imported where there is no GPU.
 """

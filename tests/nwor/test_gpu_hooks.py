@@ -59,7 +59,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_serves_a_batch(case, monkeypatch):
-    """R23, N1, #4: every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
+    """Every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
     rehearsing, is_open, max_query_len, requests, called = CASES[case]
     layer = Layer(monkeypatch, is_open, rehearsing)
     assert layer.run(monkeypatch, max_query_len, requests) == called
@@ -67,7 +67,7 @@ def test_what_serves_a_batch(case, monkeypatch):
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
-    """#26: our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
+    """Our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
     layer = Layer(monkeypatch, is_open, rehearsing=False)
     layer.nwor.manager.stored_first = True
     assert layer.run(monkeypatch, 4, 8) == ["write 7", "vLLM", "ours"][: 3 if is_open else 2]
@@ -75,7 +75,7 @@ def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
 
 @pytest.mark.parametrize(("rehearsing", "called"), [(True, ["write 7", "vLLM", "ours"]), (False, ["ours"])])
 def test_a_graph_that_any_batch_may_replay(rehearsing, called, monkeypatch):
-    """#4, #5: it is captured with small queries, and has to serve long ones."""
+    """It is captured with small queries, and has to serve long ones."""
     layer = Layer(monkeypatch, not rehearsing, rehearsing)
     layer.nwor.manager.graphs_of_prefills = True
     assert layer.run(monkeypatch, 4, 8) == called

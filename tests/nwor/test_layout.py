@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the layers lie: `CacheLayout.of` (R3, R13, #7)."""
+"""Where the layers lie: `CacheLayout.of`."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ STRIDES = {
 
 @pytest.mark.parametrize("order", STRIDES)
 def test_layout_by_stride(order):
-    """R13, #7: what lies where is read off the strides; the drafter's layer between the targets is no part of it."""
+    """What lies where is read off the strides; the drafter's layer between the targets is no part of it."""
     paged = Paged(order)
     layout = CacheLayout.of(paged.targets())
     apart = CHUNK if order == "BLHN" else NUM_BLOCKS * CHUNK
@@ -31,7 +31,7 @@ def test_layout_by_stride(order):
 
 
 def test_block_size_equal_to_heads():
-    """#7: both layouts have one shape there, and differ in strides alone."""
+    """Both layouts have one shape there, and differ in strides alone."""
     nhd, hnd = Paged("LBNH", block_size=NUM_HEADS), Paged("LBHN", block_size=NUM_HEADS)
     first, second = CacheLayout.of(nhd.targets()), CacheLayout.of(hnd.targets())
     assert first.strides == (second.strides[0], second.strides[2], second.strides[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DraftCommitManager` against a copy of the pool written by plain Python, every byte compared (R3-R5, R16, R23)."""
+"""`DraftCommitManager` against a copy of the pool written by plain Python, every byte compared."""
 
 from bisect import bisect_right
 
@@ -14,7 +14,7 @@ from tests.nwor.paged import BITS, BLOCK_SIZE, NUM_HEADS, WIDTH, Batch, Paged, w
 
 pytestmark = each_device
 
-# A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch (#4, #8).
+# A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch.
 QUERIES, DRAFTS = (5, 4, 1, 2, 3), (0, 3, 0, 1, 2)
 REJECTED = {"none rejected": (0, 0, 0, 0, 0), "all rejected": (0, 3, 0, 1, 2), "some rejected": (0, 1, 0, 1, 0)}
 MODES = ("cow", "stage")
@@ -84,7 +84,7 @@ class Step:
 
     def assert_pool(self) -> None:
         assert torch.equal(self.paged.pool, self.expected)
-        assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back (#20)"
+        assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back"
 
 
 def begin(manager: DraftCommitManager, batch: Batch) -> bool:
@@ -100,7 +100,7 @@ def begin(manager: DraftCommitManager, batch: Batch) -> bool:
 @memory
 @modes
 def test_a_step_keeps_the_accepted_rows_alone(mode, kind, rejected, device):
-    """R8, R16: pages hold all kept rows of all target layers and nothing else; the drafter's layer never changes."""
+    """Pages hold all kept rows of all target layers and nothing else; the drafter's layer never changes."""
     step = Step(kind, mode, device)
     assert step.begin()
     step.forward()
@@ -113,7 +113,7 @@ def test_a_step_keeps_the_accepted_rows_alone(mode, kind, rejected, device):
 
 @memory
 def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
-    """Stage masks exactly the held rows, in slots of its own: vLLM's buffer stays what the drafter needs (#6, #20)."""
+    """Stage masks exactly the held rows, in slots of its own: vLLM's buffer stays what the drafter needs."""
     step = Step(kind, "stage", device)
     step.begin()
     assert step.manager.holding
@@ -127,7 +127,7 @@ def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
 
 @modes
 def test_staged_rows_are_vllms_own_bytes(mode, device):
-    """R9: the mini-cache holds each held row where vLLM's writer put it: old bytes for cow, new ones for stage."""
+    """The mini-cache holds each held row where vLLM's writer put it: old bytes for cow, new ones for stage."""
     step = Step("HND", mode, device)
     step.begin()
     step.forward()
@@ -147,7 +147,7 @@ def test_staged_rows_are_vllms_own_bytes(mode, device):
 @memory
 @modes
 def test_cancel_leaves_everything_as_it_was(mode, kind, layers, device):
-    """R4: cancelled before, between or behind the layers, no held row is left, and the slots are vLLM's again."""
+    """Cancelled before, between or behind the layers, no held row is left, and the slots are vLLM's again."""
     step = Step(kind, mode, device)
     step.begin()
     for layer in range(layers):
@@ -164,7 +164,7 @@ def test_cancel_leaves_everything_as_it_was(mode, kind, layers, device):
 
 @modes
 def test_windows_follow_each_other(mode, device):
-    """#3, #5, #6: a second window through the same buffers, the slot mapping refilled in place, holds its own rows."""
+    """A second window through the same buffers, the slot mapping refilled in place, holds its own rows."""
     step = Step("packed" if device == "cpu" else "HND", mode, device)
     buffer = step.batch.slot_mapping
     drafts_first = (3, 2, 5, 4, 1), (2, 1, 0, 0, 0)  # what the first window held is prefill in the second
@@ -184,7 +184,7 @@ def test_windows_follow_each_other(mode, device):
 @pytest.mark.parametrize("splits", [(5,), (6, 11), (2, 3)])
 @modes
 def test_micro_batches_find_their_rows(mode, splits, device):
-    """R23, #9: a layer called with slices of the slot mapping stages each slice's rows at their own places."""
+    """A layer called with slices of the slot mapping stages each slice's rows at their own places."""
     step = Step("HND", mode, device)
     step.begin()
     step.forward(splits)
@@ -194,7 +194,7 @@ def test_micro_batches_find_their_rows(mode, splits, device):
 
 
 def test_micro_batches_of_decodes_alone(device):
-    """R23: no draft is written before the commit, in either half."""
+    """No draft is written before the commit, in either half."""
     step = Step("NHD", "stage", device, Batch((4, 2, 3), (3, 1, 2), device=device))
     step.begin()
     step.forward((4,))
@@ -206,7 +206,7 @@ def test_micro_batches_of_decodes_alone(device):
 
 
 def test_a_copied_slot_mapping_is_refused(device):
-    """#6: a copy no longer follows the batch's buffer, and rows found by its offset would be wrong ones."""
+    """A copy no longer follows the batch's buffer, and rows found by its offset would be wrong ones."""
     step = Step("HND", "stage", device)
     step.begin()
     with pytest.raises(RuntimeError, match="is a copy"):
@@ -217,7 +217,7 @@ def test_a_copied_slot_mapping_is_refused(device):
 
 @modes
 def test_a_layer_that_did_not_stage_stops_the_commit(mode, device):
-    """#2, R19: its rows would be lost; cow needs no hook in any layer and goes on."""
+    """Its rows would be lost; cow needs no hook in any layer and goes on."""
     step = Step("HND", mode, device)
     step.begin()
     step.forward_layer(0)
@@ -265,7 +265,7 @@ def test_calls_out_of_order(mode, device):
 
 @modes
 def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
-    """R19, #10: counted, nothing changed, and the real write is not skipped; one that just fits is served."""
+    """Counted, nothing changed, and the real write is not skipped; one that just fits is served."""
     step = Step("HND", mode, device, max_requests=len(QUERIES) - 1)
     assert not step.begin()
     assert not step.manager.holding
@@ -284,7 +284,7 @@ def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
 
 @modes
 def test_dummy_runs_rehearse_and_real_steps_do_not(mode, device):
-    """#5: a capture has to launch what a replay may need, and a step that holds nothing need not."""
+    """A capture has to launch what a replay may need, and a step that holds nothing need not."""
     step = Step("HND", mode, device)
     assert step.manager.rehearsing
     step.manager.clear(step.batch.slot_mapping)
@@ -297,7 +297,7 @@ def test_dummy_runs_rehearse_and_real_steps_do_not(mode, device):
 
 @modes
 def test_a_request_with_more_drafts_than_the_capacity_is_vllms_own(mode, device):
-    """R19, #10: of the others every row is served."""
+    """Of the others every row is served."""
     step = Step("HND", mode, device, max_drafts=2)  # request 1 has three
     assert step.begin()
     step.forward()
@@ -320,7 +320,7 @@ def test_stage_leaves_drafts_behind_prefill_rows_to_vllm(device):
 
 @modes
 def test_a_batch_without_drafts_holds_no_row(mode, device):
-    """#4: prefill and plain decodes are vLLM's own, and no fallback either."""
+    """Prefill and plain decodes are vLLM's own, and no fallback either."""
     step = Step("HND", mode, device, Batch((7, 1, 3), (0, 0, 0), device=device))
     step.begin()
     step.forward()
@@ -331,7 +331,7 @@ def test_a_batch_without_drafts_holds_no_row(mode, device):
 
 
 def test_a_dummy_run_writes_nowhere(device):
-    """#5, #22: what a captured graph reads must not be left from the last real step."""
+    """What a captured graph reads must not be left from the last real step."""
     step = Step("HND", "stage", device)
     step.begin()
     step.manager.cancel()
@@ -343,7 +343,7 @@ def test_a_dummy_run_writes_nowhere(device):
 
 
 def test_a_receipt_tells_what_the_last_commit_kept(device):
-    """R20: per request, and not the sampled token's row; a later commit does not change it."""
+    """Per request, and not the sampled token's row; a later commit does not change it."""
     for mode in ("cow", "stage"):
         step = Step("HND", mode, device)
         step.begin()
@@ -357,7 +357,7 @@ def test_a_receipt_tells_what_the_last_commit_kept(device):
 
 
 def test_under_graphs_a_layer_is_staged_once_and_for_all(device):
-    """R21: a replay calls no hook; what was captured through it needs no second proof."""
+    """A replay calls no hook; what was captured through it needs no second proof."""
     step = Step("HND", "stage", device)
     step.manager.replayed = True
     step.begin()
@@ -370,7 +370,7 @@ def test_under_graphs_a_layer_is_staged_once_and_for_all(device):
 
 @modes
 def test_counts_explain_themselves(mode, device):
-    """R5, #3: 40 layers x 48 drafts are 1,920 operations and 48 tokens."""
+    """40 layers x 48 drafts are 1,920 operations and 48 tokens."""
     memory = torch.zeros(40, 16, NUM_HEADS, BLOCK_SIZE, WIDTH, dtype=torch.bfloat16, device=device)
     manager = DraftCommitManager(CacheLayout.of(list(memory)), mode, 12, 4, 64)
     batch = Batch((5,) * 12, (4,) * 12, 64, device)
@@ -389,7 +389,7 @@ def test_counts_explain_themselves(mode, device):
     assert counters.bytes_written == expected * row
     assert counters.bytes_avoided == (38 * row if mode == "stage" else 0)
     manager.reset_counters()
-    assert manager.read_counters() == Counters(), "warm-up does not count (#22)"
+    assert manager.read_counters() == Counters(), "warm-up does not count"
 
 
 def test_a_manager_serves_two_modes(device):
@@ -407,7 +407,7 @@ def test_a_manager_serves_two_modes(device):
     seed=st.integers(0, 99),
 )
 def test_any_step(requests, kind, mode, seed, device):
-    """R25 over drawn batches: query lengths, drafts and rejections."""
+    """Drawn batches: query lengths, drafts and rejections."""
     kind = kind if device == "cpu" else "HND"
     drafts = tuple(min(number, rows - 1) for rows, number, _ in requests)
     rejected = tuple(min(gone, number) for number, (_, _, gone) in zip(drafts, requests, strict=True))

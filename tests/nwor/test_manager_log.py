@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of mode ``cow``, which outlives its step: old bytes are logged once, and never kept too long (R5, R25)."""
+"""The log of mode ``cow``, which outlives its step: old bytes are logged once, and never kept too long."""
 
 import functools
 import itertools
@@ -88,7 +88,7 @@ class Serving:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_old_bytes_are_logged_once_and_are_right_whoever_has_the_block(seed, device):
-    """R5: every byte after every step of requests that come, go and take over each other's blocks
+    """Every byte after every step of requests that come, go and take over each other's blocks
     and rows of the batch."""
     serving = Serving(seed, device)
     assert serving.serve(60)
@@ -97,7 +97,7 @@ def test_old_bytes_are_logged_once_and_are_right_whoever_has_the_block(seed, dev
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_request_that_is_preempted_alone_is_logged_anew(seed, device):
-    """R25: it comes back under the same name, alone in the batch as before, with its blocks in another order."""
+    """It comes back under the same name, alone in the batch as before, with its blocks in another order."""
     serving = Serving(seed, device)
     serving.join()
     for _ in range(60):

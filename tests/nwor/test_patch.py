@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches go on once, only where vLLM is the one they were written for, and come off whole (R18, #16, #19)."""
+"""Patches go on once, only where vLLM is the one they were written for, and come off whole."""
 
 import itertools
 from types import ModuleType
@@ -144,7 +144,7 @@ METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.3.32", "0.320.1", "1.32.0"])
 def test_another_vllm_is_refused(environment, version):
-    """#19: and it is an error that vLLM lets through, not a log line on a run without the mode."""
+    """And it is an error that vLLM lets through, not a log line on a run without the mode."""
     from nwor import register
 
     environment(version, MODE="stage")
@@ -174,7 +174,7 @@ def test_the_known_release_is_served(environment, version):
     ids=str,
 )
 def test_what_a_process_is_patched_with(environment, asked, patched):
-    """R18: off is vLLM untouched; whatever was put on comes off by one call,
+    """Off is vLLM untouched; whatever was put on comes off by one call,
     and a second registration changes nothing."""
     from nwor import register
     from nwor.vllm import unregister
@@ -220,7 +220,7 @@ def test_without_its_variables_the_lab_patches_nothing(environment):
 
 @pytest.mark.parametrize("asked", [{"MODE": "stagee"}, {"MODUS": "stage"}, {"MODE": "stage", "AUDIT": "yes"}], ids=str)
 def test_a_misspelt_setting_stops_the_registration(environment, asked):
-    """#16, #19: it reaches vLLM as an exception of the plugin's call, which vLLM does not swallow."""
+    """It reaches vLLM as an exception of the plugin's call, which vLLM does not swallow."""
     from nwor import register
 
     environment(**asked)
@@ -230,7 +230,7 @@ def test_a_misspelt_setting_stops_the_registration(environment, asked):
 
 
 def test_missing_operators_stop_the_registration(environment, monkeypatch):
-    """#19: an extension that does not load is no baseline under the treatment's name."""
+    """An extension that does not load is no baseline under the treatment's name."""
     from nwor import ops, register
 
     def fail() -> None:

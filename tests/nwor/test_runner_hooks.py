@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks in vLLM's runner, engine and metrics, on light stand-ins (R4, R16-R20); no engine is started."""
+"""The hooks in vLLM's runner, engine and metrics, on light stand-ins; no engine is started."""
 
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -102,7 +102,7 @@ def told(made: Stepping) -> SimpleNamespace:
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_a_step_of_the_runner(mode, monkeypatch):
-    """R4, R20: begun once before the forward, committed once after sampling, and the commits of each request told."""
+    """Begun once before the forward, committed once after sampling, and the commits of each request told."""
     made = Stepping(monkeypatch, mode)
     output = made.run([[7, -1, -1, -1], [7, 8, 9, -1], [7, -1, -1, -1]])
     assert made.open_during
@@ -120,7 +120,7 @@ def test_a_step_of_the_runner(mode, monkeypatch):
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 @pytest.mark.parametrize("where", ["forward", "sampler"])
 def test_a_step_that_fails_is_cancelled(where, mode, monkeypatch):
-    """R2, R4: the error goes on to vLLM; no window stays open, the drafts' slots are as they were."""
+    """The error goes on to vLLM; no window stays open, the drafts' slots are as they were."""
     made = Stepping(monkeypatch, mode)
     pool = made.paged.pool.clone()
     with pytest.raises(MemoryError, match=where.replace("forward", "third layer")):
@@ -136,7 +136,7 @@ def test_a_step_that_fails_is_cancelled(where, mode, monkeypatch):
 
 
 def test_steps_without_a_window(monkeypatch):
-    """#4, #10, #22: no drafts, a batch too large, no manager: vLLM's own step, nothing told, nothing staged."""
+    """No drafts, a batch too large, no manager: vLLM's own step, nothing told, nothing staged."""
     made = Stepping(monkeypatch)
     made.nwor_metadata = None
     made.run([[7], [7], [7]])
@@ -157,7 +157,7 @@ def test_steps_without_a_window(monkeypatch):
 
 
 def test_an_asynchronous_output_is_told_when_it_is_asked_for():
-    """R20: nobody waits for the device before the scheduler does."""
+    """Nobody waits for the device before the scheduler does."""
     read = []
     receipt = SimpleNamespace(read=lambda: (read.append(1), (Counters(windows=1), [2, 0, 9]))[1])
     output = SimpleNamespace(get_output=lambda: SimpleNamespace(sampled_token_ids=[[1]]))
@@ -196,7 +196,7 @@ class SteppingV2:
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
-    """R4, R16: in every real step, by the batch's own tensors; what it returns is vLLM's."""
+    """In every real step, by the batch's own tensors; what it returns is vLLM's."""
     made = SteppingV2(mode)
     slots = made.batch.slot_mapping.clone()
     tables, mappings = runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(sum(DRAFTS)))
@@ -232,7 +232,7 @@ def test_requests_are_named_where_all_other_rows_are_drafts(rows, named, monkeyp
 
 
 def test_dummy_runs_of_the_v1_runner_hold_nothing():
-    """#5, #22: before the caches are there, and after a step."""
+    """Before the caches are there, and after a step."""
     calls = []
     run = runner_v1._make_dummy(lambda self, num_tokens: calls.append(num_tokens))
     run(SimpleNamespace(), 8)
@@ -244,7 +244,7 @@ def test_dummy_runs_of_the_v1_runner_hold_nothing():
 
 
 def test_v2_steps_without_drafts_and_dummy_runs_hold_nothing():
-    """#5, #22: what a captured kernel reads is set in each of them."""
+    """What a captured kernel reads is set in each of them."""
     made = SteppingV2()
     runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(0))
     assert not made.nwor.is_open
@@ -255,7 +255,7 @@ def test_v2_steps_without_drafts_and_dummy_runs_hold_nothing():
 
 
 def test_v2_captures_launch_all_that_a_replay_may_need():
-    """#5: though vLLM warms up with real steps before, the last of them without drafts."""
+    """Though vLLM warms up with real steps before, the last of them without drafts."""
     made = SteppingV2()
     runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(0))
     capture = runner_v2._make_capture(lambda self, *, profile_only: (self.nwor.rehearsing, profile_only))
@@ -293,7 +293,7 @@ READS = {
 
 @pytest.mark.parametrize("case", READS)
 def test_steps_in_which_a_query_may_read_another_requests_new_row(case):
-    """#26: only what is admitted in the step can find a block that the step fills, and only short queries are ours."""
+    """Only what is admitted in the step can find a block that the step fills, and only short queries are ours."""
     arguments, expected = READS[case]
     manager = SimpleNamespace(attention="a workspace", max_query_len=4)
     assert runner.reads_rows_of_this_step(manager, scheduled(*arguments)) is expected
@@ -304,7 +304,7 @@ def test_steps_in_which_a_query_may_read_another_requests_new_row(case):
 @pytest.mark.parametrize("dummy", [False, True])
 @pytest.mark.parametrize("case", ["decodes alone", "a new request with a cached prefix"])
 def test_such_a_step_replays_no_graph_of_decodes(case, dummy, monkeypatch):
-    """#26, R21: in a FULL graph our kernel attends and stores at once; both runners leave it, and only in this step."""
+    """In a FULL graph our kernel attends and stores at once; both runners leave it, and only in this step."""
     arguments, reads = READS[case]
     reads = reads and not dummy
     step = scheduled(*arguments)
@@ -362,7 +362,7 @@ def test_require_mode(ranks):
     ids=["a rank lacks the plugin", "another mode", "ranks disagree", "not active", "one unexplained", "no rank"],
 )
 def test_a_mode_that_is_not_active_stops_the_run(ranks, message):
-    """#18, #19: a clean baseline must not carry the treatment's name."""
+    """A clean baseline must not carry the treatment's name."""
     with pytest.raises(vllm_scheduler.ModeNotActive, match=message):
         vllm_scheduler.require_mode("stage", ranks)
 
@@ -371,7 +371,7 @@ def test_a_mode_that_is_not_active_stops_the_run(ranks, message):
 
 
 def test_carried_counters_arrive_and_leave_no_trace():
-    """R20, #18: out of the worker, along with vLLM's own statistics, and off them again before vLLM counts them."""
+    """Out of the worker, along with vLLM's own statistics, and off them again before vLLM counts them."""
     counters = asdict(Counters(windows=3, staged_tokens=12, bytes_written=2**40))
     stats = SimpleNamespace(num_kv_fetch_reqs_by_stage={"prefill": 2})
     silent, speaking = SimpleNamespace(scheduler_stats=None), SimpleNamespace(scheduler_stats=stats)
@@ -420,7 +420,7 @@ def test_nothing_is_carried_where_nobody_takes_it_off():
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("committed", "mismatches"), [({"p": 0, "q": 2}, 0), ({"p": 0, "q": 1}, 1), ({"p": 0}, 1)])
 def test_commits_are_held_against_the_scheduler(committed, mismatches, strict):
-    """R20: in every step, each request's commits are what the scheduler accepts; a difference is counted, or stops."""
+    """In every step, each request's commits are what the scheduler accepts; a difference is counted, or stops."""
     stats = SimpleNamespace(num_kv_fetch_reqs_by_stage={})
     note = vllm_scheduler._make_spec_decoding_stats(lambda self, spec_decoding_stats, **counts: spec_decoding_stats)
 
@@ -469,7 +469,7 @@ class Head(torch.nn.Module):
     [(0.0, False, ""), (1.0, False, "fc.bias, which vLLM's EAGLE head drops"), (0.0, True, "qkv_proj.bias, which ")],
 )
 def test_a_head_is_repaired_when_asked_for_and_only_then(bias, promised, said, monkeypatch):
-    """Hazard 37: modes repaired the head unasked, and were compared with a baseline that drafts otherwise."""
+    """Modes repaired the head unasked, and were compared with a baseline that drafts otherwise."""
     warned = []
     logger = SimpleNamespace(warning=lambda text, *values: warned.append(text % values))
     monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
@@ -490,7 +490,7 @@ def test_a_head_is_repaired_when_asked_for_and_only_then(bias, promised, said, m
 @pytest.mark.parametrize("mode", ["off", "cow", "stage"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_no_mode_has_a_drafter_of_its_own(mode, asked, monkeypatch):
-    """Hazard 37: the same switch, whatever the mode."""
+    """The same switch, whatever the mode."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     installed = []
@@ -510,7 +510,7 @@ def test_no_mode_has_a_drafter_of_its_own(mode, asked, monkeypatch):
 
 
 def test_every_hook_fits_the_installed_vllm():
-    """R17: each patch names the signature it was written for, and is refused by another."""
+    """Each patch names the signature it was written for, and is refused by another."""
     settings = Settings(mode="stage", audit=True)
     try:
         for module in (worker, vllm_scheduler, runner_v1):

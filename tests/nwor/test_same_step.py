@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hazard 26: a request that is admitted in the very step in which another's row 0 fills a block of its prefix."""
+"""A request that is admitted in the very step in which another's row 0 fills a block of its prefix."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The window that a mode runs at start-up (R36), without an engine; with one: tests/nwor/test_vllm_modes.py."""
+"""The window that a mode runs at start-up, without an engine; with one: tests/nwor/test_vllm_modes.py."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_what_does_not_is_told(paged, operator, monkeypatch):
 
 @pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
 def test_one_layer_left_out_is_told(paged, operator, monkeypatch):
-    """#2: one layer's cache only."""
+    """One layer's cache only."""
     move = getattr(ops, operator)
     monkeypatch.setattr(ops, operator, lambda pool, offsets, *rest: move(pool, offsets[:1].expand(2), *rest))
     assert check(paged)

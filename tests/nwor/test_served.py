@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a mode serves and where vLLM's own write does (R17, R19, R22), on light stand-ins; no engine is started."""
+"""Where a mode serves and where vLLM's own write does, on light stand-ins; no engine is started."""
 
 import ast
 import inspect
@@ -96,7 +96,7 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
     ],
 )
 def test_unsupported(changes, why):
-    """R19: each configuration that no mode serves is named, and vLLM's own write serves it."""
+    """Each configuration that no mode serves is named, and vLLM's own write serves it."""
     found = runner.unsupported(make_runner(**changes), {"a": gpu_layer(), "b": gpu_layer()}, "stage")
     assert found.startswith(why) and bool(found) == bool(why)
 
@@ -157,7 +157,7 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Atte
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_layers_that_stage_cannot_attend_to_on_a_gpu(layer, why):
-    """R19: named before the first step, and vLLM's own write serves them."""
+    """Named before the first step, and vLLM's own write serves them."""
     found = attention_gpu.cannot_attend(layer)
     assert found.startswith(why) and bool(found) == bool(why)
 
@@ -174,7 +174,7 @@ def test_fp8_caches_need_a_gpu_that_computes_with_them(capability, serves, monke
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_batch_invariance_is_cows_alone(device, monkeypatch):
-    """Hazard 34: stage's splits of a prefix are chosen by the batch; cow leaves attention to vLLM."""
+    """Stage's splits of a prefix are chosen by the batch; cow leaves attention to vLLM."""
     made, layers = make_runner(device=torch.device(device)), {"a": gpu_layer(), "b": gpu_layer()}
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert runner.unsupported(made, layers, "stage").startswith("batch invariance (VLLM_BATCH_INVARIANT)")
@@ -293,7 +293,7 @@ def readme_matrix() -> dict[str, tuple[str, str]]:
 
 
 def test_the_readme_tells_where_a_mode_serves():
-    """R19: each line of its table is what the hooks decide."""
+    """Each line of its table is what the hooks decide."""
     said = readme_matrix()
     assert said.keys() == MATRIX.keys() | ELSEWHERE
     for name, cases in MATRIX.items():
@@ -306,14 +306,14 @@ def test_the_readme_tells_where_a_mode_serves():
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_no_mode_serves_on_rocm(mode, monkeypatch):
-    """R19: told at the start, and not by an operator that fails in the first step."""
+    """Told at the start, and not by an operator that fails in the first step."""
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
     layers = {"a": gpu_layer("RocmAiterUnifiedAttentionImpl"), "b": gpu_layer()}
     assert runner.unsupported(make_runner(**ON_A_GPU), layers, mode) == "ROCm: the operators are not built for it"
 
 
 def test_target_layers_are_attention_and_not_the_drafters():
-    """R3, R22: "staged tokens 0 < accepted 6 for layer 32" was the drafter's layer taken for a target's."""
+    """ "staged tokens 0 < accepted 6 for layer 32" was the drafter's layer taken for a target's."""
     layers = {name: object.__new__(Attention) for name in ("model.0", "model.1", "model.2")}
     context = {
         "model.0": layers["model.0"],
@@ -343,7 +343,7 @@ class OfOneModel(Attention):
 )
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_a_group_is_served_whole_or_not_at_all(mode, other):
-    """Hazard 35: layers of another class in the target's cache group were neither served nor audited."""
+    """Layers of another class in the target's cache group were neither served nor audited."""
     context = {"a": gpu_layer(), "b": object.__new__(other), "draft": gpu_layer()}
     made = make_runner(compilation_config__static_forward_context=context)
     layers = runner.target_layers(made)
@@ -407,7 +407,7 @@ FLASH = type("FlashAttentionBackend", (), {})
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_masks_that_stage_does_not_know(layer, why, monkeypatch):
-    """Hazard 36: look-back by chunks and windows that spare the prompt were taken for plain causal masks."""
+    """Look-back by chunks and windows that spare the prompt were taken for plain causal masks."""
     monkeypatch.setattr(layer_module, "_largest_kernel_block_within", lambda *arguments: 16)
     layer.attn_backend.customize_spec = lambda spec: spec
     layer.attn_backend.is_mla = lambda: False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings come from ``VLLM_NWOR_*`` alone, and what is not understood stops the run (R18, #16)."""
+"""Settings come from ``VLLM_NWOR_*`` alone, and what is not understood stops the run."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def test_nothing_set_is_off():
 
 @pytest.mark.parametrize("mode", ["Off", "on", "stagee", "COW", "", " cow", "1"])
 def test_a_misspelt_mode_is_an_error(mode):
-    """#16: compared as `!= "off"`, a typo once switched it on."""
+    """Compared as `!= "off"`, a typo once switched it on."""
     with pytest.raises(ValueError, match=r"VLLM_NWOR_MODE=.* is not a mode; choose one of off, cow, stage"):
         Settings.from_env({"VLLM_NWOR_MODE": mode})
     with pytest.raises(ValueError, match="not a mode"):
@@ -70,7 +70,7 @@ def test_a_process_reads_its_own_environment():
 
 
 def test_ray_takes_every_setting_to_its_workers(monkeypatch):
-    """R18: vLLM copies variables to Ray's actors by prefix; ours bear it for that reason."""
+    """VLLM copies variables to Ray's actors by prefix; ours bear it for that reason."""
     ray_env = pytest.importorskip("vllm.ray.ray_env")
     for name, value in Settings("stage").environ().items():
         monkeypatch.setenv(name, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning belongs to a device: its table serves it alone, and a device without one gets what fits it (hazard 33)."""
+"""Tuning belongs to a device: its table serves it alone, and a device without one gets what fits it."""
 
 import itertools
 import json

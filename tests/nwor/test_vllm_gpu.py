@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes in real vLLM on a GPU: R17-R26 under both runners, the attention backends at hand, CUDA graphs and fp8 caches.
+"""Modes in real vLLM on a GPU: under both runners, the attention backends at hand, CUDA graphs and fp8 caches.
 
 Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
 chunked prefill runs beside decodes throughout.
@@ -95,7 +95,7 @@ def treated(engines, model, mode: str, stack: str, fault=None, **more) -> Outcom
 
 @pytest.mark.parametrize(("fault", "explained"), [(None, True), (faults.no_commit, False)])
 def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, explained):
-    """#24: with synthetic acceptance too, as steps are timed; under vLLM's own dummy weights no fault told."""
+    """With synthetic acceptance too, as steps are timed; under vLLM's own dummy weights no fault told."""
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
     more = {"load_format": FORMAT, "acceptance_length": 3.0, "enforce_eager": False}
     spec = EngineSpec(str(target), str(head), num_blocks=96, kv_cache_memory=256, **more)
@@ -160,16 +160,16 @@ def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS) 
     rank, metrics = outcome.ranks[0], outcome.metrics
     counters = rank["counters"]
     assert (rank["mode"], rank["serving"], rank["target_layers"]) == (mode, mode, layers), rank["reason"]
-    assert not any(outcome.counters_after_start.values()), "warm-up must not count (#22)"
+    assert not any(outcome.counters_after_start.values()), "warm-up must not count"
     # A step ahead of the scheduler, the device also runs a last window of requests that have just finished.
     ahead = counters["windows"] - metrics["spec_decode_num_drafts"]
     assert ahead >= 0
     assert counters["committed_tokens"] >= metrics["spec_decode_num_accepted_tokens"] > 0
     assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
-    assert counters["stage_operations"] == layers * counters["staged_tokens"], "layers x rows, once each (R5, #3)"
+    assert counters["stage_operations"] == layers * counters["staged_tokens"], "layers x rows, once each"
     assert counters["fallbacks"] == counters["cancelled"] == 0
     unheard = counters["committed_tokens"] - metrics["nwor_committed_tokens"]
-    assert 0 <= unheard <= 8 * ahead, "the front end must see all else (#18)"
+    assert 0 <= unheard <= 8 * ahead, "the front end must see all else"
     assert 0 <= counters["stage_operations"] - metrics["nwor_stage_operations"] <= layers * 9 * ahead
     assert metrics["nwor_scheduler_checks"] > 20
     assert metrics["nwor_scheduler_mismatches"] == 0
@@ -177,7 +177,7 @@ def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS) 
 
 @both
 def test_under_batch_invariance_a_request_is_the_same_alone_and_in_company(model, monkeypatch, mode):
-    """N11, hazard 34: under cow because vLLM attends, under stage because it steps back. vLLM's CPU build has none."""
+    """Under cow because vLLM attends, under stage because it steps back. vLLM's CPU build has none."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with Engine(spec_of(model), Settings(mode=mode)) as engine:
         company = engine.generate(PROMPTS, 40).tokens
@@ -189,7 +189,7 @@ def test_under_batch_invariance_a_request_is_the_same_alone_and_in_company(model
 
 @both
 def test_no_step_waits_for_the_device(model, monkeypatch, mode):
-    """R15, #14: vLLM's own guard, which makes every synchronisation of a step an error."""
+    """VLLM's own guard, which makes every synchronisation of a step an error."""
     monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "error")
     with Engine(spec_of(model, "v2 FA graphs"), Settings(mode=mode)) as engine:
         engine.generate([[5, 6, 7, 8] * 8, [9, 10, 11] * 5], 24)
@@ -253,7 +253,7 @@ def test_batches_drafts_and_small_caches(engines, model, mode, more):
 
 
 def test_requests_of_every_kind(engines):
-    """R25: structured output, stops inside a window, blocks of aborted requests (#21), and a temperature.
+    """Structured output, stops inside a window, blocks of aborted requests, and a temperature.
 
     By the shipped pair: its text is what grammars and stops are made for.
     """
@@ -274,7 +274,7 @@ def test_requests_of_every_kind(engines):
 
 
 def test_eagle3(engines, model, tmp_path):
-    """R25: hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
+    """Hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
     head = checkpoints.random_eagle3(tmp_path, model / "target", draft_vocab_size=288)
     spec = replace(spec_of(model, "v2 FA graphs"), draft=str(head), method="eagle3")
     vanilla = engines.run(spec, Settings(), logprobs=5)
@@ -289,7 +289,7 @@ def test_eagle3(engines, model, tmp_path):
 
 @pytest.mark.parametrize("k", [1, 8])
 def test_batches_of_32_and_64(engines, model, k):
-    """R25: and past the 64, prompts that wait and are prefilled in chunks beside the others' windows."""
+    """And past the 64, prompts that wait and are prefilled in chunks beside the others' windows."""
     prompts = [[token + shift for token in prompt] for shift in range(8) for prompt in PROMPTS]
     calls = [{"prompts": prompts[:32]}, {"prompts": prompts}]
     spec = replace(spec_of(model, "v2 FA graphs"), k=k, batch=64, num_blocks=960)
@@ -336,7 +336,7 @@ def part(generation: Generation, when: str) -> Generation:
     "stack", ["v2 FA graphs", "v2 FA one graph", "v2 Triton graphs", "v1 FA graphs", "v2 FA eager"]
 )
 def test_a_request_that_joins_as_a_block_is_filled(model, stack, method):
-    """#26: one more token, as many as a window has, fewer and more, behind a block that the same step fills."""
+    """One more token, as many as a window has, fewer and more, behind a block that the same step fills."""
     draft = {"eagle": str(model / "eagle"), "draft_model": str(model / "target"), "ngram": ""}[method]
     sizes = {} if method == "eagle" else {"batch": 4}
     spec = replace(spec_of(model, stack, prefix_caching=True, **sizes), method=method, draft=draft)
@@ -376,7 +376,7 @@ def test_after_sleep_a_mode_serves_as_before(model, mode):
 
 
 def test_short_prompts_in_one_graph_for_all(engines, model):
-    """#4, #5: a graph captured with queries of one row is replayed for a prompt longer than a window."""
+    """A graph captured with queries of one row is replayed for a prompt longer than a window."""
     prompts = [[(5 * i + j) % 90 + 3 for i in range(length)] for j, length in enumerate((6, 7, 8, 9, 12))]
     plain, staged = (
         engines.run(
@@ -414,7 +414,7 @@ def test_other_drafters(model, method):
 
 
 def test_a_biased_head_loads(engines, model, vanilla, tmp_path):
-    """R26: a bias of zeros is skipped, any other is applied, and costs or saves acceptance accordingly."""
+    """A bias of zeros is skipped, any other is applied, and costs or saves acceptance accordingly."""
     accepted = []
     for bias in (torch.zeros(128), 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))):
         folder = tmp_path / str(len(accepted))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes in real vLLM on the CPU: R4, R12, R16-R20, R24-R26, hazards 1-4, 8, 10, 12, 15-22.
+"""Modes in real vLLM on the CPU: tokens, caches, counters and reasons, with faults planted.
 
 Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
 chunked prefill runs beside decodes throughout.
@@ -96,7 +96,7 @@ def test_vanilla_leaves_rejected_bytes_behind(vanilla, dtype, kv_cache_dtype):
     ("fault", "explained"), [(None, True), (faults.blind_attention, False), (faults.no_commit, False)]
 )
 def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, explained):
-    """#24: under vLLM's own dummy weights both faults gave vanilla's tokens, request for request."""
+    """Under vLLM's own dummy weights both faults gave vanilla's tokens, request for request."""
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
     spec = EngineSpec(str(target), str(head), load_format=FORMAT, num_blocks=64, dtype="float32")
     prompts = bench.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
@@ -118,7 +118,7 @@ def test_cow_is_exact(engines, model, vanilla, dtype, kv_cache_dtype):
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_requests_that_are_preempted_and_the_blocks_they_leave(engines, model, mode):
-    """#21: a cache too small for its batch takes blocks from requests in flight, which come back and write anew."""
+    """A cache too small for its batch takes blocks from requests in flight, which come back and write anew."""
     spec = replace(spec_of(model), block_size=32, num_blocks=20)
     plain = engines.run(spec, Settings())
     outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True))
@@ -146,16 +146,16 @@ def assert_clean_and_counted(outcome: Outcome, mode: str) -> None:
     rank, metrics = outcome.ranks[0], outcome.metrics
     counters = rank["counters"]
     assert (rank["mode"], rank["serving"], rank["target_layers"]) == (mode, mode, 3)
-    assert not any(outcome.counters_after_start.values()), "warm-up must not count (#22)"
+    assert not any(outcome.counters_after_start.values()), "warm-up must not count"
     assert counters["windows"] == metrics["spec_decode_num_drafts"]
     assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"]
     assert counters["committed_tokens"] == metrics["spec_decode_num_accepted_tokens"] > 0
     assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
-    assert counters["stage_operations"] == 3 * counters["staged_tokens"], "layers x rows, once each (R5, #3)"
+    assert counters["stage_operations"] == 3 * counters["staged_tokens"], "layers x rows, once each"
     assert counters["fallbacks"] == counters["cancelled"] == 0
     assert (counters["bytes_avoided"] > 0) == (mode == "stage")
     for name, value in counters.items():
-        assert metrics[f"nwor_{name}"] == value, f"the front end must see the worker's {name} (#18)"
+        assert metrics[f"nwor_{name}"] == value, f"the front end must see the worker's {name}"
     assert metrics["nwor_scheduler_checks"] > 20
     assert metrics["nwor_scheduler_mismatches"] == 0
 
@@ -195,7 +195,7 @@ def test_leaving_out_the_restore_is_seen(engines, model):
 
 @pytest.mark.parametrize("fault", [faults.no_commit, faults.commit_one_layer])
 def test_leaving_out_the_commit_is_seen(engines, model, vanilla, fault):
-    """#2: no commit call at all, or a commit to one layer."""
+    """No commit call at all, or a commit to one layer."""
     outcome = engines.run(spec_of(model), Settings(mode="stage", audit=True), fault)
     assert not outcome.error, outcome.error
     assert outcome.audit["unwritten_rows"] > 0
@@ -203,21 +203,21 @@ def test_leaving_out_the_commit_is_seen(engines, model, vanilla, fault):
 
 
 def test_slots_that_stay_masked_are_seen(engines, model, vanilla):
-    """#20: the drafter writes its own layer through the same slots."""
+    """The drafter writes its own layer through the same slots."""
     outcome = treated(engines, model, "stage", faults.masked_for_the_drafter)
     assert not outcome.error, outcome.error
     assert outcome.generation.counters["accepted_tokens"] < vanilla().generation.counters["accepted_tokens"]
 
 
 def test_blind_attention_collapses(engines, model, vanilla):
-    """#1, the historical flaw: attention never saw the staged tokens."""
+    """The historical flaw: attention never saw the staged tokens."""
     outcome = treated(engines, model, "stage", faults.blind_attention)
     assert outcome.tokens != vanilla().tokens
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_a_window_that_does_not_fit_is_written_by_vllm(engines, model, vanilla, mode):
-    """R19, #10: overflow takes vLLM's own write, counted; no write is skipped."""
+    """Overflow takes vLLM's own write, counted; no write is skipped."""
     outcome = treated(engines, model, mode, faults.small_capacity)
     assert not outcome.error, outcome.error
     assert outcome.tokens == vanilla().tokens
@@ -254,7 +254,7 @@ def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, va
     ids=["blind attention", "a kernel that fails", "a commit too far", "a restore too far"],
 )
 def test_an_operator_that_fails_here_is_met_before_any_request(engines, model, vanilla, mode, fault, says):
-    """R36: vLLM's own write serves, and the rank says why."""
+    """VLLM's own write serves, and the rank says why."""
     outcome = engines.run(spec_of(model), Settings(mode=mode), fault)
     assert not outcome.error, outcome.error
     assert outcome.tokens == vanilla().tokens
@@ -273,7 +273,7 @@ def test_an_operator_that_fails_here_is_met_before_any_request(engines, model, v
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_models_and_settings_that_a_mode_refuses_by_name(engines, model, vanilla, fault, says, modes):
-    """Hazards 35 and 36, and models that write their own cache: vLLM's write serves from the start; or `cow` does."""
+    """Unknown layers and masks, models that write their own cache: vLLM's write serves from the start, or `cow` does."""
     for mode in ("cow", "stage"):
         outcome = engines.run(spec_of(model), Settings(mode=mode, audit=mode not in modes, debug_sync=True), fault)
         assert not outcome.error, outcome.error
@@ -307,7 +307,7 @@ def test_the_audit_refuses_a_packing_it_cannot_read(engines, model):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fault, says):
-    """#17, #19: never a clean baseline under the treatment's name."""
+    """Never a clean baseline under the treatment's name."""
     outcome = engines.run(spec_of(model), Settings(mode="stage", debug_sync=True), fault)
     assert says in outcome.error
 
@@ -315,7 +315,6 @@ def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fa
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_other_architectures(engines, tmp_path_factory, architecture, mode):
-    """R25."""
     path = tmp_path_factory.mktemp(architecture)
     pair.random_pair(path, architecture=architecture, noise=0.3)
     vanilla = engines.run(spec_of(path), Settings())
@@ -327,7 +326,7 @@ def test_other_architectures(engines, tmp_path_factory, architecture, mode):
 
 
 def test_requests_of_every_kind(engines, model):
-    """R25: structured output, stops inside a window, blocks of aborted requests (#21), and a temperature."""
+    """Structured output, stops inside a window, blocks of aborted requests, and a temperature."""
     stops = list(range(3, 320, 4))
     calls = request_kinds.calls(PROMPTS, stops)
     vanilla = engines.run(spec_of(model), Settings(fix_cpu_sampling=True), calls=calls)
@@ -342,7 +341,7 @@ def test_requests_of_every_kind(engines, model):
 
 
 def test_eagle3(engines, tmp_path):
-    """R25: hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
+    """Hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
     target, _ = pair.random_pair(tmp_path, noise=0.3, head_dim=64)
     head = checkpoints.random_eagle3(tmp_path / "eagle3", target, draft_vocab_size=288)
     spec = replace(spec_of(tmp_path), draft=str(head), method="eagle3")
@@ -357,7 +356,7 @@ def test_eagle3(engines, tmp_path):
 
 
 def test_batch_of_one_and_a_drafter_without_layers(model):
-    """R25: batch 1; and ngram, which has no layers of its own and proposes fewer drafts than k, or none."""
+    """Batch 1; and ngram, which has no layers of its own and proposes fewer drafts than k, or none."""
     spec = replace(spec_of(model), method="ngram", draft="", batch=1)
     prompts = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
     # A process each: numba, which ngram imports, keeps vLLM from building a second engine in the same one.
@@ -373,7 +372,7 @@ def test_batch_of_one_and_a_drafter_without_layers(model):
 
 
 class TestFcBias:
-    """R26: EAGLE checkpoints with a bias vLLM's head has no place for; acceptance with it and without."""
+    """EAGLE checkpoints with a bias vLLM's head has no place for; acceptance with it and without."""
 
     BIAS = 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
 
@@ -383,7 +382,7 @@ class TestFcBias:
 
     @pytest.mark.parametrize("mode", ["cow", "stage"])
     def test_no_mode_applies_it_unasked(self, engines, model, vanilla, tmp_path, mode):
-        """Hazard 37: a mode that did was compared with a baseline of another drafter."""
+        """A mode that did was compared with a baseline of another drafter."""
         outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(mode=mode))
         assert not outcome.error, outcome.error
         assert outcome.generation.counters == vanilla().generation.counters

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism and serving in real vLLM on the CPU: R18, R20, R22, hazards 13, 18, 19; the bench command, R28."""
+"""Tensor parallelism and serving in real vLLM on the CPU; the bench command."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def small(model) -> list[str]:
 
 
 def test_bench_over_two_ranks(small, tmp_path):
-    """R22: every rank holds all target layers and a share of their heads; counts agree;
+    """Every rank holds all target layers and a share of their heads; counts agree;
     the EAGLE layer is left alone."""
     assert bench.main([*small, "--tp", "2", "--run-dir", str(tmp_path), "--name", "tp2"]) == 0
     report = json.loads((tmp_path / "tp2.json").read_text())
@@ -78,7 +78,7 @@ def test_an_engine_whose_mode_pauses_is_vanilla_and_treated_in_turns(small, tmp_
 
 
 def test_kernel_times_are_those_of_every_rank(model):
-    """N5, R22: on a CPU torch's operators are what is seen, of each rank its own."""
+    """On a CPU torch's operators are what is seen, of each rank its own."""
     spec = EngineSpec(str(model / "target"), str(model / "eagle"), tp=2, dtype="float32", num_blocks=64)
     with Engine(spec, Settings()) as engine:
         ranks, steps = engine.kernel_times(PROMPTS[:2], 60)
@@ -89,7 +89,6 @@ def test_kernel_times_are_those_of_every_rank(model):
 
 
 def test_a_misspelt_mode_stops_before_anything_is_written(small, tmp_path):
-    """#16."""
     with pytest.raises(ValueError, match="'stag' is not a mode"):
         bench.main([*small, "--mode", "stag", "--run-dir", str(tmp_path)])
     assert not list(tmp_path.iterdir())
@@ -102,7 +101,7 @@ def test_an_engine_that_dies_leaves_no_result(small, tmp_path):
 
 
 def test_a_mode_that_is_not_served_is_not_measured():
-    """#18, #19: proof of treatment from every rank."""
+    """Proof of treatment from every rank."""
     served = {"rank": 0, "mode": "stage", "serving": "stage"}
     bench.require_served("stage", [served, {**served, "rank": 1, "serving": "cow"}])
     for wrong in ({"serving": "off"}, {"mode": "off"}):
@@ -121,7 +120,7 @@ def test_audit_command_tells_clean_from_dirty(small, capsys):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_serve_exports_the_counters(tp, tmp_path):
-    """R20: vLLM's server on loopback, and its `/metrics`; over two ranks where there are two GPUs.
+    """VLLM's server on loopback, and its `/metrics`; over two ranks where there are two GPUs.
 
     Started by its module: the `vllm` command asks for a distribution named vllm, which the CPU build is not.
     """
