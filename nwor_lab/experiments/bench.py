@@ -204,7 +204,7 @@ def require_served(mode: str, ranks: list[dict[str, Any]], asked: str = "") -> N
 
     asked: the mode that the engine was asked for, if it is another.
     """
-    wrong = [rank for rank in ranks if rank["mode"] != (asked or mode) or not rank["serving"].startswith(mode)]
+    wrong = [rank for rank in ranks if rank["mode"] != (asked or mode) or rank["serving"] != mode]
     if wrong or not ranks:
         raise RuntimeError(
             f"mode {mode} is not active on every rank, so nothing may be measured under its name: {wrong}"

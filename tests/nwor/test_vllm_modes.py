@@ -273,7 +273,7 @@ def test_an_operator_that_fails_here_is_met_before_any_request(engines, model, v
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_models_and_settings_that_a_mode_refuses_by_name(engines, model, vanilla, fault, says, modes):
-    """Unknown layers and masks, models that write their own cache: vLLM's write serves from the start, or `cow` does."""
+    """Unknown layers and masks, models that write their own cache: vLLM's write serves, or `cow` does."""
     for mode in ("cow", "stage"):
         outcome = engines.run(spec_of(model), Settings(mode=mode, audit=mode not in modes, debug_sync=True), fault)
         assert not outcome.error, outcome.error
