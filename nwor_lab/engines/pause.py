@@ -24,7 +24,7 @@ def pause(worker: Any) -> None:
     """
     runner, manager = worker.model_runner, _serving(worker)
     if _hold(manager):
-        if not getattr(runner, "nwor_graphs", None):
+        if not _graphs(runner):
             _capture_vanilla(runner)
         _replay(runner, "off")
     runner.nwor_paused = manager
@@ -81,14 +81,19 @@ def _hold(manager: DraftCommitManager) -> bool:
     return manager.mode == "stage" and manager.replayed
 
 
+def _graphs(runner: Any) -> dict[str, Any]:
+    """The sets captured so far by mode, ``off`` for vLLM's own; empty before the first."""
+    return vars(runner).setdefault("nwor_graphs", {})
+
+
 def _replay(runner: Any, mode: str) -> None:
     """Replay the set of `mode` from now on, ``off`` for vLLM's own; it has been captured."""
-    runner.cudagraph_manager.graphs = runner.nwor_graphs[mode]
+    runner.cudagraph_manager.graphs = _graphs(runner)[mode]
 
 
 def _capture(runner: Any, mode: str) -> None:
     """Capture the set of `mode`, which the hooks are serving, and replay it from now on."""
-    runner.nwor_graphs[mode] = {}
+    _graphs(runner)[mode] = {}
     _replay(runner, mode)
     speculator, runner.speculator = runner.speculator, None  # its graphs know nothing of a mode
     try:
@@ -100,7 +105,7 @@ def _capture(runner: Any, mode: str) -> None:
 def _capture_vanilla(runner: Any) -> None:
     """Capture vLLM's own set beside that of the mode, just captured, which is replayed again."""
     manager = runner.nwor
-    runner.nwor_graphs = {manager.mode: runner.cudagraph_manager.graphs}
+    _graphs(runner)[manager.mode] = runner.cudagraph_manager.graphs
     serve_by(runner, None)
     try:
         _capture(runner, "off")

@@ -79,6 +79,15 @@ def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, replayed, ho
     assert worker.state == (None, [None, None], {"a batch": "vanilla" if hold else "the start-up's"})
 
 
+@HOLD
+def test_captured_anew_before_the_first_pause(mode, replayed, hold, monkeypatch):
+    worker = Worker(monkeypatch, mode, replayed)
+    manager, layers, _ = worker.state
+    pause.capture_anew(worker)
+    assert worker.state == (manager, layers, {"a batch": "treated" if hold else "the start-up's"})
+    assert worker.captured == ([[manager, *layers], [None, None, None]] if hold else [])
+
+
 def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):
     worker = Worker(monkeypatch, "stage", v2=False)
     before = worker.state
