@@ -11,10 +11,7 @@ COMMANDS = {
     "sweep": ("nwor_lab.grid", "run a notebook over a grid of parameters, here or on a Ray cluster"),
     "figures": ("nwor_lab.plots.paper", "redraw the paper figures"),
     "bench": ("nwor_lab.experiments.bench", "run one engine configuration and write its results"),
-    "acceptance": (
-        "nwor_lab.experiments.acceptance",
-        "count accepted drafts at many draft lengths",
-    ),
+    "acceptance": ("nwor_lab.experiments.acceptance", "count accepted drafts at many draft lengths"),
     "tune": ("nwor_lab.microbench.tune", "find the fastest configurations of stage's attention on this GPU"),
     "measure": ("nwor_lab.measure", "measure on GPUs what data/recorded holds of them"),
     "record": ("nwor_lab.record", "keep a run's tables in data/recorded"),
@@ -33,7 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each takes --help")
     arguments = sys.argv[1:] if argv is None else argv
     command = parser.parse_args(arguments[:1]).command
-    return importlib.import_module(COMMANDS[command][0]).main(arguments[1:]) or 0
+    try:
+        module = importlib.import_module(COMMANDS[command][0])
+    except ModuleNotFoundError as missing:
+        if (missing.name or "nwor").startswith("nwor"):
+            raise
+        print(f"nwor {command}: no {missing.name} here: pip install 'nwor[lab]'", file=sys.stderr)
+        return 2
+    return module.main(arguments[1:]) or 0
 
 
 if __name__ == "__main__":

@@ -232,6 +232,14 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
     assert "usage:" in capsys.readouterr().out
 
 
+def test_a_command_without_its_packages_says_what_to_install() -> None:
+    """`pip install nwor` brings what serving needs, and the command line comes with it."""
+    code = "import sys; sys.modules['pandas'] = None; from nwor_lab import cli; sys.exit(cli.main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "nwor doctor: no pandas here: pip install 'nwor[lab]'\n"
+
+
 def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         cli.main(["benhc"])
