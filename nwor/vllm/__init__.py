@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NWOR inside vLLM 0.32: one file a patch, applied by the plugin in each process that needs it.
 
-Where the patches go: `engine` and `metrics` into the front end and the engine core, where they only count and check;
-`worker` into every worker, where it applies `runner_v1` or `runner_v2`, and `cpu`, at device initialisation. `gpu` goes
-into the attention backends in use, once the caches are there and a mode can serve.
+Where the patches go: `scheduler` and `metrics` into the front end and the engine core, where they only count and check;
+`worker` into every worker, where it applies `runner_v1` or `runner_v2`, and `attention_cpu`, at device initialisation.
+`attention_gpu` goes into the attention backends in use, once the caches are there and a mode can serve.
 With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched.
 """
 

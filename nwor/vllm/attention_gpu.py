@@ -6,11 +6,9 @@ How: where no query is longer than a window, `nwor.attention.verify.verify_atten
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
 that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), or one that may read
 a row which another stores in this step, vLLM's writer and attention run first, with held rows masked in a copy of the
-slots, and our kernel then serves the windows. Where, by the
-recorded tuning, little or nothing is to be won no window opens, and vLLM alone serves the batch: in graphs, by a set of
-its own. All backends share one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's
-gets that description where it is built. ROCm AITER's unified attention cannot be run before our operators are built for
-ROCm: what its hook takes is held to vLLM's own classes.
+slots, and our kernel then serves the windows. All backends share one signature, and all but FlashInfer's metadata
+describe the batch as a whole; FlashInfer's gets that description where it is built. ROCm AITER's unified attention
+cannot be run before our operators are built for ROCm: what its hook takes is held to vLLM's own classes.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor
 
 from nwor.attention.configs import HEAD_SIZES
-from nwor.vllm.context import attention_metadata
 from nwor.vllm.patch import wrap, wrap_attention
 
 if TYPE_CHECKING:
@@ -107,6 +104,14 @@ def _make_build(original: Callable) -> Callable:
         return metadata
 
     return build
+
+
+def attention_metadata(layer_name: str) -> Any:
+    """What vLLM's attention of a layer is given in this forward; None in a dummy run without attention."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    return metadata.get(layer_name) if isinstance(metadata, dict) else None
 
 
 def _make_update(original: Callable) -> Callable:

@@ -47,8 +47,7 @@ def stop_audit(worker: Any) -> None:
 
 
 def _make_init_device(original: Callable) -> Callable:
-    def init_device(self: Any) -> Any:
-        """The modes' own hooks are installed in `original`, since the lab's plugin lets theirs come first."""
+    def init_device(self: Any) -> Any:  # `original` installs the modes' own hooks
         if self.vllm_config.use_v2_model_runner:
             install_v2()
             return original(self)

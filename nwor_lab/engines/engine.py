@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from nwor.settings import Settings
-from nwor.vllm import worker
+from nwor.vllm.worker import status as mode_status
 from nwor_lab.audit import hooks
 from nwor_lab.engines import pause, profiler
 from nwor_lab.engines.random_weights import ASKED, FORMAT
@@ -298,9 +298,9 @@ class Engine:
         return answer
 
 
-def status(worker_: Any) -> dict[str, Any]:
+def status(worker: Any) -> dict[str, Any]:
     """A rank's `nwor.vllm.worker.Status` as a dict, with what its audit found (`nwor_lab.audit.hooks.report`)."""
-    return {**worker.status(worker_), **hooks.report(worker_)}
+    return {**mode_status(worker), **hooks.report(worker)}
 
 
 def _serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection) -> None:

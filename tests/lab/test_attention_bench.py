@@ -100,13 +100,13 @@ def test_tuned_configurations_are_what_the_sweep_found():
     without = attention_bench.best(swept.astype({"cache": str}))
     assert [entry for entry in without if entry not in found] == [
         entry | {"slower_from": 0} for entry in found if entry not in without
-    ], "steps say where to stand aside, and nothing else"
+    ], "steps say where vLLM was as fast, and nothing else"
 
 
-def test_steps_that_tell_where_to_stand_aside_are_those_recorded():
+def test_steps_that_tell_where_vllm_was_as_fast_are_those_recorded():
     """On one rank, at the middle of what they generate; none where vanilla itself was timed, or repeats lie apart.
 
-    A setting that lost may have been timed again since, standing aside: what it lost is told here alone.
+    A setting that lost may have been timed again since, falling back: what it lost is told here alone.
     """
     read = {name: results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels")}
     table = endtoend.gpu_steps(*read.values()).query("mode == 'stage'")
@@ -117,8 +117,8 @@ def test_steps_that_tell_where_to_stand_aside_are_those_recorded():
     other = both[both.ratio != both.ratio_recorded.round(4)]
     again, alone = other[other._merge == "both"], other[other._merge == "right_only"]
     assert (again.ratio >= 1).all() and len(again) == 1
-    aside = pd.concat([again, alone[alone.steady]])
-    assert set(aside.context) == {8240} and aside.ratio_recorded.round(4).between(0.995, 1.005).all()
+    fell_back = pd.concat([again, alone[alone.steady]])
+    assert set(fell_back.context) == {8240} and fell_back.ratio_recorded.round(4).between(0.995, 1.005).all()
     assert len(used) - len(again) > 170
 
 

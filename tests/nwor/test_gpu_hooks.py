@@ -31,9 +31,9 @@ class Layer:
         self._q_scale = self._k_scale = self._v_scale = None
         self.impl = SimpleNamespace(scale=1.0, logits_soft_cap=0.0, sliding_window=(-1, -1), kv_cache_dtype="auto")
 
-    def run(self, monkeypatch, max_query_len: int, requests: int) -> list[str]:
+    def run(self, monkeypatch, max_query_len: int) -> list[str]:
         metadata = SimpleNamespace(
-            max_query_len=max_query_len, seq_lens=torch.zeros(requests), query_start_loc=None, block_table=None
+            max_query_len=max_query_len, seq_lens=torch.zeros(8), query_start_loc=None, block_table=None
         )
         monkeypatch.setattr(attention_gpu, "attention_metadata", lambda layer_name: metadata)
         update = attention_gpu._make_update(
@@ -45,24 +45,24 @@ class Layer:
         return self.calls
 
 
-# A capture or a real step, a window open or not, its longest query, its requests, and what is called.
+# A capture or a real step, a window open or not, its longest query, and what is called.
 CASES = {
-    "windows": (False, True, 4, 8, ["ours"]),
-    "no window": (False, False, 4, 8, ["write 7", "vLLM"]),
-    "no drafts": (False, False, 1, 8, ["write 7", "vLLM"]),
-    "prefill beside windows": (False, True, 30, 8, ["write 7", "vLLM", "ours"]),
-    "prefill alone": (False, False, 30, 8, ["write 7", "vLLM"]),
-    "a captured decode": (True, False, 4, 8, ["ours"]),
-    "a captured mixed batch": (True, False, 30, 8, ["write 7", "vLLM", "ours"]),
+    "windows": (False, True, 4, ["ours"]),
+    "no window": (False, False, 4, ["write 7", "vLLM"]),
+    "no drafts": (False, False, 1, ["write 7", "vLLM"]),
+    "prefill beside windows": (False, True, 30, ["write 7", "vLLM", "ours"]),
+    "prefill alone": (False, False, 30, ["write 7", "vLLM"]),
+    "a captured decode": (True, False, 4, ["ours"]),
+    "a captured mixed batch": (True, False, 30, ["write 7", "vLLM", "ours"]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_serves_a_batch(case, monkeypatch):
     """Every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
-    rehearsing, is_open, max_query_len, requests, called = CASES[case]
+    rehearsing, is_open, max_query_len, called = CASES[case]
     layer = Layer(monkeypatch, is_open, rehearsing)
-    assert layer.run(monkeypatch, max_query_len, requests) == called
+    assert layer.run(monkeypatch, max_query_len) == called
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -70,7 +70,7 @@ def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
     """Our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
     layer = Layer(monkeypatch, is_open, rehearsing=False)
     layer.nwor.manager.stored_first = True
-    assert layer.run(monkeypatch, 4, 8) == ["write 7", "vLLM", "ours"][: 3 if is_open else 2]
+    assert layer.run(monkeypatch, 4) == ["write 7", "vLLM", "ours"][: 3 if is_open else 2]
 
 
 @pytest.mark.parametrize(("rehearsing", "called"), [(True, ["write 7", "vLLM", "ours"]), (False, ["ours"])])
@@ -78,4 +78,4 @@ def test_a_graph_that_any_batch_may_replay(rehearsing, called, monkeypatch):
     """It is captured with small queries, and has to serve long ones."""
     layer = Layer(monkeypatch, not rehearsing, rehearsing)
     layer.nwor.manager.graphs_of_prefills = True
-    assert layer.run(monkeypatch, 4, 8) == called
+    assert layer.run(monkeypatch, 4) == called

@@ -186,7 +186,7 @@ class SteppingV2:
         starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
         logits = torch.tensor([0, 1, 5, 8] if num_draft_tokens else [0, 1, 2, 3], dtype=torch.int32)
         return SimpleNamespace(
-            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits, 
+            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits,
             req_ids=["p", "q", "r"], num_scheduled_tokens=np.array(QUERIES),
         )  # fmt: skip
 

@@ -124,6 +124,18 @@ def test_every_import_of_the_lab_is_in_an_extra():
     assert {name: path for name, path in others.items() if DISTRIBUTIONS.get(name, name) not in known} == {}
 
 
+def test_serving_and_measuring_need_no_notebooks_and_no_figures(installed):
+    """`doctor`, `bench`, `audit` and `tune` can be imported without what draws, and without Jupyter."""
+    others = {"matplotlib", "seaborn", "papermill", "ipywidgets", "ray", "yaml", "pytest"}
+    code = (
+        "import sys; "
+        f"sys.modules.update(dict.fromkeys({sorted(others)})); "  # importing one of these raises
+        "import nwor.manager, nwor_lab.doctor, nwor_lab.experiments.audit, nwor_lab.microbench.tune; "
+        "import nwor_lab.experiments.acceptance, nwor_lab.experiments.bench; print(nwor.__file__)"
+    )
+    assert run([installed, "-c", code], installed.parent).strip().startswith(str(installed.parents[1]))
+
+
 def test_the_lab_is_not_imported_by_what_serves(installed):
     code = "import sys; sys.modules['nwor_lab'] = None; import nwor.manager, nwor.vllm.worker; print(nwor.__file__)"
     assert run([installed, "-c", code], installed.parent).strip().startswith(str(installed.parents[1]))
