@@ -22,7 +22,7 @@ from typing import Any
 
 from nwor_lab import paths, results
 
-DRAWS = ("05_paper_figures",)
+DRAWS = ("09_paper_figures",)
 """Notebooks that draw what the others left: not whole any more once one of those has run again."""
 
 
