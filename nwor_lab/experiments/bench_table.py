@@ -12,7 +12,7 @@ import pandas as pd
 from nwor_lab.engines.engine import Generation
 from nwor_lab.experiments import parity
 from nwor_lab.experiments.plan import Plan
-from nwor_lab.model.ratios import crossover
+from nwor_lab.model.ratios import abba_ratio
 
 
 def measured(generation: Generation) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
     """One line a turn, batch and length of prompts: parity, acceptance, step time and its ratio to the baseline's.
 
     That is the first mode, and for an engine that takes turns with its mode paused, itself so. A step's time is the
-    median over steps; repeats give its spread, and the ratio is their `crossover`. Where a turn is without
+    median over steps; repeats give its spread, and the ratio is their `abba_ratio`. Where a turn is without
     parity its speed columns stay empty, and everywhere if a pass that is not timed, as the first, is without.
     """
     lines: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
             judged, total = parity.of_rows(here), here.groupby("metric")["value"].sum()
             steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
             clock = here.loc[here.metric == "sm_clock", "value"]
-            good = (judged + untimed[turn]).explained(plan.logit_gap)
+            good = (judged + untimed[turn]).within(plan.logit_gap)
             base = bases.setdefault(turn.columns["engine"], steps)
             line = {name: int(value) for name, value in found.items()}
             lines.append(
@@ -100,7 +100,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
                     "acceptance_length": 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0)),
                     "step_ms": steps.median() if good else math.nan,
                     "spread_ms": steps.max() - steps.min() if good else math.nan,
-                    "ratio": crossover(steps / base) if good and len(steps) else math.nan,
+                    "ratio": abba_ratio(steps / base) if good and len(steps) else math.nan,
                     **({"clock_mhz": clock.median()} if len(clock) else {}),
                 }
             )

@@ -13,7 +13,7 @@ from nwor_lab.experiments.bench import from_options
 from nwor_lab.experiments.bench_table import summary
 from nwor_lab.experiments.parity import Parity, of_rows
 from nwor_lab.experiments.plan import Plan
-from nwor_lab.model.ratios import crossover, steady
+from nwor_lab.model.ratios import abba_ratio, is_stable
 from nwor_lab.model.traffic import Shape
 from nwor_lab.results import Run, tidy
 
@@ -33,7 +33,7 @@ def overview(bench: pd.DataFrame, report: Mapping[str, Any]) -> pd.DataFrame:
 
 def step_rows(bench: pd.DataFrame, report: Mapping[str, Any]) -> pd.DataFrame:
     """Rows `step_ms` for the figure: the median step of each repeat, for modes at parity alone."""
-    good = [mode for mode, found in report["parity"].items() if Parity(**found).explained(report["plan"]["logit_gap"])]
+    good = [mode for mode, found in report["parity"].items() if Parity(**found).within(report["plan"]["logit_gap"])]
     rows = bench[(bench.metric == "step_ms") & bench["mode"].isin(good)]
     medians = rows.groupby(["mode", "model", "tp", "k", "batch", "seed", "repeat"], as_index=False).value.median()
     return medians.assign(metric="step_ms", unit="ms")
@@ -195,7 +195,7 @@ SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that tell one measured setting of whole steps on a GPU from another."""
 BESIDE = [*SETTING, "engine"]
 """The same, and the engine where it is compared with itself, its mode paused."""
-BOUNDS = {"auto": 0.15, "fp8": 0.75}
+PARITY_TOLERANCE_NATS = {"auto": 0.15, "fp8": 0.75}
 """Nats of a near tie under random weights, by `kv_cache_dtype`: FlashAttention rounds attention weights to fp8 too."""
 
 
@@ -203,7 +203,7 @@ def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """Tables `gpu_steps`, `gpu_kernels` and `kv_write_share` from bench tables of whole steps on a GPU.
 
     The share is that of the paged write's GPU time in the median step of vanilla, of the same run and setting, and
-    there is none where vanilla's repeats are not `steady`.
+    there is none where vanilla's repeats are not `stable`.
     """
     every = pd.concat(benches, ignore_index=True)
     profiled = every["metric"] == "kernel_us"
@@ -213,7 +213,7 @@ def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
     writes = kernels[(kernels["mode"] == "off") & (kernels["kind"] == "KV write")].groupby(keys)["value"].mean()
     runs = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
     whole = runs.median()
-    told = steady(pd.DataFrame({"low": runs.min() / whole, "high": runs.max() / whole}))
+    told = is_stable(pd.DataFrame({"low": runs.min() / whole, "high": runs.max() / whole}))
     share = (writes / (1e3 * whole[told])).dropna().rename("value").reset_index()
     share = tidy(share.assign(metric="kv_write_share", unit="share"))
     return {"gpu_steps": steps, "gpu_kernels": kernels, "kv_write_share": share}
@@ -226,26 +226,26 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         steps, kernels: tables `gpu_steps` and `gpu_kernels`, of the same settings.
 
     Returns:
-        `step` is the `ratios.crossover` of the ratios of median steps, NaN where the mode is not at parity by `BOUNDS`,
-        `low` and `high` their range over repeats; `steady` says whether every mode of the setting is, by
-        `ratios.steady`; `equal_requests`, `requests`, `largest_gap` and `largest_shift` are `parity`'s, NaN where the
-        setting was not judged; `gpu_ms` is the sum of all kernels of a decode step, `gpu` its ratio to
+        `step` is the `ratios.abba_ratio` of the ratios of median steps, NaN where the mode is not at parity by
+        `PARITY_TOLERANCE_NATS`, `low` and `high` their range over repeats; `stable` says whether every mode of the
+        setting is, by `ratios.is_stable`; `equal_requests`, `requests`, `largest_gap` and `largest_shift` are
+        `parity`'s, NaN where the setting was not judged; `gpu_ms` is the sum of all kernels of a decode step, `gpu` its ratio to
         vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
     every = medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"])
     ratios = pd.DataFrame(
         {
-            "step": every.apply(lambda setting: crossover(setting.droplevel([*BESIDE, "mode"]))),
+            "step": every.apply(lambda setting: abba_ratio(setting.droplevel([*BESIDE, "mode"]))),
             "low": every.min(),
             "high": every.max(),
         }
     )
-    ratios["steady"] = steady(ratios).groupby(BESIDE).transform("all")
+    ratios["stable"] = is_stable(ratios).groupby(BESIDE).transform("all")
     judged = steps.groupby([*BESIDE, "mode"])[["metric", "value"]].apply(of_rows)
     found = pd.DataFrame(map(asdict, judged), judged.index).rename(columns={"equal": "equal_requests"})
     ratios = ratios.join(found[found["requests"] > 0])
-    bound = ratios.index.get_level_values("kv_cache_dtype").map(BOUNDS)
+    bound = ratios.index.get_level_values("kv_cache_dtype").map(PARITY_TOLERANCE_NATS)
     ratios["step"] = ratios["step"].mask(ratios[["largest_gap", "largest_shift"]].max(axis=1) > bound)
     parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value")
     total = parts.sum(axis=1).unstack("mode")
@@ -274,13 +274,13 @@ def clocks(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def claim_timed(run: Run, table: pd.DataFrame) -> None:
-    """Record what must hold of the timed loads of `gpu_steps`, in the very graphs that were timed, by `BOUNDS`."""
+    """Record what must hold of the timed loads of `gpu_steps`, in the graphs that were timed: within `PARITY_TOLERANCE_NATS`."""
     cow, stage = (table[table["mode"] == mode] for mode in ("cow", "stage"))
     judged = int(table["requests"].notna().sum())
     run.claim("recorded on GPUs: settings timed are judged", len(table), judged, judged == len(table))
     equal, requests = int(cow["equal_requests"].sum()), int(cow["requests"].sum())
     run.claim("recorded on GPUs: cow's tokens in all timed loads are vanilla's", requests, equal, equal == requests > 0)
-    for cache, bound in BOUNDS.items():
+    for cache, bound in PARITY_TOLERANCE_NATS.items():
         here = stage[stage["kv_cache_dtype"] == cache]
         known = here.loc[here["step"].notna(), ["largest_gap", "largest_shift"]].max(axis=1).max()
         what = f"recorded on GPUs: gap or shift under stage where a time is told, cache {cache}, at most (nats)"
@@ -289,7 +289,7 @@ def claim_timed(run: Run, table: pd.DataFrame) -> None:
     run.claim("recorded on GPUs: settings of stage that are not at parity, and no time told", 0, untold, untold == 0)
 
 
-def engines_apart(steps: pd.DataFrame) -> pd.DataFrame:
+def between_engine_spread(steps: pd.DataFrame) -> pd.DataFrame:
     """How far apart vanilla's median steps lie in the engines of one setting: largest over least, less 1.
 
     Args:
@@ -302,11 +302,11 @@ def engines_apart(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_table(table: pd.DataFrame) -> pd.DataFrame:
-    """`gpu_steps` as one line a mode, cache, k and prompt, one column a batch; ratios of steady runs alone."""
+    """`gpu_steps` as one line a mode, cache, k and prompt, one column a batch; ratios of stable settings alone."""
     treated = table[table["mode"] != "off"]
     columns = [name for name in SETTING if name != "batch"]
     return (
-        treated.assign(step=treated["step"].where(treated["steady"]))
+        treated.assign(step=treated["step"].where(treated["stable"]))
         .pivot_table(index=["mode", *columns], columns="batch", values="step", dropna=False)
         .dropna(how="all")
     )
@@ -329,3 +329,7 @@ def acceptance(bench: pd.DataFrame, mode: str) -> tuple[int, int]:
     """Accepted and offered drafts of one mode, in the first repeat: greedy repeats are the same drafts again."""
     rows = bench[(bench["mode"] == mode) & (bench.repeat == 0)].groupby("metric").value.sum()
     return int(rows["accepted_tokens"]), int(rows["draft_tokens"])
+
+
+# Earlier names, for modules that still use them.
+BOUNDS, engines_apart = PARITY_TOLERANCE_NATS, between_engine_spread

@@ -35,7 +35,7 @@ class Parity:
     largest_gap: float = 0.0
     largest_shift: float = 0.0
 
-    def explained(self, bound: float) -> bool:
+    def within(self, bound: float) -> bool:
         return max(self.largest_gap, self.largest_shift) <= bound
 
     def __add__(self, other: "Parity") -> "Parity":
