@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab.model.breakeven import H200, MODELS, Chip, known_shape, step_difference_us
-from nwor_lab.model.ratios import crossover
+from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.model.traffic import Shape, Window, served_traffic, step_traffic
 
 NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
@@ -33,7 +33,7 @@ def against_measured(
     """Predicted and measured step-time ratio of every point of a bench table, none left out.
 
     A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
-    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the `crossover` of
+    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the `abba_ratio` of
     (median step of the mode / median step of vanilla in the same repeat).
 
     Args:
@@ -69,7 +69,7 @@ def against_measured(
         for mode in sorted(set(part["mode"]) - {"off"}):
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
             difference = step_difference_us(mode, shape, window, chip)
-            predicted, measured = 1 + difference / 1e3 / steps.median(), crossover(ratios)
+            predicted, measured = 1 + difference / 1e3 / steps.median(), abba_ratio(ratios)
             whole = _with_attention(where, shape, window, chip, attention) if mode == "stage" else math.nan
             points.append(
                 {

@@ -103,7 +103,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         left.plot(rows["predicted"], rows["us"], style.MARKERS[n], color=style.OTHER[n], label=name,
                   markerfacecolor="none", markersize=3)  # fmt: skip
     left.set(xscale="log", yscale="log", xlabel="predicted (us)", ylabel="measured (us)", title="kernels, all layers")
-    stable = ratios.steady(steps)
+    stable = ratios.is_stable(steps)
     shown = steps[stable].assign(x=steps["with_attention"].fillna(steps["predicted"]))
     edges = np.array([shown[["low", "x"]].min().min() - 0.01, shown[["high", "x"]].max().max() + 0.01])
     right.plot(edges, edges, color="black", linewidth=0.8, label="equal")
@@ -125,7 +125,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         f"once. Right: {len(shown)} settings of whole steps, the ratio to vanilla's, median over pairs of repeats, "
         f"whiskers from least to greatest; the largest error is {shown['error'].abs().max():.3f} by launches and bytes "
         f"alone, {error.max():.3f} with the time of both attention kernels where it was measured in the same run "
-        f"(open markers). {(~stable).sum()} settings are left out: their repeats lay more than {ratios.UNSTEADY:.0%} "
+        f"(open markers). {(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} "
         "apart. The model leaves out the host's bookkeeping."
     )
     data = pd.concat([kernels.assign(panel="kernels"), steps.assign(panel="steps")], ignore_index=True)

@@ -21,7 +21,7 @@ def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
     `heads` and `cache` name the cache in words; `prompt` is 0 where prompts were not of one length.
     """
     points = predicted.against_measured(steps)
-    points["stable"] = ratios.steady(points)
+    points["stable"] = ratios.is_stable(points)
     points["cache"] = points.get("kv_cache_dtype", pd.Series("auto", points.index)).replace("auto", "bf16")
     points["heads"] = [f"{heads} KV heads" for heads in points["kv_heads"]]
     points["prompt"] = points.get("prompt", pd.Series(0, points.index)).fillna(0).astype(int)
@@ -87,7 +87,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over pairs of "
         "repeats, one in each order, whiskers from the least to the greatest repeat. Below the line the mode is "
         f"faster. {len(every) - len(points)} of {len(every)} settings are left out: their repeats lay more than "
-        f"{ratios.UNSTEADY:.0%} apart."
+        f"{ratios.MAX_SPREAD:.0%} apart."
     )
     return style.save(grid, run, "step_ratio", points, caption)
 
