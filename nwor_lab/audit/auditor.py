@@ -9,6 +9,7 @@ the copy. A slot whose bytes changed must belong to a row that sampling kept, an
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # A finite number in every cache dtype: kernels multiply what lies beyond a sequence by zero, and 0 x NaN is NaN.
 _MARK = {1: 0x55, 2: 0x5555, 4: 0x55555555}
 _EXAMPLES = 8
+_HISTORY = 64
 
 
 @dataclass
@@ -55,6 +57,8 @@ class CacheAudit:
     Attributes:
         report: what was found so far.
         examples: the first few slots that changed and were not to, in words.
+        history: of the first 64 steps, the batch's first request in the first layer: the `slots` of its rows,
+            `num_rejected`, and of each row whether its slot `changed`.
     """
 
     def __init__(self, caches: Sequence[Tensor], packing: Tensor | None = None) -> None:
@@ -72,6 +76,7 @@ class CacheAudit:
         """Forget what was audited so far."""
         self.report = AuditReport()
         self.examples: list[str] = []
+        self.history: list[dict[str, Any]] = []
 
     def before(self, query_start_loc: Sequence[int], slot_mapping: Tensor) -> None:
         """Mark and remember, before the forward.
@@ -125,6 +130,10 @@ class CacheAudit:
             report.unwritten_rows += missing
             if dirty and len(self.examples) < _EXAMPLES:
                 self._explain(layer, (changed & ~kept).nonzero().flatten().tolist())
+        if self._slots and len(self.history) < _HISTORY:
+            own = slice(starts[0], starts[1])
+            changed = self.changed_slots(self.caches[0], self._before[0])[self._slots[own]].tolist()
+            self.history.append({"slots": self._slots[own], "num_rejected": num_rejected[0], "changed": changed})
         report.steps += 1
         self._open = False
 

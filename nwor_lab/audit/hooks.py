@@ -32,12 +32,14 @@ def install() -> None:
 
 
 def report(worker: Any) -> dict[str, Any]:
-    """What this worker's audit found: ``audit``, an `AuditReport` as a dict, empty without one, and ``dirty_examples``;
-    sent to every rank through vLLM's ``collective_rpc``."""
+    """What this worker's audit found, sent to every rank through vLLM's ``collective_rpc``.
+
+    ``audit`` is an `AuditReport` as a dict, empty without an audit; ``dirty_examples`` and ``history`` as in `CacheAudit`.
+    """
     audit = getattr(worker.model_runner, "nwor_audit", None)
     if audit is None:
-        return {"audit": {}, "dirty_examples": []}
-    return {"audit": asdict(audit.report), "dirty_examples": audit.examples}
+        return {"audit": {}, "dirty_examples": [], "history": []}
+    return {"audit": asdict(audit.report), "dirty_examples": audit.examples, "history": audit.history}
 
 
 def stop_audit(worker: Any) -> None:
