@@ -50,7 +50,7 @@ def side_by_side(
     batch = min(8, len(prompts))
     spec = EngineSpec(str(model), str(draft), k=k, dtype=dtype, batch=batch, num_blocks=17 * batch, block_size=32)
     log = Path(tempfile.mkstemp(prefix="nwor-demo-", suffix=".log")[1])
-    print(f"starting {len(modes)} vLLM engines ({', '.join(modes)}; their log: {log})", flush=True)
+    print(f"starting {len(modes)} vLLM engines, half a minute ({', '.join(modes)}; their log: {log})", flush=True)
     with contextlib.ExitStack() as stack:
         with output_to(log):
             engines = {mode: stack.enter_context(Engine(spec, Settings(mode=mode, audit=True))) for mode in modes}
@@ -111,17 +111,15 @@ def pages(runs: dict[str, Audited], block_size: int = 32) -> pd.DataFrame:
 
 
 def verdict(runs: dict[str, Audited]) -> list[str]:
-    """What the two modes left in the cache and said, in plain words."""
+    """What the modes left in the cache and generated, in plain words."""
     lines = []
     for mode, run in runs.items():
-        audit, counters = run.report["audit"], run.generation.counters
-        rejected = counters["draft_tokens"] - counters["accepted_tokens"]
-        layers = audit["layer_steps"] // audit["steps"]
-        lines.append(
-            f"{'vanilla' if mode == 'off' else mode} rejected {rejected} of {counters['draft_tokens']} drafts and left "
-            f"{audit['dirty_slots']} rejected rows in the {layers} layers of its cache; it missed "
-            f"{audit['unwritten_rows']} of the {audit['kept_rows']} rows to be kept."
-        )
+        name, audit, counters = "vanilla" if mode == "off" else mode, run.report["audit"], run.generation.counters
+        drafts, rejected = counters["draft_tokens"], counters["draft_tokens"] - counters["accepted_tokens"]
+        layers, written = audit["layer_steps"] // audit["steps"], audit["kept_rows"] - audit["unwritten_rows"]
+        left = f"{audit['dirty_slots'] or 'No'} rejected rows are left in the KV cache"
+        lines.append(f"{name}: the verifier rejected {rejected} of {drafts} drafts, in each of {layers} layers.")
+        lines.append(f"{'':{len(name)}}  {left}; {written} of {audit['kept_rows']} rows to be kept were written.")
     texts = [run.generation.tokens for run in runs.values()]
     same = sum(ours == theirs for ours, theirs in zip(*texts, strict=True))
     return [*lines, f"{same} of {len(texts[0])} texts are equal, token for token."]
@@ -129,7 +127,9 @@ def verdict(runs: dict[str, Audited]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo on the shipped pair; 0 when `stage` left nothing behind and every text is vanilla's."""
-    parser = argparse.ArgumentParser(prog="python -m nwor_lab.demo", description="vanilla beside stage, audited, no GPU")
+    parser = argparse.ArgumentParser(
+        prog="python -m nwor_lab.demo", description="vanilla beside stage, audited, no GPU"
+    )
     parser.add_argument("--num-prompts", type=int, default=4, help="prompts decoded, at most 8 at a time")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens decoded after each prompt")
     parser.add_argument("--k", type=int, default=4, help="drafts a request brings to a step")

@@ -34,7 +34,8 @@ def install() -> None:
 def report(worker: Any) -> dict[str, Any]:
     """What this worker's audit found, sent to every rank through vLLM's ``collective_rpc``.
 
-    ``audit`` is an `AuditReport` as a dict, empty without an audit; ``dirty_examples`` and ``history`` as in `CacheAudit`.
+    ``audit`` is an `AuditReport` as a dict, empty without an audit; ``dirty_examples`` and ``history`` are
+    those of `CacheAudit`.
     """
     audit = getattr(worker.model_runner, "nwor_audit", None)
     if audit is None:

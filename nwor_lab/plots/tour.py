@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ from matplotlib.patches import ConnectionPatch, Patch, Rectangle
 
 from nwor_lab import results
 from nwor_lab.plots import style
-from nwor_lab.reference.tour import MOMENTS, TinyWindow
 
 STATES = {
     "empty": ("#FFFFFF", "", "never written"),
@@ -25,7 +26,7 @@ MODES = {"off": "vanilla (off)", "blind": "blind staging", "cow": "copy-on-write
 BUFFERS = {"blind": "staging", "cow": "log", "stage": "staging"}
 
 
-def grid(ax: Any, cells: pd.DataFrame, labels: dict[float, str]) -> None:
+def grid(ax: Any, cells: pd.DataFrame, labels: Mapping[Any, str]) -> None:
     """Draw `cells` (`line, column, state`, and `text` if it has one) as squares; `labels` name the lines."""
     for cell in cells.to_dict("records"):
         color, hatch, _ = STATES[cell["state"]]
@@ -45,39 +46,42 @@ def legend(fig: Any, states: Any) -> None:
     fig.legend(handles=marks, loc="outside upper center", ncols=len(marks), columnspacing=1)
 
 
-def addresses(run: results.Run | Path, window: TinyWindow) -> Path:
-    """Draw the request's positions in its own order, the block table, and where the pages hold them."""
-    frame = window.run("off", 0).query("moment == @MOMENTS[1]").dropna(subset="position")
-    places = {int(p): (line, column) for line, column, p in zip(frame.line, frame.column, frame.position, strict=True)}
-    states = {int(p): state for p, state in zip(frame.position, frame.state, strict=True)}
-    size, slots = window.block_size, range(window.block_size)
-    logical = [{"line": p // size, "column": p % size, "state": s, "text": f"{p}"} for p, s in states.items()]
-    pages = [
-        {"line": line, "column": column, "state": "empty", "text": f"slot {line * size + column}"}
-        for line in range(window.num_blocks)
-        for column in slots
-    ]
-    for p, (line, column) in places.items():
-        pages[line * size + column]["state"] = states[p]
+def addresses(run: results.Run | Path, frame: pd.DataFrame, block_table: Sequence[int], block_size: int) -> Path:
+    """Draw the request's positions in its own order, the block table, and where the pages hold them.
+
+    frame: rows of `nwor_lab.reference.tour.TinyWindow.run` under mode `off`, of which the second moment is drawn.
+    """
+    frame = frame[frame["moment"] == frame["moment"].unique()[1]]
+    slots = frame["line"] * block_size + frame["column"]
+    pages = frame.assign(text=[f"slot {slot}" for slot in slots])
+    rows = frame.dropna(subset="position")
+    positions = rows["position"].astype(int)
+    logical = rows.assign(line=positions // block_size, column=positions % block_size, text=positions.astype(str))
     fig, (left, right) = style.figure(width=style.TWO_COLUMNS, height=1.9, ncols=2)
-    labels = {n: f"logical block {n}\nblock_table[{n}] = {block}" for n, block in enumerate(window.block_table)}
-    grid(left, pd.DataFrame(logical), labels)
-    grid(right, pd.DataFrame(pages), {n: f"block {n}" for n in range(window.num_blocks)})
+    labels = {n: f"logical block {n}\nblock_table[{n}] = {block}" for n, block in enumerate(block_table)}
+    grid(left, logical, labels)
+    grid(right, pages, {line: f"block {line}" for line in pages["line"].unique()})
     left.set_title("positions of the request")
     right.set_title("slots of the paged cache")
-    for n, block in enumerate(window.block_table):
-        ends = {"xyA": (size - 0.4, n), "xyB": (-1.7, block), "coordsA": left.transData, "coordsB": right.transData}
+    for n, block in enumerate(block_table):
+        ends = {
+            "xyA": (block_size - 0.4, n),
+            "xyB": (-1.7, block),
+            "coordsA": left.transData,
+            "coordsB": right.transData,
+        }
         fig.add_artist(ConnectionPatch(**ends, arrowstyle="->", color="#444444"))
-    legend(fig, states.values())
+    legend(fig, rows["state"])
     caption = "A request's positions, its block table and the slots of its rows. Slot = block x block_size + offset."
-    return style.save(fig, run, "tour_addresses", pd.DataFrame(pages), caption)
+    return style.save(fig, run, "tour_addresses", pages, caption)
 
 
 def policies(run: results.Run | Path, frame: pd.DataFrame, num_blocks: int) -> Path:
     """Draw the rows of `TinyWindow.run_all`: a column of panels a policy, a line of panels a moment."""
-    fig, axes = style.figure(width=style.TWO_COLUMNS, height=4.6, nrows=len(MOMENTS), ncols=len(MODES))
-    frame = frame.assign(text=["" if p != p else f"{p:.0f}" for p in frame["position"]])
-    for n, moment in enumerate(MOMENTS):
+    moments = frame["moment"].unique()
+    fig, axes = style.figure(width=style.TWO_COLUMNS, height=4.6, nrows=len(moments), ncols=len(MODES))
+    frame = frame.assign(text=["" if isnan(p) else f"{p:.0f}" for p in frame["position"]])
+    for n, moment in enumerate(moments):
         for ax, mode in zip(axes[n], MODES, strict=True):
             cells = frame[(frame["mode"] == mode) & (frame["moment"] == moment)]
             below = num_blocks + 0.4
@@ -95,7 +99,7 @@ def policies(run: results.Run | Path, frame: pd.DataFrame, num_blocks: int) -> P
 def pages(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw one request's pages in vLLM, a panel a mode: `frame` has `mode, line, column, state` and `block`."""
     lines, modes = int(frame["line"].max()) + 1, frame["mode"].unique()
-    fig, axes = style.figure(width=style.TWO_COLUMNS, height=0.5 + 0.4 * lines * len(modes), nrows=len(modes))
+    fig, axes = style.figure(width=style.TWO_COLUMNS, height=0.4 + (0.3 + 0.21 * lines) * len(modes), nrows=len(modes))
     for ax, mode in zip(axes, modes, strict=True):
         cells = frame[frame["mode"] == mode]
         grid(ax, cells, {line: f"block {block}" for line, block in cells.groupby("line")["block"].first().items()})

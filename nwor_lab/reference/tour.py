@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isnan
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from nwor_lab.model.traffic import MODES, Shape
 from nwor_lab.reference.cache import Batch, PagedCache
@@ -36,7 +36,9 @@ class TinyWindow:
     def __post_init__(self) -> None:
         room = len(self.block_table) * self.block_size
         if self.k < 1 or self.num_computed + 1 + self.k > room:
-            raise ValueError(f"k={self.k}: give 1 to {room - self.num_computed - 1}, two blocks of 4 slots hold no more")
+            raise ValueError(
+                f"k={self.k}: give 1 to {room - self.num_computed - 1}, two blocks of 4 slots hold no more"
+            )
 
     def slot_mapping(self) -> pd.DataFrame:
         """The step's rows, and vLLM's way from the position of each to its slot."""
@@ -94,7 +96,7 @@ class TinyWindow:
         first_draft, end = self.num_computed + 1, self.num_computed + 1 + self.k
 
         def state(position: float) -> str:
-            if position != position:
+            if isnan(position):
                 return "empty"
             if position < first_draft:
                 return "context" if position < self.num_computed else "kept"
