@@ -240,7 +240,7 @@ def test_steps_on_a_gpu(cells) -> None:
 
 def test_where_stage_wins_and_does_not(table) -> None:
     every = table[table["mode"] == "stage"]
-    told = every[every.steady & every.step.notna()]
+    told = every[every.stable & every.step.notna()]
     keys = [*attention_bench.KEYS, "ratio"]
     served_then = pd.read_csv(paths.DATA / "attention" / "h200_steps.csv")[keys]
     by_shape = attention_bench.by_shape(told)[keys].round({"ratio": 4})
@@ -315,7 +315,7 @@ def test_what_is_of_the_kernel_as_it_is() -> None:
 
 
 def test_what_cow_costs(table, cells) -> None:
-    cow = table[table.steady & (table["mode"] == "cow")]
+    cow = table[table.stable & (table["mode"] == "cow")]
     flat = README.replace("\n  ", " ")
     low, high, median = (100 * (ratio - 1) for ratio in (cow.step.min(), cow.step.max(), cow.step.median()))
     assert f"costs {low:.1f} to {high:.1f} % of a step (k=8 in bf16; over one rank with prompts of 512 alone)" in flat
@@ -346,11 +346,11 @@ def test_how_exact_the_steps_are(table) -> None:
     """Between engines, between repeats of one, and between orders of turns."""
     steps = results.read_table("gpu_steps", paths.RECORDED)
     audited = results.read_table("gpu_audited_steps", paths.RECORDED)
-    inside = endtoend.engines_apart(audited).max().max()
-    apart = endtoend.engines_apart(steps).max().max()
+    inside = endtoend.between_engine_spread(audited).max().max()
+    apart = endtoend.between_engine_spread(steps).max().max()
     flat = README.replace("\n  ", " ")
     assert f"of one setting lie up to {100 * inside:.1f} % apart in one run and {100 * apart:.1f} % in two" in flat
-    few = table.query("mode == 'stage' and batch <= 16 and steady")
+    few = table.query("mode == 'stage' and batch <= 16 and stable")
     far = 100 * (pd.concat([few.high / few.step, few.step / few.low], axis=1).max(axis=1) - 1)
     most, nine = far.max(), far.quantile(0.9)
     assert f"repeats of what is told lie within {most:.1f} % of their ratio, nine of ten within {nine:.1f} %" in flat
@@ -378,7 +378,7 @@ def test_steps_are_predicted_from_layers_between_their_neighbours(monkeypatch) -
     saved = attention_plots.saved(times)
     less = (saved.alone - saved.between).median()
     points = predicted.against_measured(steps, attention=times)
-    points["off"] = (points["measured"] - points["with_attention"])[ratios.steady(points)]
+    points["off"] = (points["measured"] - points["with_attention"])[ratios.is_stable(points)]
     off = points["off"].dropna()
     flat = README.replace("\n  ", " ")
     assert f"a layer saves {less:.1f} us less at the median" in flat
