@@ -5,13 +5,13 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
+from nwor_lab.microbench.attention_inputs import Shape
 
 from nwor.attention import configs
 from nwor.attention.configs import H200, Config
 from nwor_lab import paths, results
 from nwor_lab.experiments import endtoend
 from nwor_lab.microbench import attention as attention_bench
-from nwor_lab.microbench.attention_inputs import Shape
 from nwor_lab.plots import attention as attention_plots
 
 SHAPE = Shape(32, 8, 16, 512)
