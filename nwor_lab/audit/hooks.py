@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from nwor.vllm.context import target_group, target_layers
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import not_whole, target_group, target_layers
+from nwor.vllm.support import why_not_whole
 from nwor_lab.audit.auditor import CacheAudit
 
 _INITIALIZE = ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context")
@@ -99,7 +100,7 @@ def _make_initialize(original: Callable) -> Callable:
         self.nwor_audit = None
         original(self, *args, **kwargs)
         layers = target_layers(self)
-        if unseen := not_whole(self, layers):
+        if unseen := why_not_whole(self, layers):
             raise RuntimeError(f"the audit would not see the whole cache: {unseen}: unset VLLM_NWOR_AUDIT")
         packing = None
         if self.device.type == "cpu":

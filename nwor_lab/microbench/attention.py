@@ -40,7 +40,16 @@ from typing import Any
 import pandas as pd
 import torch
 
-from nwor.attention.configs import H200, LARGEST_APART, Config, Device, division, next_power_of_2, row_tiles, shrunk
+from nwor.attention.configs import (
+    H200,
+    LARGEST_APART,
+    Config,
+    Device,
+    next_power_of_2,
+    plan_split_combine,
+    row_tiles,
+    shrunk,
+)
 from nwor_lab import results
 from nwor_lab.microbench.attention_inputs import BATCHES, HEAD_SIZE, KEYS, LAYERS, Shape, Windows, weights
 from nwor_lab.microbench.operators import Timer, compact, empty
@@ -206,7 +215,7 @@ def sweep(chosen: Sequence[Shape], repeats: int = 5, workers: int = 14) -> pd.Da
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, device, (512,)):
                 rows = shape.query * shape.group
-                combined = division(
+                combined = plan_split_combine(
                     config.splits, programs(shape, device), rows, shape.head_size, device.multiprocessors
                 )[1:]
                 binary = (

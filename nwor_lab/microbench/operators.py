@@ -184,6 +184,7 @@ class Window:
         self.packed = packed.flatten(1, 2)[:, :rows].flatten(2)  # [L, M, 2 * H * D]
         self.rows = packed.view(torch.uint8).transpose(2, 3)
         self.num_rejected, self.kept = torch.zeros(2, requests, dtype=torch.int32, device="cuda")
+        self.num_drafts = torch.full_like(self.kept, QUERY)
         self.counts = torch.zeros(5, dtype=torch.int64, device="cuda")
 
     def write(self, layer: int, cache: Tensor, slots: Tensor) -> None:
@@ -208,11 +209,11 @@ class Window:
         """Every operator and peer at hand on the present window, each request keeping its first `kept` rows."""
         self.num_rejected.fill_(QUERY - kept)
         where = (self.pool, self.layer_offsets, self.strides, self.slots, None, self.rows)
-        fate = (self.num_rejected, self.kept, self.counts)
+        decisions = (self.num_drafts, self.num_rejected, self.kept, self.counts)
         found: dict[str, Call] = {
             "empty": empty,
-            "commit": functools.partial(ops.commit_all_layers, *where, *fate),
-            "restore": functools.partial(ops.restore_all_layers, *where, *fate),
+            "commit": functools.partial(ops.commit_all_layers, *where, *decisions),
+            "restore": functools.partial(ops.restore_all_layers, *where, *decisions),
             "log": functools.partial(ops.log_all_layers, *where),
         }
         accepted = torch.arange(QUERY) < kept

@@ -424,7 +424,7 @@ WRONG_LINES = {
     "the last split but one to arrive combines": ("!= active - 1:", "!= active - 2:"),
     "splits are added without their share": ("tl.sum(found * fade[:, :, None], 1)", "tl.sum(found, 1)"),
     "arrivals are left behind": ("tl.store(arrival, 0)", "pass"),
-    "values take the keys' scale": ("_stored(tail_values, v_scale, FP8)", "_stored(tail_values, k_scale, FP8)"),
+    "values take the keys' scale": ("_quantize(tail_values, v_scale, FP8)", "_quantize(tail_values, k_scale, FP8)"),
     "stored rows are too large": ("tl.minimum(tl.maximum(scaled, -largest), largest)", "scaled * 1.5"),
     "query heads read the next KV head": ("kv_head * page_head.to(tl.int64)", "(1 - kv_head) * page_head.to(tl.int64)"),
 }

@@ -129,9 +129,9 @@ def test_claims_are_kept_replaced_and_gathered_over_notebooks(run: results.Run) 
     results.Run(run.directory, "another").claim("small", 1, 1, True)
     table = results.claims(run.directory)
     assert table.values.tolist() == [
-        ["another", "small", "1", "1", True],
-        ["notebook", "fast", "2", "1.235", True],
-        ["notebook", "right", "equal", "equal", True],
+        ["another", "small", "1", "1", True, "claim", "measured"],
+        ["notebook", "fast", "2", "1.235", True, "claim", "measured"],
+        ["notebook", "right", "equal", "equal", True, "claim", "measured"],
     ]
     results.Run(run.directory, "another")
     assert set(results.claims(run.directory)["notebook"]) == {"notebook"}, "claims of an earlier pass are gone"
@@ -143,9 +143,9 @@ def test_a_claim_that_cannot_be_checked_is_skipped_with_its_reason(run: results.
     run.claim("fast", 1, 1, True)
     results.Run(run.directory, "another").claim("small", 1, 1, True)
     assert results.claims(run.directory).values.tolist() == [
-        ["another", "small", "1", "1", True],
-        ["notebook", "fp8", "0", "no AVX-512", None],
-        ["notebook", "fast", "1", "1", True],
+        ["another", "small", "1", "1", True, "claim", "measured"],
+        ["notebook", "fp8", "0", "no AVX-512", None, "claim", "measured"],
+        ["notebook", "fast", "1", "1", True, "claim", "measured"],
     ]
 
 
@@ -158,6 +158,20 @@ def test_finish_names_each_claim_that_does_not_hold(run: results.Run) -> None:
     run.claim("fast enough", 1, 1, True)
     assert run.finish()["holds"].all()
     assert results.read_manifest(run.directory)["notebooks"]["notebook"]["state"] == "done"
+
+
+def test_an_expectation_fails_a_run_at_the_defaults_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = ["", 'mode: str = "off"\ntp: int = 1\nrate: float = 1\nrun_dir: str = ""\n']
+    run = results.start(scope(tmp_path, In=cells), "02_x")
+    assert run.expect("fast", 2, 1, False) is False
+    with pytest.raises(AssertionError, match="fast: predicted 2, measured 1"):
+        run.finish()
+    run = results.start(scope(tmp_path, In=[*cells, "# Parameters\ntp = 2\n"], tp=2), "02_x")
+    assert run.expect("fast", 2, 1, False, origin="recorded") is False
+    assert "not at the defaults, so not checked: fast: expected 2, found 1" in capsys.readouterr().out
+    assert run.finish().values.tolist() == [["02_x", "fast", "2", "1", None, "expectation", "recorded"]]
+    with pytest.raises(ValueError, match="origin is one of measured, recorded, model, got 'x'"):
+        run.claim("fast", 2, 2, True, origin="x")
 
 
 def test_many_writers_of_one_manifest_lose_nothing(tmp_path: Path) -> None:

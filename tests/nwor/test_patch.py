@@ -268,3 +268,23 @@ def vllm_methods() -> dict[str, object]:
     }
     names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS]
     return {f"{owner}.{name}": vars(owners[owner])[name] for owner, name in names}
+
+
+# -- vLLM is the one the hooks were written for ------------------------------------------------------------------------
+
+
+def test_every_hook_fits_the_installed_vllm():
+    """Each patch names the signature it was written for, and is refused by another."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
+    from nwor.settings import Settings
+    from nwor.vllm import attention_cpu, metrics, runner_v1, scheduler, worker
+    from nwor.vllm.workarounds import cpu_sampling, eagle_bias
+
+    settings = Settings(mode="stage", audit=True)
+    for module in (worker, scheduler, runner_v1):
+        module.install(settings)
+    for module in (attention_cpu, cpu_sampling, metrics):
+        module.install()
+    eagle_bias.install(repair=True)
+    assert {"CPUAttentionBackendImpl.do_kv_cache_update", "CPUAttentionBackendImpl.forward"} < {*patch.wrapped()}
+    assert {"GPUModelRunner._model_forward", "GPUModelRunner._sample"} < {*patch.wrapped()}
