@@ -31,7 +31,7 @@ __all__ = ["BESIDE", "PARITY_TOLERANCE_NATS", "SETTING", "between_engine_spread"
 Report = Mapping[str, Any]
 
 
-# -- tables to look at ---------------------------------------------------------------------------------------------------
+# -- tables to look at --------------------------------------------------------------------------------------------------
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
