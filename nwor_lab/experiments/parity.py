@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine says what the baseline says: tokens, and where they differ how nearly it was a tie."""
+"""Whether an engine gives the baseline's tokens, and where they differ how nearly it was a tie."""
 
 import itertools
 import math
@@ -36,6 +36,7 @@ class Parity:
     largest_shift: float = 0.0
 
     def within(self, bound: float) -> bool:
+        """Whether every difference is a near tie: no gap and no shift of more than `bound` nats."""
         return max(self.largest_gap, self.largest_shift) <= bound
 
     def __add__(self, other: "Parity") -> "Parity":

@@ -31,9 +31,9 @@ from nwor.attention.configs import (
     LARGEST_APART,
     Config,
     Device,
-    division,
     file_name,
     next_power_of_2,
+    plan_split_combine,
     read,
     row_tiles,
     shrunk,
@@ -136,7 +136,7 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, device, (512,)):
                 rows = shape.query * shape.group
-                combined = division(
+                combined = plan_split_combine(
                     config.splits, programs(shape, device), rows, shape.head_size, device.multiprocessors
                 )
                 binary = (
