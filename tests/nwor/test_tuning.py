@@ -184,7 +184,7 @@ def test_what_is_compiled_fits_the_device(capability, device, kv_cache_dtype, he
 @pytest.mark.parametrize("rows", [2, 16, 36, 128])
 def test_sums_that_are_added_at_a_time(rows, splits, head_size):
     """As many as registers hold, of every split and of at least a row; splits meet where all run at once."""
-    found, meet, most, chunk = configs.division(splits, 8, rows, head_size, 132)
+    found, meet, most, chunk = configs.plan_split_combine(splits, 8, rows, head_size, 132)
     width = configs.next_power_of_2(head_size)
     assert found == min(splits, 64) <= most < 2 * found and meet is (1 < splits <= 16)
     assert 1 <= chunk <= 8 and most * chunk * width <= configs.COMBINED
