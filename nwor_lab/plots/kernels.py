@@ -33,7 +33,7 @@ def select(times: pd.DataFrame, **wanted: Sequence[object]) -> pd.DataFrame:
             there = sorted(set(times.loc[times["op"] != "copy", column]), key=str)
             raise ValueError(f"no samples of {column} {', '.join(map(str, missing))}; there are {there}")
         kept = kept[kept[column].isin(values) | kept["op"].isin(["copy", "vllm launches"])]
-    return kept
+    return kept.astype({"value": float})
 
 
 def medians(times: pd.DataFrame) -> pd.DataFrame:
@@ -131,7 +131,9 @@ def over_rows(run: results.Run | Path, times: pd.DataFrame, kept: int = 3) -> Pa
     names = {"commit": "commit (one launch)", "stream": "the same bytes, streamed"}
     frame["writer"] = [names.get(op, f"{op} (a launch a layer)") for op in frame["op"]]
     frame = frame.sort_values("rows").astype({"rows": str}).drop(columns=["low", "high"])
-    grid = style.relplot(frame, "rows", "us", "writer", col="panel", panel=2.0, ncols=4)
+    grid = style.relplot(
+        frame, "rows", "us", "writer", col="panel", col_order=sorted(set(frame["panel"])), panel=2.0, ncols=4
+    )
     grid.set(yscale="log").set_titles("{col_name}").set_axis_labels("rows of the window", "us, all 32 layers")
     caption = (
         f"Time to write the accepted rows, {kept} a request, in all 32 layers: this kit's commit in one launch, "

@@ -184,7 +184,7 @@ def step_time(run: results.Run | Path, frame: pd.DataFrame) -> Path:
 
 POLICY_METRICS = {
     "acceptance_length": "tokens a window\n(more is better)",
-    "same_tokens": "prompts with vanilla's\ntext (more is better)",
+    "same_tokens": "share of prompts with vanilla's\ntext (more is better)",
     "dirty_kb": "unaccepted kB left\n(less is better)",
     "written_mb": "MB moved to write\n(less is better)",
 }
