@@ -31,7 +31,7 @@ __all__ = ["BESIDE", "PARITY_TOLERANCE_NATS", "SETTING", "between_engine_spread"
 Report = Mapping[str, Any]
 
 
-# -- tables to look at ---------------------------------------------------------------------------------------------------
+# -- tables to look at -------------------------------------------------------------------------------------------------
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
@@ -124,7 +124,10 @@ def recorded_audits() -> dict[str, pd.DataFrame]:
     steps that were timed after their audit, summed over their passes.
     """
     small = read_table("gpu_audit", paths.RECORDED)
-    found = {f"shipped pair, TP={tp}": _by_mode(rows, "max") for tp, rows in small.groupby("tp")}
+    found = {}
+    for tp, rows in small.groupby("tp"):
+        found[f"shipped pair, TP={tp}"] = table = _by_mode(rows, "max")
+        table.attrs["same_on_ranks"] = bool((rows.groupby(["metric", "mode"]).value.nunique() == 1).all())
     timed = read_table("gpu_audited_steps", paths.RECORDED).query("engine == '' or engine == mode")
     for (heads, cache), rows in timed.groupby(["kv_heads", "kv_cache_dtype"], sort=False):
         where = f"Llama-2-7B's shape, {heads} KV heads, {'fp8' if cache == 'fp8' else 'bf16'} cache"
@@ -204,8 +207,11 @@ def claim_left(run: Run, where: str, report: Report) -> None:
 
 
 def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
-    """Record what must hold of one of `recorded_audits`: also that `cow` gave vanilla's tokens, that `stage` accepted
-    as many drafts as `cow`, and where it is known what it may differ by, that it was within it."""
+    """Record what must hold of one of `recorded_audits`: clean modes, `cow`'s tokens, `stage`'s acceptance.
+
+    Of the shipped pair also that what vanilla leaves is the rejected rows; of steps under random weights, whose texts
+    part more easily, that `stage` stays within their tolerance.
+    """
     where = f"H200, {where}"
     claim_clean(run, where, table, "recorded")
     equal, requests = (int(table.loc[metric, "cow"]) for metric in ("equal_requests", "requests"))
@@ -218,6 +224,14 @@ def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
         furthest = float(table.loc[["largest_gap", "largest_shift"], "stage"].max())
         text = f"{where}: gap or shift under stage, at most (nats)"
         run.claim(text, f"<= {bound}", furthest, furthest <= bound, "recorded")
+    else:
+        layers = table.loc["audit.layer_steps", "off"] // table.loc["audit.steps", "off"]
+        rows = int(table.loc["counters.rejected_tokens", "cow"] * layers)
+        slots = int(table.loc["audit.dirty_slots", "off"])
+        text = f"{where}: slots that vanilla leaves dirty are its rejected rows"
+        run.claim(text, rows, slots, rows == slots, "recorded")
+        same = table.attrs["same_on_ranks"]
+        run.claim(f"{where}: every rank counts the same", True, same, same, "recorded")
 
 
 def claim_timed(run: Run, table: pd.DataFrame) -> None:
@@ -279,3 +293,7 @@ def cache_shape(spec: Mapping[str, Any]) -> Shape:
         cache_bytes=1 if spec["kv_cache_dtype"].startswith("fp8") else 4 if spec["dtype"] == "float32" else 2,
         tp=spec["tp"],
     )
+
+
+# Earlier names, for modules that still use them.
+BOUNDS, engines_apart = PARITY_TOLERANCE_NATS, between_engine_spread
