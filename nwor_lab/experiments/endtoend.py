@@ -293,7 +293,3 @@ def cache_shape(spec: Mapping[str, Any]) -> Shape:
         cache_bytes=1 if spec["kv_cache_dtype"].startswith("fp8") else 4 if spec["dtype"] == "float32" else 2,
         tp=spec["tp"],
     )
-
-
-# Earlier names, for modules that still use them.
-BOUNDS, engines_apart = PARITY_TOLERANCE_NATS, between_engine_spread

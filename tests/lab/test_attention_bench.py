@@ -5,13 +5,13 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
+from nwor_lab.microbench.attention_inputs import Shape
 
 from nwor.attention import configs
 from nwor.attention.configs import H200, Config
 from nwor_lab import paths, results
 from nwor_lab.experiments import endtoend
 from nwor_lab.microbench import attention as attention_bench
-from nwor_lab.microbench.attention_inputs import Shape
 from nwor_lab.plots import attention as attention_plots
 
 SHAPE = Shape(32, 8, 16, 512)
@@ -190,7 +190,7 @@ def test_warps_keep_keys_of_their_own_where_their_sums_fit(heads, k, head_size, 
 @pytest.mark.parametrize("rows", [2, 16, 36, 128])
 def test_sums_that_are_added_at_a_time(rows, splits, head_size):
     """As many as registers hold, of every split and of at least a row; splits meet where all run at once."""
-    found, meet, most, chunk = configs.division(splits, 8, rows, head_size, 132)
+    found, meet, most, chunk = configs.plan_split_combine(splits, 8, rows, head_size, 132)
     width = configs.next_power_of_2(head_size)
     assert found == min(splits, 64) <= most < 2 * found and meet is (1 < splits <= 16)
     assert 1 <= chunk <= 8 and most * chunk * width <= configs.COMBINED
