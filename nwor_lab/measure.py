@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import paths, results
-from nwor_lab.experiments import endtoend
+from nwor_lab.experiments import gpu_steps
 
 GPU = ["--no-enforce-eager", "--max-num-batched-tokens", "2048", "--k", "4", "--batch", "4", "--num-blocks", "256"]
 AUDIT = ["nwor_lab.cli", "bench", *GPU, "--repeats", "0", "--name", "{name}", "--run-dir", "{out}"]
@@ -38,7 +38,7 @@ def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
     Graphs are captured for these numbers of requests, in verify and draft steps; vLLM's own choice would leave out 64.
     """
     requests = (1, 2, 4, 8, 16, 32, 64)
-    bound = str(endtoend.PARITY_TOLERANCE_NATS["fp8" if "fp8" in more else "auto"])
+    bound = str(gpu_steps.PARITY_TOLERANCE_NATS["fp8" if "fp8" in more else "auto"])
     captured = ",".join(map(str, sorted({rows * number for number in requests for rows in (1, k + 1)})))
     return [
         *("nwor_lab.cli", "bench", "--shape", shape, "--k", str(k), "--mode", modes, "--kv-cache-memory", str(mib)),
@@ -170,7 +170,7 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
             kept.append(name)
             known |= {part: made_by(directory, part) for part in parts if manifest(directory, part).exists()}
             read = [results.read_table(part, directory / part).assign(run_id=directory.name) for part in parts]
-            tables = endtoend.gpu_tables(read) if name == "gpu_steps" else {name: pd.concat(read, ignore_index=True)}
+            tables = gpu_steps.gpu_tables(read) if name == "gpu_steps" else {name: pd.concat(read, ignore_index=True)}
             for one, frame in tables.items():
                 results.write_table(recorded / f"{one}.parquet", frame)
     if kept:

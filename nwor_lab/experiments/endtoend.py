@@ -11,22 +11,13 @@ from transformers import AutoConfig
 
 from nwor_lab import paths
 from nwor_lab.experiments.bench_table import summary
-from nwor_lab.experiments.gpu_steps import (
-    BESIDE,
-    PARITY_TOLERANCE_NATS,
-    SETTING,
-    between_engine_spread,
-    gpu_steps,
-    gpu_tables,
-)
+from nwor_lab.experiments.gpu_steps import PARITY_TOLERANCE_NATS
 from nwor_lab.experiments.options import from_options
 from nwor_lab.experiments.parity import Parity
 from nwor_lab.experiments.plan import Plan
 from nwor_lab.experiments.survival import same_share
 from nwor_lab.model.traffic import Shape
 from nwor_lab.results import Run, read_table
-
-__all__ = ["BESIDE", "PARITY_TOLERANCE_NATS", "SETTING", "between_engine_spread", "gpu_steps", "gpu_tables"]
 
 Report = Mapping[str, Any]
 
@@ -99,17 +90,6 @@ def dirty_rows(report: Report) -> pd.DataFrame:
         for step, dirty in enumerate(rank["audit"]["dirty_by_step"])
     ]
     return pd.DataFrame(lines)
-
-
-def examples(report: Report, mode: str = "off") -> pd.DataFrame:
-    """The first dirty slots that a mode left: rank, step, layer, slot, and the request of the batch whose row it
-    was."""
-    texts = [(rank["rank"], text) for rank in report["ranks"][mode] for text in rank["dirty_examples"]]
-    frame = pd.DataFrame(texts, columns=["rank", "text"])
-    found = frame["text"].str.extract(
-        r"step (?P<step>\d+), layer (?P<layer>\d+), slot (?P<slot>\d+)(?:, of request (?P<request>\d+))?"
-    )
-    return frame[["rank"]].join(found.astype("Int64"))
 
 
 def audited(report: Report) -> pd.DataFrame:

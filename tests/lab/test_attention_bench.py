@@ -10,7 +10,7 @@ from nwor_lab.microbench.attention_inputs import Shape
 from nwor.attention import configs
 from nwor.attention.configs import H200, Config
 from nwor_lab import paths, results
-from nwor_lab.experiments import endtoend
+from nwor_lab.experiments import gpu_steps
 from nwor_lab.microbench import attention as attention_bench
 from nwor_lab.plots import attention as attention_plots
 
@@ -109,7 +109,7 @@ def test_steps_that_tell_where_vllm_was_as_fast_are_those_recorded():
     A setting that lost may have been timed again since, falling back: what it lost is told here alone.
     """
     read = {name: results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels")}
-    table = endtoend.gpu_steps(*read.values()).query("mode == 'stage'")
+    table = gpu_steps.gpu_steps(*read.values()).query("mode == 'stage'")
     steps = attention_bench.by_shape(table)[[*attention_bench.KEYS, "ratio", "stable"]]
     used = pd.read_csv(paths.DATA / "attention" / "h200_steps.csv")
     both = used.merge(steps, how="outer", on=attention_bench.KEYS, indicator=True, suffixes=("", "_recorded"))

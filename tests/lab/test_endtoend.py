@@ -26,14 +26,12 @@ def report() -> dict:
     vanilla = AuditReport(3, 6, 4, 8, 20, 0, [0, 6, 2])
     clean = AuditReport(3, 6, 0, 0, 20, 0, [0, 0, 0])
     counters = {"off": {}, "cow": {"rejected_tokens": 4}, "stage": {"windows": 5}}
-    said = ["step 1, layer 0, slot 17, of request 1 of the batch", "step 1, layer 1, slot 3, of no row of the step"]
     ranks = {
         mode: [
             {
                 "rank": rank,
                 "audit": asdict(audit),
                 "counters": counters[mode],
-                "dirty_examples": said if mode == "off" and not rank else [],
             }
             for rank in (0, 1)
         ]
@@ -176,12 +174,8 @@ def test_what_is_counted_by_step_is_no_row_of_the_benchs_table(report):
     assert "audit.dirty_by_step" not in table.index
 
 
-def test_dirt_by_step_and_by_example(report, tmp_path):
+def test_dirt_by_step(report, tmp_path):
     assert endtoend.audit_rows(report).dirty_slots.tolist() == [8, 8, 0, 0, 0, 0]
-    found = endtoend.examples(report)
-    assert found[["rank", "step", "layer", "slot"]].to_numpy().tolist() == [[0, 1, 0, 17], [0, 1, 1, 3]]
-    assert found.request.tolist() == [1, pd.NA]
-    assert endtoend.examples(report, "cow").empty
     dirty = results.tidy(endtoend.dirty_rows(report), run_id="x")
     path = step_plots.left_behind(tmp_path, dirty)
     style.close()
@@ -282,16 +276,6 @@ def test_timed_loads_that_are_not_at_parity_break_a_claim(mode, column, value, t
     endtoend.claim_timed(run, table)
     broken = results.claims(run.directory).holds.tolist().count(False)
     assert broken == 1 + (column == "step"), "none of bf16 is known then"
-
-
-def test_clocks_are_of_each_mode_and_batch():
-    rows = [
-        {"tp": 1, "engine": "stage", "mode": mode, "batch": 4, "metric": metric, "value": value}
-        for mode, values in {"off": (1980, 1970), "stage": (1500, 1501)}.items()
-        for metric, value in (("sm_clock", values[0]), ("sm_clock", values[1]), ("power", 600.2), ("step_ms", 1.0))
-    ]
-    found = gpu_steps.clocks(pd.DataFrame(rows))
-    assert found.loc[(1, "stage", "off")].to_dict() == {("power", 4): 600, ("sm_clock", 4): 1975}
 
 
 def test_a_mode_that_a_setting_did_not_run_has_no_line():
