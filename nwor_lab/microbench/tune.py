@@ -33,6 +33,7 @@ from nwor.attention.configs import (
     Device,
     file_name,
     next_power_of_2,
+    plan_split_combine,
     read,
     row_tiles,
     shrunk,
