@@ -26,16 +26,15 @@ Report = Mapping[str, Any]
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The table as text: counts as whole numbers, other numbers with three decimals, nothing where there is none."""
+    """The table as text: whole numbers in columns of counts, else three decimals; nothing where there is no value."""
 
-    def text(value: Any) -> str:
-        if pd.isna(value):
-            return ""
-        if isinstance(value, str):
-            return value
-        return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3f}"
+    def text_of(column: pd.Series) -> pd.Series:
+        numbers = pd.to_numeric(column, errors="coerce")
+        digits = 0 if (numbers.dropna() % 1 == 0).all() else 3
+        written = numbers.map(f"{{:,.{digits}f}}".format)
+        return written.where(numbers.notna(), column.astype(object).where(column.notna(), ""))
 
-    return table.map(text)
+    return table.apply(text_of)
 
 
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
@@ -52,7 +51,7 @@ def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
 def rank_table(report: Report) -> pd.DataFrame:
     """Proof of treatment: the mode served, target layers and counters, one column a mode and rank."""
     columns = {
-        (mode, f"rank {rank['rank']} of {len(ranks)}"): {
+        (mode, f"rank {rank['rank']}"): {
             "mode served": rank["serving"],
             "target layers": rank["target_layers"],
             **rank["counters"],
