@@ -350,4 +350,4 @@ def test_tables_for_a_page_have_no_nan_and_whole_counts(whole):
     assert table.loc["mode served"].tolist() == ["off", "off", "cow", "cow", "stage", "stage"]
     assert table.loc["bytes_avoided"].tolist() == ["0", "0", "0", "0", "10,240", "10,240"]
     assert table.loc["windows"].tolist() == ["", "", "", "", "5", "5"]
-    assert endtoend.readable(pd.DataFrame({"a": [0.25, 3.0]})).a.tolist() == ["0.250", "3"]
+    assert endtoend.readable(pd.DataFrame({"a": [0.25, 3.0]})).a.tolist() == ["0.250", "3.000"]
