@@ -27,7 +27,7 @@ help: ## list the targets
 setup: $(VENV)/.stamp ## make .venv from the exact lock and build the extension
 
 reproduce: setup ## run every notebook on the CPU, print the table of claims, leave results/<run>/; RESUME=<run> goes on
-	$(BIN)/nwor walk $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))
+	@NWOR_MAKE=1 $(BIN)/nwor reproduce $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))
 
 test: setup $(VENV)/.interpreter ## ruff, mypy, import contracts and the tests that need no GPU
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from nwor_lab import results
+
 BASE = {
     **{unit: ("byte", factor) for unit, factor in {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}.items()},
     **{unit: ("us", factor) for unit, factor in {"ns": 1e-3, "us": 1, "ms": 1e3}.items()},
@@ -18,7 +20,7 @@ FORBIDDEN = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded")
 """What it prints where a user, or a sandbox, may not read counters."""
 
 
-class Unreadable(RuntimeError):
+class Unreadable(results.Unmeasurable):
     """Counters cannot be read on this machine."""
 
 
