@@ -82,14 +82,14 @@ struct Packing {
   int num_elements, element_size;
 };
 
-// The fate of each row of a window, decided on the device from what vLLM's sampler left there.
-enum class Fate : int { kSkipped, kKept, kRejected };
+// What becomes of a held row, decided on the device from what vLLM's sampler left there.
+enum class RowDecision : int { kSkipped, kKept, kRejected };
 
-// The rows of a step that are held, each request's to the right: column c has width - 1 - c rows of its query behind
-// it, and is row request * width + c of the mini-cache; or, where this is a log that outlives the step, row
-// request * entries + slot % entries.
+// The drafts of a step: column d is draft d of its request, and row request * width + d of the mini-cache; or, where
+// this is a log that outlives the step, row request * entries + slot % entries.
 struct Window {
   const int64_t* slots;         // [num_requests, width], negative: no row
+  const int32_t* num_drafts;    // [num_requests]
   const int32_t* num_rejected;  // [num_requests]
   int32_t* kept;                // [num_requests]
   int64_t* counts;              // [0] kept and [1] rejected rows
@@ -99,10 +99,11 @@ struct Window {
   NWOR_HD int64_t row_of(int64_t row, int request, int64_t slot) const {
     return logged ? int64_t{request} * entries + (slot & (entries - 1)) : row;
   }
-  NWOR_HD bool rejects(int column, int32_t rejected) const { return width - 1 - column < rejected; }
-  NWOR_HD Fate of(int64_t slot, int column, int32_t rejected) const {
-    if (slot < 0) return Fate::kSkipped;
-    return rejects(column, rejected) ? Fate::kRejected : Fate::kKept;
+  // vLLM keeps the rows [0, query_len - num_rejected) of a query, of which the drafts are the last.
+  NWOR_HD static bool keeps(int draft, int32_t drafts, int32_t rejected) { return draft < drafts - rejected; }
+  NWOR_HD static RowDecision decide(int64_t slot, int draft, int32_t drafts, int32_t rejected) {
+    if (slot < 0) return RowDecision::kSkipped;
+    return keeps(draft, drafts, rejected) ? RowDecision::kKept : RowDecision::kRejected;
   }
 };
 

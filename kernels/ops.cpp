@@ -3,7 +3,8 @@
 // kernels/ops.h lists the loops and kernels, nwor/ops.py documents each operator.
 #include <torch/csrc/stable/library.h>
 
-#include "checks.h"
+#include "checks_all_layers.h"
+#include "checks_one_layer.h"
 #include "stream.h"
 
 namespace nwor {
@@ -54,26 +55,27 @@ void log_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::
 
 void restore_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
                         const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
-                        const Tensor& num_rejected, const Tensor& kept, const Tensor& counts,
-                        const OptionalTensor& logged) {
+                        const Tensor& num_drafts, const Tensor& num_rejected, const Tensor& kept,
+                        const Tensor& counts, const OptionalTensor& logged) {
   AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, logged, false);
-  check_verdict(args, rows, num_rejected, kept, counts);
+  check_decisions(args, rows, num_drafts, num_rejected, kept, counts);
   NWOR_RUN(restore_all_layers, args, pool);
 }
 
 void commit_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
                        const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
-                       const Tensor& num_rejected, const Tensor& kept, const Tensor& counts) {
+                       const Tensor& num_drafts, const Tensor& num_rejected, const Tensor& kept,
+                       const Tensor& counts) {
   AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, std::nullopt, false);
-  check_verdict(args, rows, num_rejected, kept, counts);
+  check_decisions(args, rows, num_drafts, num_rejected, kept, counts);
   NWOR_RUN(commit_all_layers, args, pool);
 }
 
 void open_window(const Tensor& query_start_loc, const Tensor& cu_num_logits, const Tensor& slot_mapping,
-                 const Tensor& slots, const OptionalTensor& staging_rows, const OptionalTensor& page_slots,
-                 const Tensor& counts) {
-  const OpenArgs args =
-      check_open_window(query_start_loc, cu_num_logits, slot_mapping, slots, staging_rows, page_slots, counts);
+                 const Tensor& slots, const Tensor& num_drafts, const OptionalTensor& staging_rows,
+                 const OptionalTensor& page_slots, const Tensor& counts) {
+  const OpenArgs args = check_open_window(query_start_loc, cu_num_logits, slot_mapping, slots, num_drafts,
+                                          staging_rows, page_slots, counts);
   NWOR_RUN(open_window, args, slots);
 }
 
@@ -84,26 +86,28 @@ void open_window(const Tensor& query_start_loc, const Tensor& cu_num_logits, con
 STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
   // One layer a call.
   m.def("stage_kv_cache(Tensor key, Tensor value, Tensor slot_mapping, Tensor(a!) staging_key, "
-        "Tensor(b!) staging_value, Tensor(c!) staging_slots, Tensor(d!) staging_metadata, str kv_cache_dtype, "
-        "Tensor? k_scale, Tensor? v_scale) -> ()");
+        "Tensor(b!) staging_value, Tensor(c!) staging_slots, Tensor(d!) staging_metadata, str kv_cache_dtype='auto', "
+        "Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
   m.def("commit_staged_kv_cache(Tensor staging_key, Tensor staging_value, Tensor staging_slots, "
         "Tensor staging_metadata, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor accepted_len) -> ()");
   m.def("commit_draft_layer(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-        "Tensor slot_mapping, Tensor accepted_mask, str kv_cache_dtype, Tensor? k_scale, Tensor? v_scale) -> ()");
+        "Tensor slot_mapping, Tensor accepted_mask, str kv_cache_dtype='auto', Tensor? k_scale=None, "
+        "Tensor? v_scale=None) -> ()");
   m.def("log_cache_slots(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor(a!) log_key, "
         "Tensor(b!) log_value) -> ()");
   m.def("restore_rejected_drafts(Tensor log_key, Tensor log_value, Tensor slot_mapping, Tensor accepted_mask, "
         "Tensor(a!) key_cache, Tensor(b!) value_cache) -> ()");
   // A step's window, and all layers in one call.
   m.def("open_window(Tensor query_start_loc, Tensor cu_num_logits, Tensor slot_mapping, Tensor(a!) slots, "
-        "Tensor(b!)? staging_rows, Tensor(c!)? page_slots, Tensor(d!) counts) -> ()");
+        "Tensor(b!) num_drafts, Tensor(c!)? staging_rows, Tensor(d!)? page_slots, Tensor(e!) counts) -> ()");
   m.def("log_all_layers(Tensor pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, Tensor? packing, "
         "Tensor(a!) rows, Tensor? logged=None) -> ()");
   m.def("restore_all_layers(Tensor(a!) pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, "
-        "Tensor? packing, Tensor rows, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts, "
+        "Tensor? packing, Tensor rows, Tensor num_drafts, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts, "
         "Tensor(d!)? logged=None) -> ()");
   m.def("commit_all_layers(Tensor(a!) pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, "
-        "Tensor? packing, Tensor rows, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts) -> ()");
+        "Tensor? packing, Tensor rows, Tensor num_drafts, Tensor num_rejected, Tensor(b!) kept, "
+        "Tensor(c!) counts) -> ()");
 }
 
 #define NWOR_REGISTER_OPERATORS(m)                                              \

@@ -55,6 +55,7 @@ struct OpenArgs {
   const int32_t* cu_num_logits;    // [num_requests + 1]
   const int64_t* slot_mapping;     // [num_tokens]
   int64_t* slots;                  // [max_requests, width]
+  int32_t* num_drafts;             // [max_requests]
   int64_t* staging_rows;           // [max_tokens] or null
   int64_t* page_slots;             // [max_tokens] or null
   int64_t* counts;                 // [2] windows, [3] drafts, [4] fallbacks
@@ -62,9 +63,9 @@ struct OpenArgs {
   int num_requests, max_requests, width;
 };
 
-// The rows [end - held, end) of the batch.
+// The rows [first, first + drafts) of the batch.
 struct Hold {
-  int64_t end, held;
+  int64_t first, drafts;
   bool falls_back;
 };
 
@@ -75,7 +76,7 @@ NWOR_HD inline Hold hold_of(const OpenArgs& a, int request) {
   if (!sane || logits <= 1 || (a.staging_rows && logits != rows)) return {end, 0, false};
   const int64_t drafts = logits - 1;
   if (drafts > a.width || drafts > rows) return {end, 0, true};
-  return {end, drafts, false};
+  return {end - drafts, drafts, false};
 }
 
 namespace cpu {

@@ -19,7 +19,7 @@ The fp8 bytes are those that vLLM's own writer makes on that device, and its two
 and -0.0 as 0; CUDA's (`reshape_and_cache_flash`) divides by `scale`, rounds to nearest even and writes NaN as 0x7f.
 Both saturate.
 
-Wrong input is a RuntimeError that names the tensor, before anything is changed. Values that only the device knows (a
+Each operator raises RuntimeError, naming the tensor, before it modifies anything. Values that only the device knows (a
 slot beyond the cache, a batch that ends before it starts, more rows accepted than staged) are errors on the CPU and
 skipped without a write on CUDA, where the host must not wait for them. On CUDA every operator only enqueues kernels on
 the current stream of the tensors' device, allocates nothing, and may be captured in a CUDA graph: all that changes
@@ -27,24 +27,16 @@ between replays is read on the device.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-OPERATORS = (
-    "stage_kv_cache",
-    "commit_staged_kv_cache",
-    "commit_draft_layer",
-    "log_cache_slots",
-    "restore_rejected_drafts",
-    "open_window",
-    "log_all_layers",
-    "restore_all_layers",
-    "commit_all_layers",
-    "verify_attention",
-)
+F = TypeVar("F", bound=Callable[..., None])
+
+OPERATORS: list[str] = []
 
 
 def library() -> Path:
@@ -82,6 +74,20 @@ def _writes_in_place(*args: object, **kwargs: object) -> None:
     """The fake of every operator: it makes no tensor."""
 
 
+def _operator(declaration: F) -> F:
+    """Make a call of the C++ operator of that name; the declaration gives types, documentation and nothing else."""
+    name = declaration.__name__
+    OPERATORS.append(name)
+
+    @functools.wraps(declaration)
+    def call(*args: Any, **kwargs: Any) -> None:
+        load()
+        getattr(torch.ops._C_cache_ops, name)(*args, **kwargs)
+
+    return cast(F, call)
+
+
+@_operator
 def stage_kv_cache(
     key: Tensor,
     value: Tensor,
@@ -108,21 +114,9 @@ def stage_kv_cache(
         staging_metadata: int32 [2], ``[staged_count, error_flag]``: one count a token, whatever the launch shape.
         kv_cache_dtype, k_scale, v_scale: see the module.
     """
-    load()
-    torch.ops._C_cache_ops.stage_kv_cache(
-        key,
-        value,
-        slot_mapping,
-        staging_key,
-        staging_value,
-        staging_slots,
-        staging_metadata,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-    )
 
 
+@_operator
 def commit_staged_kv_cache(
     staging_key: Tensor,
     staging_value: Tensor,
@@ -139,12 +133,9 @@ def commit_staged_kv_cache(
         key_cache, value_cache: the layer's cache, of the staging's dtype.
         accepted_len: one int32 or int64 on the device, at most the staged count.
     """
-    load()
-    torch.ops._C_cache_ops.commit_staged_kv_cache(
-        staging_key, staging_value, staging_slots, staging_metadata, key_cache, value_cache, accepted_len
-    )
 
 
+@_operator
 def commit_draft_layer(
     key: Tensor,
     value: Tensor,
@@ -165,12 +156,9 @@ def commit_draft_layer(
         accepted_mask: bool [T], a prefix or any set of rows.
         kv_cache_dtype, k_scale, v_scale: see the module.
     """
-    load()
-    torch.ops._C_cache_ops.commit_draft_layer(
-        key, value, key_cache, value_cache, slot_mapping, accepted_mask, kv_cache_dtype, k_scale, v_scale
-    )
 
 
+@_operator
 def log_cache_slots(
     key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, log_key: Tensor, log_value: Tensor
 ) -> None:
@@ -181,10 +169,9 @@ def log_cache_slots(
         slot_mapping: int64 [T].
         log_key, log_value: [T', H, D] of the cache's dtype, T' >= T; rows of negative slots keep what they held.
     """
-    load()
-    torch.ops._C_cache_ops.log_cache_slots(key_cache, value_cache, slot_mapping, log_key, log_value)
 
 
+@_operator
 def restore_rejected_drafts(
     log_key: Tensor,
     log_value: Tensor,
@@ -193,55 +180,51 @@ def restore_rejected_drafts(
     key_cache: Tensor,
     value_cache: Tensor,
 ) -> None:
-    """Put the logged bytes of the rejected rows back into one layer's cache.
+    """Restore one layer's slots of rejected rows to the logged bytes.
 
     Args:
         log_key, log_value: as `log_cache_slots` left them.
         slot_mapping: int64 [T], as logged.
-        accepted_mask: bool [T]; rows where it is False are put back.
+        accepted_mask: bool [T]; rows where it is False are restored.
         key_cache, value_cache: the layer's cache.
     """
-    load()
-    torch.ops._C_cache_ops.restore_rejected_drafts(
-        log_key, log_value, slot_mapping, accepted_mask, key_cache, value_cache
-    )
 
 
+@_operator
 def open_window(
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     slot_mapping: Tensor,
     slots: Tensor,
+    num_drafts: Tensor,
     staging_rows: Tensor | None,
     page_slots: Tensor | None,
     counts: Tensor,
 ) -> None:
-    """Find on the device which rows of a batch a window holds, and where all of them are to be written.
+    """Find on the device which rows of a batch are drafts to hold, and where all rows are to be written.
 
-    Of a request with n logits and q rows a window holds the n - 1 drafts, the last rows of the query; where staging is
-    asked for (`staging_rows` is not None) only if the query is a verify query, one with ``1 < n == q``. The row before
-    the drafts, the token sampled last, is never held. A request with more drafts than W or q falls back: none is held,
-    and `counts` says so.
+    Of a request with n logits and q rows the n - 1 drafts are held, the last rows of the query; where staging is asked
+    for (`staging_rows` is not None) only if the query is a verify query, one with ``1 < n == q``. The row before the
+    drafts, the token sampled last, is never held. A request with more drafts than W or q falls back: none is held, and
+    `counts` says so.
 
     Args:
         query_start_loc: int32 [R + 1], first row of each query in the batch; may be longer, as vLLM pads it.
         cu_num_logits: int32 [R + 1], logits of the requests before each.
         slot_mapping: int64 [T].
-        slots: int64 [R', W], R' >= R, written whole: of each request the slots of the held rows, to the right; -1
-            before them, for a negative slot, and for requests from R on. Its row w of request r is row ``r * W + w``
-            of the mini-cache, and has ``W - 1 - w`` rows of its query behind it. W may be 0: then all fall back.
+        slots: int64 [R', W], R' >= R, written whole: ``slots[r, d]`` is the slot of draft d of request r, which is row
+            ``r * W + d`` of the mini-cache; -1 behind the drafts, for a negative slot, and for requests from R on. W
+            may be 0: then all fall back.
+        num_drafts: int32 [R'], written whole: the held drafts of each request.
         staging_rows: None, or int64 [T'], T' >= T, written whole: the mini-cache's row of each held row, else -1.
         page_slots: None, or int64 [T'], written whole: the slot of each row that is not held, else -1; -1 from
             ``query_start_loc[R]`` on. Goes with `staging_rows`; neither may be `slot_mapping` itself.
         counts: int64 [5], of which [2] is raised by the requests that hold rows, [3] by their drafts (n - 1 each) and
             [4] by the requests that fall back. See `restore_all_layers` for the others.
     """
-    load()
-    torch.ops._C_cache_ops.open_window(
-        query_start_loc, cu_num_logits, slot_mapping, slots, staging_rows, page_slots, counts
-    )
 
 
+@_operator
 def log_all_layers(
     pool: Tensor,
     layer_offsets: Tensor,
@@ -262,17 +245,16 @@ def log_all_layers(
         packing: None, or int32 [N, E] for caches whose slots are scattered over the N * C bytes of their (block, head)
             chunk, as vLLM's CPU caches are: element e of in-block offset n is element ``packing[n, e]`` of the chunk,
             in `pool` and in `rows` alike. Elements have C / E bytes. CPU only.
-        rows: uint8 [L, B, H, N, C], C the bytes of one slot and head (keys, then values); row ``m = r * W + w`` lies
+        rows: uint8 [L, B, H, N, C], C the bytes of one slot and head (keys, then values); row ``m = r * W + d`` lies
             in block ``m // N`` at offset ``m % N``, so that vLLM's own writer can fill it with m for a slot.
         logged: None, or for a log that outlives the step int64 [R', P], R' >= R, P a power of two, at least W, that
             divides N: of each row of the log the slot whose bytes it holds as the pages do, -1: none. Slot s of request
             r is then row ``r * P + s % P``, and is not copied where it is there already. The slots of a request must
             be of consecutive positions, so that no two of them share a row.
     """
-    load()
-    torch.ops._C_cache_ops.log_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, logged)
 
 
+@_operator
 def restore_all_layers(
     pool: Tensor,
     layer_offsets: Tensor,
@@ -280,6 +262,7 @@ def restore_all_layers(
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
+    num_drafts: Tensor,
     num_rejected: Tensor,
     kept: Tensor,
     counts: Tensor,
@@ -287,23 +270,22 @@ def restore_all_layers(
 ) -> None:
     """Copy the *rejected* rows from the mini-cache to their slots in all layers, in one launch.
 
-    Row w of request r is rejected where ``W - 1 - w < num_rejected[r]``: vLLM keeps the rows
-    ``[0, query_len - num_rejected)`` of a query, and advances `num_computed_tokens` by that many.
+    Draft d of request r is kept where ``d < num_drafts[r] - num_rejected[r]``: vLLM keeps the rows
+    ``[0, query_len - num_rejected)`` of a query, of which the drafts are the last, and advances `num_computed_tokens`
+    by that many.
 
     Args:
         pool, layer_offsets, cache_strides, slots, packing, rows: as in `log_all_layers`.
+        num_drafts: int32 [R], as `open_window` wrote it.
         num_rejected: int32 [R], as vLLM's runner has it.
         kept: int32 [R], set to each request's kept rows, of those that are there.
         counts: int64 [5], of which [0] is raised by the kept and [1] by the rejected rows: one count a row, whatever
             L, H or the launch. See `open_window` for the others.
         logged: as in `log_all_layers`; set to the slot of each rejected row, and to -1 for each kept one.
     """
-    load()
-    torch.ops._C_cache_ops.restore_all_layers(
-        pool, layer_offsets, cache_strides, slots, packing, rows, num_rejected, kept, counts, logged
-    )
 
 
+@_operator
 def commit_all_layers(
     pool: Tensor,
     layer_offsets: Tensor,
@@ -311,6 +293,7 @@ def commit_all_layers(
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
+    num_drafts: Tensor,
     num_rejected: Tensor,
     kept: Tensor,
     counts: Tensor,
@@ -319,12 +302,9 @@ def commit_all_layers(
 
     The arguments are those of `restore_all_layers` without `logged`, and so is the rule; this is its other half.
     """
-    load()
-    torch.ops._C_cache_ops.commit_all_layers(
-        pool, layer_offsets, cache_strides, slots, packing, rows, num_rejected, kept, counts
-    )
 
 
+@_operator
 def verify_attention(
     query: Tensor,
     kv_cache: Tensor,
@@ -358,21 +338,3 @@ def verify_attention(
         scale, softcap: of the scores; softcap 0 is none. sliding_window: 0 or the window in positions.
         kv_cache_dtype, k_scale, v_scale: how uint8 elements are read.
     """
-    load()
-    torch.ops._C_cache_ops.verify_attention(
-        query,
-        kv_cache,
-        staging,
-        output,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        window_start,
-        packing,
-        scale,
-        softcap,
-        sliding_window,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-    )

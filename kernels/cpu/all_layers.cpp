@@ -87,19 +87,19 @@ void copy_row_of_all_layers(const AllLayersArgs& a, int64_t m, bool into_pool) {
     for (int head = 0; head < a.pool.num_heads; ++head) copy_row(a, layer, m, head, into_pool);
 }
 
-void write_back(const AllLayersArgs& a, Fate wanted) {
+void write_back(const AllLayersArgs& a, RowDecision wanted) {
   const Window& w = a.window;
   check_slots(a);
   for (int request = 0; request < w.num_requests; ++request) {
     w.kept[request] = 0;
     for (int column = 0; column < w.width; ++column) {
       const int64_t m = int64_t{request} * w.width + column;
-      const Fate fate = w.of(w.slots[m], column, w.num_rejected[request]);
-      if (fate == Fate::kSkipped) continue;
-      w.counts[fate == Fate::kKept ? 0 : 1] += 1;
-      w.kept[request] += fate == Fate::kKept;
-      if (fate == wanted) copy_row_of_all_layers(a, m, true);
-      if (w.logged) w.logged[row_in_log(a, m)] = fate == Fate::kRejected ? w.slots[m] : -1;
+      const RowDecision row = w.decide(w.slots[m], column, w.num_drafts[request], w.num_rejected[request]);
+      if (row == RowDecision::kSkipped) continue;
+      w.counts[row == RowDecision::kKept ? 0 : 1] += 1;
+      w.kept[request] += row == RowDecision::kKept;
+      if (row == wanted) copy_row_of_all_layers(a, m, true);
+      if (w.logged) w.logged[row_in_log(a, m)] = row == RowDecision::kRejected ? w.slots[m] : -1;
     }
   }
 }
@@ -113,8 +113,8 @@ void log_all_layers(const AllLayersArgs& a) {
       copy_row_of_all_layers(a, m, false);
 }
 
-void restore_all_layers(const AllLayersArgs& a) { write_back(a, Fate::kRejected); }
+void restore_all_layers(const AllLayersArgs& a) { write_back(a, RowDecision::kRejected); }
 
-void commit_all_layers(const AllLayersArgs& a) { write_back(a, Fate::kKept); }
+void commit_all_layers(const AllLayersArgs& a) { write_back(a, RowDecision::kKept); }
 
 }  // namespace nwor::cpu

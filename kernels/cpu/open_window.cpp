@@ -23,8 +23,9 @@ void check_batch(const OpenArgs& a) {
 }
 
 void hold_rows(const OpenArgs& a, int request, const Hold& hold) {
-  for (int64_t behind = 0; behind < hold.held; ++behind) {
-    const int64_t token = hold.end - 1 - behind, row = int64_t{request} * a.width + a.width - 1 - behind;
+  a.num_drafts[request] = static_cast<int32_t>(hold.drafts);
+  for (int64_t draft = 0; draft < hold.drafts; ++draft) {
+    const int64_t token = hold.first + draft, row = int64_t{request} * a.width + draft;
     a.slots[row] = std::max<int64_t>(a.slot_mapping[token], -1);
     if (!a.staging_rows) continue;
     a.staging_rows[token] = row;
@@ -37,14 +38,15 @@ void hold_rows(const OpenArgs& a, int request, const Hold& hold) {
 void open_window(const OpenArgs& a) {
   check_batch(a);
   std::fill_n(a.slots, int64_t{a.max_requests} * a.width, -1);
+  std::fill_n(a.num_drafts, a.max_requests, 0);
   std::fill_n(a.staging_rows, a.max_tokens, -1);
   std::fill_n(a.page_slots, a.max_tokens, -1);
   if (a.page_slots) std::copy_n(a.slot_mapping, a.query_start_loc[a.num_requests], a.page_slots);
   for (int request = 0; request < a.num_requests; ++request) {
     const Hold hold = hold_of(a, request);
     hold_rows(a, request, hold);
-    a.counts[2] += hold.held > 0;
-    a.counts[3] += hold.held;
+    a.counts[2] += hold.drafts > 0;
+    a.counts[3] += hold.drafts;
     a.counts[4] += hold.falls_back;
   }
 }

@@ -203,8 +203,8 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const Tensor&
 STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
   m.def(
       "verify_attention(Tensor query, Tensor kv_cache, Tensor staging, Tensor(a!) output, Tensor query_start_loc, "
-      "Tensor seq_lens, Tensor block_table, Tensor window_start, Tensor packing, float scale, float softcap, "
-      "int sliding_window, str kv_cache_dtype, float k_scale, float v_scale) -> ()");
+      "Tensor seq_lens, Tensor block_table, Tensor window_start, Tensor packing, *, float scale, float softcap=0, "
+      "int sliding_window=0, str kv_cache_dtype='auto', float k_scale=1, float v_scale=1) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, m) { m.impl("verify_attention", TORCH_BOX(&verify_attention)); }

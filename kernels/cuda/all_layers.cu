@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Twins of kernels/cpu/all_layers.cpp in one launch each. Each row has thread blocks of its own, which ask for its slot
-// and its verdict at once and leave before they load a row that is not to move.
+// and what was decided of it at once and leave before they load a row that is not to move.
 //
 // With a handful of rows the time goes into waiting for memory, and for instructions that no cache holds: so every
 // layer has threads of its own, divisions are multiplications prepared by the host, and nothing is asked for twice.
@@ -64,16 +64,16 @@ __device__ void copy_unaligned_row(const Row<kApart>& to, const Row<kApart>& fro
 __device__ void count_rows(const Window& w, int warp, int warps) {
   const int lane = threadIdx.x % 32;
   for (int request = warp; request < w.num_requests; request += warps) {
-    const int32_t gone = w.num_rejected[request];
+    const int32_t drafts = w.num_drafts[request], rejected_drafts = w.num_rejected[request];
     int kept = 0, rejected = 0;
 #pragma unroll 1
     for (int first = 0; first < w.width; first += 32) {
       const int column = first + lane;
       const int64_t slot = column < w.width ? w.slots[int64_t{request} * w.width + column] : -1;
-      const Fate fate = w.of(slot, column, gone);
-      kept += __popc(__ballot_sync(~0u, fate == Fate::kKept));
-      rejected += __popc(__ballot_sync(~0u, fate == Fate::kRejected));
-      if (w.logged && slot >= 0) w.logged[w.row_of(0, request, slot)] = fate == Fate::kRejected ? slot : -1;
+      const RowDecision row = w.decide(slot, column, drafts, rejected_drafts);
+      kept += __popc(__ballot_sync(~0u, row == RowDecision::kKept));
+      rejected += __popc(__ballot_sync(~0u, row == RowDecision::kRejected));
+      if (w.logged && slot >= 0) w.logged[w.row_of(0, request, slot)] = row == RowDecision::kRejected ? slot : -1;
     }
     if (lane == 0) w.kept[request] = kept;
     const int found = lane == 0 ? kept : rejected;
@@ -85,7 +85,7 @@ __device__ void count_rows(const Window& w, int warp, int warps) {
 // blockDim: threads of a row, layers at once. gridDim: rows, layers, and when not logging one more to count.
 template <bool kLogging, bool kApart>
 __global__ void __launch_bounds__(kThreads, kBlocksEach)
-    move_rows(const __grid_constant__ AllLayersArgs a, const __grid_constant__ Plan plan, const Fate wanted) {
+    move_rows(const __grid_constant__ AllLayersArgs a, const __grid_constant__ Plan plan, const RowDecision wanted) {
   const Pool& p = a.pool;
   const Window& w = a.window;
   const int row = blockIdx.x, groups = kLogging ? gridDim.y : gridDim.y - 1;
@@ -95,12 +95,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach)
   }
   int layer = blockIdx.y * blockDim.y + threadIdx.y;
   if (layer >= p.num_layers) return;
-  // One condition on all three loads: a branch on the first would leave the others to wait for it.
+  // One condition on all four loads: a branch on the first would leave the others to wait for it.
   const int request = plan.width.of(row);
   const int64_t slot = w.slots[row];
-  const int32_t rejected = kLogging ? 0 : w.num_rejected[request];
+  const int32_t drafts = kLogging ? 0 : w.num_drafts[request], rejected = kLogging ? 0 : w.num_rejected[request];
   int64_t layer_offset = p.layer_offsets[layer];
-  const bool stays = !kLogging && w.rejects(row - request * w.width, rejected) != (wanted == Fate::kRejected);
+  const bool stays = !kLogging && w.keeps(row - request * w.width, drafts, rejected) != (wanted == RowDecision::kKept);
   if ((slot < 0) | (slot >= plan.end_slot) | (layer_offset < 0) | stays) return;
   const int place = static_cast<int>(w.row_of(row, request, slot));
   if (kLogging && w.logged && w.logged[place] == slot) return;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach)
 
 // As many threads a row as have their loads under way at once.
 template <bool kLogging>
-void launch(AllLayersArgs a, Fate wanted, void* stream, const char* name) {
+void launch(AllLayersArgs a, RowDecision wanted, void* stream, const char* name) {
   Pool& p = a.pool;
   const MiniCache& rows = a.rows;
   if (a.window.num_rows == 0) return;
@@ -143,8 +143,8 @@ void launch(AllLayersArgs a, Fate wanted, void* stream, const char* name) {
   while (block.x < kThreads && static_cast<int>(block.x * kInFlight * sizeof(uint4)) < plan.row_bytes) block.x *= 2;
   block.y = kThreads / block.x;
   const int64_t groups = (p.num_layers + block.y - 1) / block.y;
-  const int64_t turns = (groups * a.window.num_rows + kManyBlocks - 1) / kManyBlocks;
-  const dim3 grid(a.window.num_rows, (groups + turns - 1) / turns + (kLogging ? 0 : 1));
+  const int64_t layers_each = (groups * a.window.num_rows + kManyBlocks - 1) / kManyBlocks;
+  const dim3 grid(a.window.num_rows, (groups + layers_each - 1) / layers_each + (kLogging ? 0 : 1));
   const auto kernel = apart ? move_rows<kLogging, true> : move_rows<kLogging, false>;
   kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(a, plan, wanted);
   check_launch(name);
@@ -152,14 +152,14 @@ void launch(AllLayersArgs a, Fate wanted, void* stream, const char* name) {
 
 }  // namespace
 
-void log_all_layers(const AllLayersArgs& a, void* stream) { launch<true>(a, Fate::kKept, stream, "log_all_layers"); }
+void log_all_layers(const AllLayersArgs& a, void* stream) { launch<true>(a, RowDecision::kKept, stream, "log_all_layers"); }
 
 void restore_all_layers(const AllLayersArgs& a, void* stream) {
-  launch<false>(a, Fate::kRejected, stream, "restore_all_layers");
+  launch<false>(a, RowDecision::kRejected, stream, "restore_all_layers");
 }
 
 void commit_all_layers(const AllLayersArgs& a, void* stream) {
-  launch<false>(a, Fate::kKept, stream, "commit_all_layers");
+  launch<false>(a, RowDecision::kKept, stream, "commit_all_layers");
 }
 
 }  // namespace nwor::cuda

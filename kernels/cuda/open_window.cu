@@ -14,8 +14,7 @@ constexpr int kThreads = 256;
 __device__ int64_t slot_of(const OpenArgs& a, int request, int column) {
   if (request >= a.num_requests) return -1;
   const Hold hold = hold_of(a, request);
-  const int64_t behind = a.width - 1 - column;
-  return behind < hold.held ? max(a.slot_mapping[hold.end - 1 - behind], int64_t{-1}) : -1;
+  return column < hold.drafts ? max(a.slot_mapping[hold.first + column], int64_t{-1}) : -1;
 }
 
 // The request whose query `token` is in: the last one that starts no later.
@@ -36,9 +35,9 @@ __device__ void route(const OpenArgs& a, int64_t token) {
     page_slot = a.slot_mapping[token];
     const int request = request_of(a, token);
     const Hold hold = request < 0 ? Hold{} : hold_of(a, request);
-    const int64_t behind = hold.end - 1 - token;
-    if (0 <= behind && behind < hold.held) {
-      staging_row = int64_t{request} * a.width + a.width - 1 - behind;
+    const int64_t draft = token - hold.first;
+    if (0 <= draft && draft < hold.drafts) {
+      staging_row = int64_t{request} * a.width + draft;
       page_slot = -1;
     }
   }
@@ -46,12 +45,14 @@ __device__ void route(const OpenArgs& a, int64_t token) {
   a.page_slots[token] = page_slot;
 }
 
+// The drafts of each request, and of all of them.
 __device__ void count(const OpenArgs& a) {
   int windows = 0, drafts = 0, fallbacks = 0;
-  for (int request = threadIdx.x; request < a.num_requests; request += kThreads) {
-    const Hold hold = hold_of(a, request);
-    windows += hold.held > 0;
-    drafts += static_cast<int>(hold.held);
+  for (int request = threadIdx.x; request < a.max_requests; request += kThreads) {
+    const Hold hold = request < a.num_requests ? hold_of(a, request) : Hold{};
+    a.num_drafts[request] = static_cast<int32_t>(hold.drafts);
+    windows += hold.drafts > 0;
+    drafts += static_cast<int>(hold.drafts);
     fallbacks += hold.falls_back;
   }
   for (int lane = 16; lane; lane /= 2) {
@@ -63,7 +64,7 @@ __device__ void count(const OpenArgs& a) {
   if (lane < 3 && found) atomicAdd(reinterpret_cast<unsigned long long*>(a.counts + 2 + lane), found);
 }
 
-__global__ void __launch_bounds__(kThreads) open(const OpenArgs a, const Divisor width) {
+__global__ void __launch_bounds__(kThreads) open_window_kernel(const OpenArgs a, const Divisor width) {
   if (blockIdx.x == 0) return count(a);
   const int64_t index = int64_t{blockIdx.x - 1} * kThreads + threadIdx.x;
   if (index < int64_t{a.max_requests} * a.width) {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) open(const OpenArgs a, const Divisor
 void open_window(const OpenArgs& a, void* stream) {
   const int64_t threads = std::max(int64_t{a.max_requests} * a.width, a.max_tokens);
   const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads + 1);
-  open<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(std::max(a.width, 1)));
+  open_window_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a, Divisor(std::max(a.width, 1)));
   check_launch("open_window");
 }
 

@@ -32,7 +32,7 @@ def _make_update(original: Callable) -> Callable:
         self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         context = getattr(layer, "nwor", None)
-        if context is None or not context.manager.holding:
+        if context is None or not context.manager.intercepts_writes:
             return original(self, layer, key, value, kv_cache, slot_mapping)
 
         def write(cache: Tensor, slots: Tensor) -> None:
@@ -58,7 +58,7 @@ def _make_forward(original: Callable) -> Callable:
     ) -> Tensor:
         context = getattr(layer, "nwor", None)
         vanilla = (self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        if context is None or not context.manager.holding or attn_metadata is None:
+        if context is None or not context.manager.intercepts_writes or attn_metadata is None:
             return original(*vanilla)
         manager = context.manager
         tokens, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
@@ -70,7 +70,7 @@ def _make_forward(original: Callable) -> Callable:
         ops.verify_attention(
             query[:tokens],
             kv_cache,
-            manager.staged(context.index),
+            manager.staging_of(context.index),
             output[:tokens].view(query[:tokens].shape),
             starts,
             attn_metadata.seq_lens,

@@ -22,7 +22,6 @@ from nwor.attention.configs import HEAD_SIZES
 from nwor.vllm.patch import wrap, wrap_attention
 
 if TYPE_CHECKING:
-    from nwor.attention.verify import Workspace
     from nwor.manager import DraftCommitManager
 
 SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl", "RocmAiterUnifiedAttentionImpl")
@@ -86,14 +85,6 @@ def cannot_attend(layer: Any) -> str:
     return ""
 
 
-def workspace(manager: "DraftCommitManager", layer: Any) -> "Workspace":
-    """What the attention kernel keeps between its programs; one for all layers, which run after each other."""
-    from nwor.attention.verify import Workspace
-
-    requests = len(manager.slots)
-    return Workspace(requests, manager.max_query_len, layer.impl.num_heads, layer.impl.head_size, manager.slots.device)
-
-
 def _make_build(original: Callable) -> Callable:
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = original(self, common_prefix_len, common_attn_metadata, fast_build)
@@ -121,7 +112,7 @@ def _make_update(original: Callable) -> Callable:
         context = getattr(layer, "nwor", None)
         if context is not None and (metadata := attention_metadata(layer.layer_name)) is not None:
             manager = context.manager
-            if _served(manager) and _alone(manager, metadata):
+            if _serves(manager) and _serves_alone(manager, metadata):
                 return  # the attention kernel stores these rows
             slot_mapping = manager.page_slots[: slot_mapping.numel()]
         original(self, layer, key, value, kv_cache, slot_mapping)
@@ -129,21 +120,21 @@ def _make_update(original: Callable) -> Callable:
     return do_kv_cache_update
 
 
-def _served(manager: "DraftCommitManager") -> bool:
+def _serves(manager: "DraftCommitManager") -> bool:
     """Whether our kernel serves this batch: it has a window, or is captured for batches that will."""
-    return manager.is_open or manager.rehearsing
+    return manager.is_open or manager.is_dummy_or_capture
 
 
-def _alone(manager: "DraftCommitManager", metadata: Any) -> bool:
-    """Whether our kernel needs no writer and no attention of vLLM's before it.
+def _serves_alone(manager: "DraftCommitManager", metadata: Any) -> bool:
+    """Whether neither writer nor attention of vLLM's is needed before our kernel.
 
     It serves no query longer than a window, and stores rows while it attends, so that a query that reads a row of
     another would race with it. A graph for prefill and decodes alike is captured with small queries and replayed with
     any.
     """
-    if manager.rehearsing and manager.graphs_of_prefills:
+    if manager.is_dummy_or_capture and manager.graphs_of_prefills:
         return False
-    return metadata.max_query_len <= manager.max_query_len and not manager.stored_first
+    return metadata.max_query_len <= manager.max_query_len and not manager.writes_first
 
 
 def _make_forward(original: Callable) -> Callable:
@@ -166,9 +157,9 @@ def _make_forward(original: Callable) -> Callable:
         if context is None or attn_metadata is None:
             return original(*vanilla)
         manager = context.manager
-        if not _served(manager):
+        if not _serves(manager):
             return original(*vanilla)
-        if not _alone(manager, attn_metadata):
+        if not _serves_alone(manager, attn_metadata):
             original(*vanilla)
         verify_attention(
             query,
@@ -180,7 +171,7 @@ def _make_forward(original: Callable) -> Callable:
             seq_lens=attn_metadata.seq_lens,
             block_table=attn_metadata.block_table,
             page_slots=manager.page_slots,
-            staging=manager.staged(context.index),
+            staging=manager.staging_of(context.index),
             staging_rows=manager.staging_rows,
             max_query_len=manager.max_query_len,
             scale=self.scale,

@@ -2,9 +2,9 @@
 """Patch of the front end's statistics: ``vllm:nwor_*`` beside vLLM's own, for `/metrics` and `LLM.get_metrics`.
 
 Why: worker counts have no way into vLLM's metrics of their own.
-How: `carry` sends the output rank's cumulative counters along with the scheduler's statistics, if metrics are on. Where
-these arrive, before any of vLLM's loggers sees them, the counters are taken off again and become the increments of
-Prometheus counters and a gauge.
+How: the output rank's cumulative counters come along with the scheduler's statistics (`carrier`). Where these arrive,
+before any of vLLM's loggers sees them, the counters are taken off again and become the increments of Prometheus
+counters and a gauge.
 When it can go: when vLLM carries a plugin's worker metrics.
 """
 
@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from nwor.manager import Counters
+from nwor.counters import Counters
+from nwor.vllm.carrier import take_from_statistics
 from nwor.vllm.patch import wrap
-
-_PREFIX = "nwor:"
 
 HELP = {
     "windows": "Verify windows opened, one a request and step.",
@@ -71,32 +70,13 @@ def _make_record(original: Callable) -> Callable:
         self: Any, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int | None = None
     ) -> None:
         if scheduler_stats is not None:
-            counters = take(scheduler_stats.num_kv_fetch_reqs_by_stage)
+            counters = take_from_statistics(scheduler_stats)
             for logger in self.stat_loggers:
                 if hasattr(logger, "nwor_counters"):  # vLLM's Prometheus logger, or a kind of it
                     _observe(logger, counters, engine_idx or 0)
         original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
     return record
-
-
-def carry(outputs: dict[int, Any], counters: dict[str, int]) -> None:
-    """Put the counters on the step's scheduler statistics, in the one of their fields that is an open dict.
-
-    Statistics cross to the front end as a fixed schema; `take` removes the extra keys there.
-    """
-    for output in outputs.values():
-        if output.scheduler_stats is not None:
-            output.scheduler_stats.num_kv_fetch_reqs_by_stage.update(
-                {_PREFIX + name: value for name, value in counters.items()}
-            )
-            return
-
-
-def take(carried: dict[str, int]) -> dict[str, int]:
-    """Remove our keys from the carrying dict and return them without their prefix."""
-    names = [name for name in carried if name.startswith(_PREFIX)]
-    return {name.removeprefix(_PREFIX): carried.pop(name) for name in names}
 
 
 def _observe(logger: Any, counters: dict[str, int], engine: int) -> None:
@@ -106,7 +86,7 @@ def _observe(logger: Any, counters: dict[str, int], engine: int) -> None:
     for name, value in counters.items():
         if (
             value > last[name]
-        ):  # a count that fell is a fault the scheduler's check reports; a server must not die of it
+        ):  # one that fell is a fault that the scheduler's check reports: a server must not die of it
             logger.nwor_counters[name].labels(*labels).inc(value - last[name])
             last[name] = value
     if last["staged_tokens"]:

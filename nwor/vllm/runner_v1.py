@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 
 from nwor.settings import Settings
+from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
+from nwor.vllm.carrier import add_to_output
+from nwor.vllm.context import context_of, manager_of
+from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import (
-    attach,
-    drafts_alone,
-    make_initialize,
-    make_load,
-    reads_rows_of_this_step,
-)
 
 
 def install(settings: Settings) -> None:
@@ -90,10 +87,12 @@ def install(settings: Settings) -> None:
 def _make_prepare(original: Callable) -> Callable:
     def _prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = original(self, scheduler_output, num_scheduled_tokens)
-        metadata = self.nwor_metadata = result[1]
-        drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
-        self.nwor_requests = self.input_batch.req_ids if drafts_alone(num_scheduled_tokens, drafts) else ()
-        self.nwor_stored_first = reads_rows_of_this_step(self.nwor, scheduler_output)
+        context = context_of(self)
+        context.metadata = metadata = result[1]
+        num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
+        context.requests = list(self.input_batch.req_ids)
+        context.drafts_alone = has_drafts_alone(num_scheduled_tokens, num_drafts)
+        context.writes_first = reads_rows_of_this_step(context.manager, scheduler_output)
         return result
 
     return _prepare_inputs
@@ -101,7 +100,7 @@ def _make_prepare(original: Callable) -> Callable:
 
 def _make_batch(original: Callable) -> Callable:
     def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "nwor_stored_first", False):
+        if context_of(self).writes_first:
             kwargs["force_eager"] = True  # a graph of decodes stores rows while it attends
         return original(self, *args, **kwargs)
 
@@ -110,20 +109,19 @@ def _make_batch(original: Callable) -> Callable:
 
 def _make_forward(original: Callable) -> Callable:
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        manager, metadata = self.nwor, self.nwor_metadata
+        context = context_of(self)
+        manager, metadata = context.manager, context.metadata
+        writes_first, context.writes_first = context.writes_first, False
         if manager is None:
             return original(self, *args, **kwargs)
+        slot_mapping = self.input_batch.block_table[context.group].slot_mapping.gpu
         if metadata is None:
-            self.nwor_stored_first = False
-            manager.clear(target_slot_mapping(self))
+            manager.hold_nothing(slot_mapping)
             return original(self, *args, **kwargs)
-        num_reqs = self.input_batch.num_reqs
-        query_start_loc = self.query_start_loc.gpu[: num_reqs + 1]
+        query_start_loc = self.query_start_loc.gpu[: self.input_batch.num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-        stored_first, self.nwor_stored_first = self.nwor_stored_first, False
-        manager.begin(
-            query_start_loc, cu_num_logits, target_slot_mapping(self), self.nwor_requests, stored_first=stored_first
-        )
+        requests = context.requests if context.drafts_alone else ()
+        manager.begin(query_start_loc, cu_num_logits, slot_mapping, requests, writes_first)
         try:
             return original(self, *args, **kwargs)
         except BaseException:
@@ -135,39 +133,34 @@ def _make_forward(original: Callable) -> Callable:
 
 def _make_dummy(original: Callable) -> Callable:
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (manager := getattr(self, "nwor", None)) is not None:
-            manager.clear()  # a replayed graph must not write where the last real step did
+        if (manager := manager_of(self)) is not None:
+            manager.hold_nothing()  # a replayed graph must not write where the last real step did
         return original(self, *args, **kwargs)
 
     return _dummy_run
 
 
-def target_slot_mapping(runner: Any) -> Tensor:
-    """The persistent int64 slot mapping of the cache group that holds the target layers."""
-    return runner.input_batch.block_table[runner.nwor_group].slot_mapping.gpu
-
-
 def _make_sample(original: Callable) -> Callable:
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
-        manager = self.nwor
-        self.nwor_receipt = None
+        context = context_of(self)
+        manager, context.counts = context.manager, None
         if manager is None or not manager.is_open:
             return original(self, logits, spec_decode_metadata)
         try:
             output = original(self, logits, spec_decode_metadata)
-            manager.commit(rejected(output.sampled_token_ids, spec_decode_metadata.cu_num_draft_tokens))
+            manager.commit(count_rejected(output.sampled_token_ids, spec_decode_metadata.cu_num_draft_tokens))
         except BaseException:
             manager.cancel()
             raise
-        if self.nwor_receipts:
+        if context.copies_counts:
             stream = self._get_or_create_async_output_copy_stream() if self.device.type == "cuda" else None
-            self.nwor_receipt = manager.receipt(stream), list(self.input_batch.req_ids)
+            context.counts = manager.counters.copy(stream)
         return output
 
     return _sample
 
 
-def rejected(sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> Tensor:
+def count_rejected(sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> Tensor:
     """Rejected drafts of each request.
 
     Args:
@@ -185,9 +178,9 @@ def rejected(sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> Tensor:
 def _make_sample_tokens(original: Callable) -> Callable:
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         output = original(self, grammar_output)
-        if self.nwor is not None and self.nwor_receipt is not None:
-            attach(output, *self.nwor_receipt)
-            self.nwor_receipt = None
+        context = context_of(self)
+        add_to_output(output, context.counts, context.requests)
+        context.counts = None
         return output
 
     return sample_tokens

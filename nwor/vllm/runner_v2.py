@@ -16,8 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from nwor.settings import Settings
+from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
+from nwor.vllm.carrier import add_to_output
+from nwor.vllm.context import context_of, manager_of
+from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
-from nwor.vllm.runner import attach, drafts_alone, make_initialize, make_load, reads_rows_of_this_step
 
 
 def install(settings: Settings) -> None:
@@ -63,9 +66,10 @@ def install(settings: Settings) -> None:
 def _make_gather(original: Callable) -> Callable:
     def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
         state, uniform = original(self, scheduler_output, dummy_run)
-        self.nwor_stored_first = not dummy_run and reads_rows_of_this_step(self.nwor, scheduler_output)
+        context = context_of(self)
+        context.writes_first = not dummy_run and reads_rows_of_this_step(context.manager, scheduler_output)
         # A graph of decodes stores rows while it attends, and is replayed where all queries are of one length.
-        return state, None if self.nwor_stored_first else uniform
+        return state, None if context.writes_first else uniform
 
     return gather_batch_req_state
 
@@ -73,18 +77,20 @@ def _make_gather(original: Callable) -> Callable:
 def _make_prepare(original: Callable) -> Callable:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         block_tables, slot_mappings = original(self, input_batch)
-        if (manager := self.nwor) is not None:
-            slot_mapping = slot_mappings[self.nwor_group]
-            if drafts := input_batch.num_draft_tokens:
+        context = context_of(self)
+        if (manager := context.manager) is not None:
+            slot_mapping, context.requests = slot_mappings[context.group], input_batch.req_ids
+            if num_drafts := input_batch.num_draft_tokens:
+                drafts_alone = has_drafts_alone(input_batch.num_scheduled_tokens, num_drafts)
                 manager.begin(
                     input_batch.query_start_loc,
                     input_batch.cu_num_logits,
                     slot_mapping,
-                    input_batch.req_ids if drafts_alone(input_batch.num_scheduled_tokens, drafts) else (),
-                    self.nwor_stored_first,
+                    context.requests if drafts_alone else (),
+                    context.writes_first,
                 )
             else:
-                manager.clear(slot_mapping)
+                manager.hold_nothing(slot_mapping)
         return block_tables, slot_mappings
 
     return prepare_attn
@@ -92,8 +98,8 @@ def _make_prepare(original: Callable) -> Callable:
 
 def _make_dummy(original: Callable) -> Callable:
     def prepare_dummy_attn(self: Any, input_batch: Any, valid_state_slots: bool = False) -> Any:
-        if self.nwor is not None:
-            self.nwor.clear()
+        if (manager := manager_of(self)) is not None:
+            manager.hold_nothing()
         return original(self, input_batch, valid_state_slots)
 
     return prepare_dummy_attn
@@ -101,8 +107,8 @@ def _make_dummy(original: Callable) -> Callable:
 
 def _make_capture(original: Callable) -> Callable:
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.nwor is not None:
-            self.nwor.clear()  # vLLM warms up with real steps before
+        if (manager := manager_of(self)) is not None:
+            manager.hold_nothing()  # vLLM warms up with real steps before
         return original(self, *args, **kwargs)
 
     return capture_model
@@ -113,8 +119,8 @@ def _make_execute(original: Callable) -> Callable:
         try:
             return original(self, *args, **kwargs)
         except BaseException:
-            if getattr(self, "nwor", None) is not None:
-                self.nwor.cancel()
+            if (manager := manager_of(self)) is not None:
+                manager.cancel()
             raise
 
     return execute_model
@@ -129,10 +135,11 @@ def _make_postprocess(original: Callable) -> Callable:
         num_rejected: Tensor,
         query_start_loc: Tensor | None = None,
     ) -> None:
-        if (manager := self.nwor) is not None and manager.is_open:
+        context = context_of(self)
+        if (manager := context.manager) is not None and manager.is_open:
             manager.commit(num_rejected)
-            if self.nwor_receipts:
-                self.nwor_receipt = manager.receipt(self.output_copy_stream)
+            if context.copies_counts:
+                context.counts = manager.counters.copy(self.output_copy_stream)
         original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
 
     return postprocess_sampled
@@ -140,7 +147,8 @@ def _make_postprocess(original: Callable) -> Callable:
 
 def _make_sample_tokens(original: Callable) -> Callable:
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        manager, state = self.nwor, self.execute_model_state
+        context = context_of(self)
+        manager = context.manager
         if manager is None or not manager.is_open:
             return original(self, grammar_output)
         try:
@@ -148,8 +156,8 @@ def _make_sample_tokens(original: Callable) -> Callable:
         except BaseException:
             manager.cancel()
             raise
-        attach(output, self.nwor_receipt, state.input_batch.req_ids)
-        self.nwor_receipt = None
+        add_to_output(output, context.counts, context.requests)
+        context.counts = None
         return output
 
     return sample_tokens

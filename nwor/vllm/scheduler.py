@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nwor.settings import Settings
-from nwor.vllm import metrics
+from nwor.vllm.carrier import add_to_statistics, take_from_output
 from nwor.vllm.patch import wrap
 from nwor.vllm.worker import status
 
@@ -86,9 +86,8 @@ def _make_update(original: Callable, strict: bool, emit: bool) -> Callable:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.nwor_accepted = {}
         outputs = original(self, scheduler_output, model_runner_output)
-        committed = getattr(model_runner_output, "nwor_committed", None)
-        if committed is not None:
-            counters = dict(model_runner_output.nwor_counters)
+        if (carried := take_from_output(model_runner_output)) is not None:
+            counters, committed = carried
             steps, mismatches = getattr(self, "nwor_checked", (0, 0))
             wrong = {
                 request: (committed.get(request), accepted)
@@ -100,7 +99,7 @@ def _make_update(original: Callable, strict: bool, emit: bool) -> Callable:
             if wrong and strict:
                 raise AssertionError(f"committed and accepted drafts differ, by request: {wrong}")
             if emit:
-                metrics.carry(outputs, counters)
+                add_to_statistics(outputs, counters)
         return outputs
 
     return update_from_output

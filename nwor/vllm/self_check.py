@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
+from nwor.layout import CacheLayout
+from nwor.manager import DraftCommitManager
+from nwor.vllm.context import LayerContext
 
 # Relative error over all outputs: ten times that of sums in another order, a tenth of that of a row unseen.
 _TOLERANCE = {torch.float32: 1e-4}
@@ -23,13 +25,12 @@ _LARGEST_BATCH = 64  # larger ones are run as it is, and would take scratch that
 _QUANTISED = 0.3  # of a row in fp8 beside what was to be written
 
 
-def failure(manager: DraftCommitManager, layers: Sequence[Any], max_drafts: int) -> str:
+def failure(manager: DraftCommitManager, layers: Sequence[Any]) -> str:
     """Why a small window does not come out right here, or an empty string.
 
     Args:
         manager: of the mode that is to serve; its scratch, if any, is used, and no page of its cache is touched.
         layers: vLLM's attention layers that it is to serve, hooks installed, none of them going through a manager.
-        max_drafts: of a request.
 
     Raises:
         torch.cuda.OutOfMemoryError: there is no room for a window.
@@ -37,7 +38,7 @@ def failure(manager: DraftCommitManager, layers: Sequence[Any], max_drafts: int)
     checked = _one_of_each_shape(layers) if manager.mode == "stage" else layers[:2]
     try:
         for requests in _batches(len(manager.slots), manager.slots.is_cuda and manager.mode == "stage"):
-            window = _Window(manager, checked, max_drafts, requests)
+            window = _Window(manager, checked, requests)
             if wrong := window.wrong():
                 return f"the check at start-up failed, {wrong} of {requests} requests"
     except torch.cuda.OutOfMemoryError:
@@ -76,8 +77,8 @@ def _batches(most: int, all_kernels: bool) -> Iterator[int]:
 class _Window:
     """A batch of verify windows over scratch pages: every other request has one draft, the others `max_drafts`."""
 
-    def __init__(self, manager: DraftCommitManager, layers: Sequence[Any], max_drafts: int, requests: int) -> None:
-        layout = manager.layout
+    def __init__(self, manager: DraftCommitManager, layers: Sequence[Any], requests: int) -> None:
+        layout, max_drafts = manager.layout, manager.max_drafts
         n, device = layout.block_size, layout.pool.device
         tails = [max_drafts + 1 if request % 2 == 0 else 2 for request in range(requests)]
         self.prefixes = [n + 5 if request % 2 == 0 else 3 for request in range(requests)]
@@ -87,7 +88,7 @@ class _Window:
         blocks = -(-(n + 5 + max_drafts + 1) // n)
         # A block more than there are requests for: where nothing may be read, it is NaN in every dtype.
         self.pages = some.new_rows((requests * blocks + 1) * n).fill_(0xFF)
-        self.layout = CacheLayout.of(self._caches(self.pages), layout.packing)
+        self.layout = CacheLayout.from_kv_caches(self._caches(self.pages), layout.packing)
         order = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(0))
         self.block_table = order.view(requests, blocks).to(device, torch.int32)
         self.slots = [
@@ -96,8 +97,9 @@ class _Window:
             ].to(device)
             for request, (prefix, tail) in enumerate(zip(self.prefixes, tails, strict=True))
         ]
-        self.manager = DraftCommitManager(self.layout, manager.mode, requests, max_drafts, sum(tails))
-        self.manager.attention = manager.attention
+        self.manager = DraftCommitManager(
+            self.layout, manager.mode, requests, max_drafts, sum(tails), attention=manager.attention
+        )
         generator = torch.Generator().manual_seed(0)
         if manager.mode == "stage":
             self.rows = [self._random_rows(layer, generator) for layer in layers]

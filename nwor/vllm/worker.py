@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nwor.settings import Settings
+from nwor.vllm.context import context_of, manager_of
 from nwor.vllm.patch import wrap, wrapped
 
 
@@ -62,8 +63,8 @@ def _reset_after_warm_up() -> None:
     def make(original: Callable) -> Callable:
         def compile_or_warm_up_model(self: Any) -> Any:
             result = original(self)
-            if (manager := getattr(self.model_runner, "nwor", None)) is not None:
-                manager.reset_counters()  # the V2 runner's warm-up runs real steps
+            if (manager := manager_of(self.model_runner)) is not None:
+                manager.counters.reset()  # the V2 runner's warm-up runs real steps
             return result
 
         return compile_or_warm_up_model
@@ -74,17 +75,17 @@ def _reset_after_warm_up() -> None:
 def status(worker: Any) -> dict[str, Any]:
     """This worker's `Status` as a dict; sent to every rank through vLLM's ``collective_rpc``."""
     settings = Settings.from_env()
-    runner = worker.model_runner
-    manager = getattr(runner, "nwor", None)
+    context = context_of(worker.model_runner)
+    manager = context.manager
     serving = "off" if manager is None else manager.mode
     return asdict(
         Status(
             rank=worker.rank,
             mode=settings.mode,
             serving=serving,
-            reason=getattr(runner, "nwor_reason", ""),
+            reason=context.reason,
             target_layers=0 if manager is None else manager.layout.num_layers,
             hooks=wrapped(),
-            counters={} if manager is None else asdict(manager.read_counters()),
+            counters={} if manager is None else asdict(manager.counters.read()),
         )
     )

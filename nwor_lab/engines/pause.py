@@ -13,7 +13,7 @@ When it can go: when vLLM can switch a hook off.
 from typing import Any
 
 from nwor.manager import DraftCommitManager
-from nwor.vllm.runner import serve_by
+from nwor.vllm.context import manager_of, set_active_manager
 
 
 def pause(worker: Any) -> None:
@@ -28,7 +28,7 @@ def pause(worker: Any) -> None:
             _capture_vanilla(runner)
         _replay(runner, "off")
     runner.nwor_paused = manager
-    serve_by(runner, None)
+    set_active_manager(runner, None)
 
 
 def resume(worker: Any) -> None:
@@ -41,9 +41,9 @@ def resume(worker: Any) -> None:
     manager = getattr(runner, "nwor_paused", None)
     if manager is None:
         raise RuntimeError("no mode is paused here")
-    manager.clear()
+    manager.hold_nothing()
     runner.nwor_paused = None
-    serve_by(runner, manager)
+    set_active_manager(runner, manager)
     if _hold(manager):
         _replay(runner, manager.mode)
 
@@ -64,7 +64,7 @@ def capture_anew(worker: Any) -> None:
 
 def _serving(worker: Any) -> DraftCommitManager:
     """The manager of a mode that may be paused now."""
-    manager = getattr(worker.model_runner, "nwor", None)
+    manager = manager_of(worker.model_runner)
     if manager is None:
         raise RuntimeError("no mode serves here, or it is paused already")
     if manager.is_open:
@@ -78,7 +78,7 @@ def _serving(worker: Any) -> DraftCommitManager:
 
 def _hold(manager: DraftCommitManager) -> bool:
     """Whether FULL graphs hold the mode: all that ``cow`` launches comes before and after them."""
-    return manager.mode == "stage" and manager.replayed
+    return manager.mode == "stage" and manager.uses_full_cudagraphs
 
 
 def _graphs(runner: Any) -> dict[str, Any]:
@@ -104,11 +104,12 @@ def _capture(runner: Any, mode: str) -> None:
 
 def _capture_vanilla(runner: Any) -> None:
     """Capture vLLM's own set beside that of the mode, just captured, which is replayed again."""
-    manager = runner.nwor
+    manager = manager_of(runner)
+    assert manager is not None
     _graphs(runner)[manager.mode] = runner.cudagraph_manager.graphs
-    serve_by(runner, None)
+    set_active_manager(runner, None)
     try:
         _capture(runner, "off")
     finally:
-        serve_by(runner, manager)
+        set_active_manager(runner, manager)
         _replay(runner, manager.mode)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators against plain Python over drawn inputs, with faults planted to see that the comparison would notice.
+"""The operators against plain Python over drawn inputs, with faults injected to see that the comparison would notice.
 
 What `notebooks/02_kernel_correctness.ipynb` shows; the full grid is in `tests/kernels/test_ops*.py`.
 """
@@ -106,13 +106,13 @@ def draw_all_layers(device: str, rng: random.Random, seed: int) -> Iterator[Case
     heads, block_size, slot_bytes = rng.choice(((2, 16, 16), (4, 4, 32), (1, 8, 64)))
     element_size = rng.choice((1, 2, 4)) if packed else 0
     pool = Pool(order, rng.randint(1, 4), 4, heads, block_size, slot_bytes, device, element_size, mini_blocks=4)
-    queries = [rng.randint(1, 4) for _ in range(3)]
-    rejected = [rng.randint(0, rows) for rows in queries]
-    slots, *verdict = make_window(queries, rejected, 4 * block_size, device, seed)
+    num_drafts = [rng.randint(1, 4) for _ in range(3)]
+    num_rejected = [rng.randint(0, drafts) for drafts in num_drafts]
+    slots, *decisions = make_window(num_drafts, num_rejected, 4 * block_size, device, seed)
     layout, cache = order + (", packed" if packed else ""), "raw bytes"
     yield Case("log_all_layers", layout, cache, pool.arguments(slots))
-    yield Case("restore_all_layers", layout, cache, (*pool.arguments(slots), *verdict, pool.counts))
-    yield Case("commit_all_layers", layout, cache, (*pool.arguments(slots), *verdict, pool.counts))
+    yield Case("restore_all_layers", layout, cache, (*pool.arguments(slots), *decisions, pool.counts))
+    yield Case("commit_all_layers", layout, cache, (*pool.arguments(slots), *decisions, pool.counts))
     yield draw_open_window(device, rng, seed, pool.counts)
 
 
@@ -121,10 +121,10 @@ def draw_open_window(device: str, rng: random.Random, seed: int, counts: Tensor)
     queries = [rng.randint(0, 6) for _ in range(rng.randint(1, 8))]
     num_logits = [rng.choice((0, 1, rows, rows, rng.randint(0, 7))) for rows in queries]
     batch = make_batch(queries, num_logits, 64, device, seed)
-    slots, staging_rows, page_slots = make_targets(len(queries) + rng.randint(0, 2), 4, batch[2].numel() + 2, device)
+    targets = make_targets(len(queries) + rng.randint(0, 2), 4, batch[2].numel() + 2, device)
     if rng.random() < 0.5:
-        return Case("open_window", "stage", "", (*batch, slots, staging_rows, page_slots, counts))
-    return Case("open_window", "cow", "", (*batch, slots, None, None, counts))
+        return Case("open_window", "stage", "", (*batch, *targets, counts))
+    return Case("open_window", "cow", "", (*batch, *targets[:2], None, None, counts))
 
 
 def devices(device: str = "") -> list[str]:
@@ -174,7 +174,7 @@ def compare(device: str, cases: int, seed: int) -> pd.DataFrame:
     return rows
 
 
-# -- planted faults ----------------------------------------------------------------------------------------------------
+# -- injected faults ---------------------------------------------------------------------------------------------------
 
 Fault = tuple[str, str, Callable[[list[Any]], list[Any]]]
 
@@ -197,14 +197,14 @@ FAULTS: tuple[Fault, ...] = (
         "restore_all_layers",
         lambda args: [*args[:1], args[1][:1], *args[2:5], args[5][:1], *args[6:]],
     ),
-    ("bonus row taken for a draft", "commit_all_layers", swap(6, lambda rejected: rejected + 1)),
-    ("another request's verdict", "commit_all_layers", swap(6, lambda rejected: rejected.flip(0))),
+    ("bonus row taken for a draft", "commit_all_layers", swap(7, lambda rejected: rejected + 1)),
+    ("another request's rejections", "commit_all_layers", swap(7, lambda rejected: rejected.flip(0))),
     ("prefill rows taken for drafts", "open_window", swap(1, lambda logits: logits + logits.new_tensor([0, 0, 0, 3]))),
     ("slots of the step before", "open_window", swap(2, lambda slots: slots.roll(1))),
 )
 
 
-def planted_faults(device: str) -> pd.DataFrame:
+def injected_faults(device: str) -> pd.DataFrame:
     """Give each operator an argument that amounts to a known fault. Tidy rows: bytes that then differ, by fault."""
     found = []
     for fault, operator, change in FAULTS:
@@ -224,9 +224,9 @@ def fixed_call(operator: str, device: str) -> tuple[Any, ...]:
     staging[2].copy_(slots)
     staging[3][0] = 4
     pool = Pool("LBHN", 2, 4, 2, 4, 16, device)
-    rows = torch.tensor([[6, 1, 11], [-1, -1, 4]], device=device)
-    rejected = torch.tensor([2, 0], dtype=torch.int32, device=device)
-    verdict = (rejected, torch.zeros_like(rejected), pool.counts)
+    rows = torch.tensor([[6, 1, 11], [4, -1, -1]], device=device)
+    num_drafts, num_rejected = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32, device=device)
+    decisions = (num_drafts, num_rejected, torch.zeros_like(num_rejected), pool.counts)
     batch = make_batch([3, 2, 4], [3, 1, 1], 64, device)  # a verify step, a decode after it, a prefill
     targets = make_targets(3, 4, batch[2].numel(), device)
     calls: dict[str, tuple[Any, ...]] = {
@@ -235,8 +235,8 @@ def fixed_call(operator: str, device: str) -> tuple[Any, ...]:
         "log_cache_slots": (*caches, slots, *staging[:2]),
         "restore_rejected_drafts": (*staging[:2], slots, mask, *caches),
         "open_window": (*batch, *targets, pool.counts),
-        "restore_all_layers": (*pool.arguments(rows), *verdict),
-        "commit_all_layers": (*pool.arguments(rows), *verdict),
+        "restore_all_layers": (*pool.arguments(rows), *decisions),
+        "commit_all_layers": (*pool.arguments(rows), *decisions),
     }
     return calls[operator]
 

@@ -143,19 +143,18 @@ class Pool:
 
 
 def make_window(
-    queries: Sequence[int], num_rejected: Sequence[int], num_slots: int, device: str, seed: int = 5, width: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """slots, num_rejected and kept of requests with `queries` held rows each, poison in kept.
+    num_drafts: Sequence[int], num_rejected: Sequence[int], num_slots: int, device: str, seed: int = 5, width: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """slots, num_drafts, num_rejected and kept of a window, poison in kept.
 
-    The slots are different ones in no order, some of them -1, to the right of a window `width` rows wide (0: as wide
-    as the longest query).
+    The slots are different ones in no order, some of them -1, in rows `width` wide (0: as wide as the most drafts).
     """
-    drawn = make_slots(sum(queries) + 1, num_slots, "cpu", seed).tolist()
-    slots = torch.full((len(queries), width or max(queries)), -1)
-    for request, rows in enumerate(queries):
-        slots[request, slots.shape[1] - rows :] = torch.tensor([drawn.pop(0) for _ in range(rows)])
-    rejected = torch.tensor(num_rejected, dtype=torch.int32)
-    return slots.to(device), rejected.to(device), poison((len(queries),), torch.int32, device, 10)
+    drawn = make_slots(sum(num_drafts) + 1, num_slots, "cpu", seed).tolist()
+    slots = torch.full((len(num_drafts), width or max(num_drafts)), -1)
+    for request, drafts in enumerate(num_drafts):
+        slots[request, :drafts] = torch.tensor([drawn.pop(0) for _ in range(drafts)])
+    counted, rejected = (torch.tensor(numbers, dtype=torch.int32).to(device) for numbers in (num_drafts, num_rejected))
+    return slots.to(device), counted, rejected, poison((len(num_drafts),), torch.int32, device, 10)
 
 
 def make_batch(
@@ -171,8 +170,9 @@ def make_batch(
     return torch.cat([starts, starts[-1:]]).to(device), logits.to(device), slot_mapping.to(device)
 
 
-def make_targets(requests: int, width: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Poisoned slots [requests, width], staging_rows and page_slots [tokens] for `open_window`."""
-    shapes = ((requests, width), (tokens,), (tokens,))
-    slots, staging_rows, page_slots = (poison(shape, torch.int64, device, 14) for shape in shapes)
-    return slots, staging_rows, page_slots
+def make_targets(requests: int, width: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Poisoned slots [requests, width], num_drafts [requests], staging_rows and page_slots [tokens]."""
+    slots, staging_rows, page_slots = (
+        poison(shape, torch.int64, device, 14) for shape in ((requests, width), (tokens,), (tokens,))
+    )
+    return slots, poison((requests,), torch.int32, device, 15), staging_rows, page_slots

@@ -239,6 +239,7 @@ def open_window(
     cu_num_logits: Tensor,
     slot_mapping: Tensor,
     slots: Tensor,
+    num_drafts: Tensor,
     staging_rows: Tensor | None,
     page_slots: Tensor | None,
     counts: Tensor,
@@ -247,6 +248,7 @@ def open_window(
     starts, logits, width = query_start_loc.tolist(), cu_num_logits.tolist(), slots.shape[1]
     batch = slot_mapping.tolist()[: starts[len(logits) - 1]]
     slots.fill_(-1)
+    num_drafts.zero_()
     if staging_rows is not None and page_slots is not None:
         staging_rows.fill_(-1)
         page_slots.fill_(-1)
@@ -256,16 +258,17 @@ def open_window(
         n = logits[request + 1] - logits[request]
         if n <= 1 or (staging_rows is not None and n != len(tokens)):
             continue
-        held = n - 1
-        if held > min(width, len(tokens)):
+        drafts = n - 1
+        if drafts > min(width, len(tokens)):
             counts[4] += 1
             continue
+        num_drafts[request] = drafts
         counts[2] += 1
-        counts[3] += held
-        for column, token in zip(range(width - held, width), tokens[len(tokens) - held :], strict=True):
-            slots[request, column] = max(batch[token], -1)
+        counts[3] += drafts
+        for draft, token in enumerate(tokens[len(tokens) - drafts :]):
+            slots[request, draft] = max(batch[token], -1)
             if staging_rows is not None and page_slots is not None:
-                staging_rows[token], page_slots[token] = request * width + column, -1
+                staging_rows[token], page_slots[token] = request * width + draft, -1
 
 
 def log_all_layers(
@@ -285,14 +288,14 @@ def log_all_layers(
     move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, logged, chosen, into_pool=False)
 
 
-def split_rows(slots: Tensor, num_rejected: Tensor) -> list[tuple[list[int], list[int]]]:
+def split_rows(slots: Tensor, num_drafts: Tensor, num_rejected: Tensor) -> list[tuple[list[int], list[int]]]:
     """The kept and the rejected rows of each request."""
     width = slots.shape[1]
     found = []
-    for request, rejected in enumerate(num_rejected.tolist()):
-        there = [w for w in range(width) if slots[request, w] >= 0]
-        kept = [request * width + w for w in there if width - 1 - w >= rejected]
-        found.append((kept, [request * width + w for w in there if width - 1 - w < rejected]))
+    for request, drafts_kept in enumerate((num_drafts - num_rejected).tolist()):
+        drafts = [draft for draft in range(width) if slots[request, draft] >= 0]
+        kept = [request * width + draft for draft in drafts if draft < drafts_kept]
+        found.append((kept, [request * width + draft for draft in drafts if draft >= drafts_kept]))
     return found
 
 
@@ -304,18 +307,19 @@ def write_back(
     slots: Tensor,
     packing: Tensor | None,
     rows: Tensor,
+    num_drafts: Tensor,
     num_rejected: Tensor,
     kept: Tensor,
     counts: Tensor,
     logged: Tensor | None = None,
 ) -> None:
     """Move the kept rows (`wanted` 0) or the rejected ones (1) into the pool, and count both."""
-    for request, split in enumerate(split_rows(slots, num_rejected)):
+    for request, split in enumerate(split_rows(slots, num_drafts, num_rejected)):
         move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, logged, split[wanted], into_pool=True)
         if logged is not None:
-            for fate, held in enumerate(split):
+            for rejected, held in enumerate(split):
                 for slot in slots.flatten()[held].tolist():
-                    logged[request, slot % logged.shape[1]] = slot if fate else -1
+                    logged[request, slot % logged.shape[1]] = slot if rejected else -1
         kept[request] = len(split[0])
         counts[:2] += torch.tensor([len(split[0]), len(split[1])])
 

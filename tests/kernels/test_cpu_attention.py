@@ -18,8 +18,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata, _get_attn_isa
 
 from nwor import ops
-from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
+from nwor.layout import CacheLayout
+from nwor.manager import DraftCommitManager
 from nwor.vllm import attention_cpu, patch
+from nwor.vllm.context import LayerContext
 from nwor.vllm.self_check import attend
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU backend is not in this build")
@@ -265,7 +267,7 @@ def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_d
 
     backend = Backend(dtype, kv_cache_dtype, isa)
     backend.layer.kv_cache.copy_(before)
-    layout = CacheLayout.of([backend.layer.kv_cache], attention_cpu.find_packing(backend.layer))
+    layout = CacheLayout.from_kv_caches([backend.layer.kv_cache], attention_cpu.find_packing(backend.layer))
     manager = DraftCommitManager(layout, "stage", len(TAILS), 8, 64)
     backend.layer.nwor = LayerContext(manager, 0)
     starts = backend.query_start_loc.tolist()

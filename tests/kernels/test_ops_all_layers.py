@@ -25,7 +25,7 @@ SHAPES = [
     pytest.param(3, 5, 6, id="6 bytes"),  # no whole word
     pytest.param(1, 8, 512, id="1 x 512 bytes"),
 ]
-QUERIES = (3, 1, 4, 2)
+NUM_DRAFTS = (3, 1, 4, 2)
 REJECTED = {"none rejected": (0, 0, 0, 0), "all rejected": (9, 1, 4, 2), "some rejected": (2, 0, 3, 1)}
 
 
@@ -54,11 +54,11 @@ def test_packed_caches(order, num_heads, block_size, slot_bytes, element_size, r
 
 def run_all(pool: Pool, rejected: str) -> None:
     num_slots = pool.num_blocks * pool.block_size
-    slots, *verdict = make_window(QUERIES, REJECTED[rejected], num_slots, pool.device, width=5)
+    slots, *decisions = make_window(NUM_DRAFTS, REJECTED[rejected], num_slots, pool.device, width=5)
     check("log_all_layers", *pool.arguments(slots))
     for operator in ("restore_all_layers", "commit_all_layers"):
         pool.rows.copy_(poison(pool.rows.shape, torch.uint8, pool.device, 41))
-        check(operator, *pool.arguments(slots), *verdict, pool.counts)
+        check(operator, *pool.arguments(slots), *decisions, pool.counts)
 
 
 @pytest.mark.parametrize("element_size", [0, 2])
@@ -68,14 +68,15 @@ def test_restore_undoes_what_was_written(element_size, device):
     pool = Pool("LBHN", 3, 4, 2, 8, 32, device, element_size)
     before = Twins()
     before(pool.pool)
-    slots, everything, kept = make_window([9], [9], 32, device)
+    slots, *decisions = make_window([9], [9], 32, device)
     ops.log_all_layers(*pool.arguments(slots))
     logged = pool.rows.clone()
     pool.rows.copy_(poison(pool.rows.shape, torch.uint8, device, 41))
-    ops.commit_all_layers(*pool.arguments(slots), torch.zeros_like(everything), kept, pool.counts)
+    num_drafts, everything, kept = decisions
+    ops.commit_all_layers(*pool.arguments(slots), num_drafts, torch.zeros_like(everything), kept, pool.counts)
     assert not torch.equal(pool.pool.cpu(), next(iter(before.storages.values()))[1])
     pool.rows.copy_(logged)
-    ops.restore_all_layers(*pool.arguments(slots), everything, kept, pool.counts)
+    ops.restore_all_layers(*pool.arguments(slots), *decisions, pool.counts)
     before.assert_equal("restored pool")
 
 
@@ -84,11 +85,12 @@ def test_counts_are_rows(num_layers, num_heads, device):
     """Kept and rejected rows are counted once each, whatever the layers and heads; padding not at all."""
     pool = Pool("LBNH", num_layers, 4, num_heads, 16, 32, device)
     slots = torch.arange(20, device=device).view(4, 5)
-    slots[:, 0], slots[1, :4] = -1, -1  # rows of a window that queries do not fill
-    slots[0, 3] = -1  # a rejected row without a slot
-    rejected, kept = torch.tensor([[2, 0, 3, 1], [9, 9, 9, 9]], dtype=torch.int32, device=device)
+    slots[:, 4], slots[1, 1:] = -1, -1  # behind the drafts
+    slots[0, 2] = -1  # a rejected row without a slot
+    numbers = [[4, 1, 4, 4], [2, 0, 3, 1], [9, 9, 9, 9]]
+    num_drafts, rejected, kept = torch.tensor(numbers, dtype=torch.int32, device=device)
     for operator, expected in (("restore_all_layers", [12, 12, 11]), ("commit_all_layers", [19, 17, 11])):
-        check(operator, *pool.arguments(slots), rejected, kept, pool.counts)
+        check(operator, *pool.arguments(slots), num_drafts, rejected, kept, pool.counts)
         assert kept.tolist() == [2, 1, 1, 3]
         assert pool.counts.tolist()[:3] == expected  # from [5, 7, 11]: 7 kept and 5 rejected a call
 
@@ -115,12 +117,13 @@ def test_slices_of_persistent_buffers(device):
     """Slices of longer buffers are read where they lie, and nothing behind them."""
     pool = Pool("LBNH", 2, 4, 2, 8, 32, device)
     slots = torch.full((6, 3), 31, dtype=torch.int64, device=device)
-    slots[1:3] = torch.tensor([[30, 2, 17], [-1, 9, 0]], device=device)
-    rejected, kept = torch.tensor([[3, 1, 0, 3], [7, 7, 7, 7]], dtype=torch.int32, device=device)
-    verdict = (rejected[1:3], kept[1:3], pool.counts)
-    check("restore_all_layers", *pool.arguments(slots[1:3]), *verdict)
+    slots[1:3] = torch.tensor([[30, 2, 17], [9, 0, -1]], device=device)
+    numbers = [[3, 3, 2, 3], [3, 1, 0, 3], [7, 7, 7, 7]]
+    num_drafts, rejected, kept = torch.tensor(numbers, dtype=torch.int32, device=device)
+    decisions = (num_drafts[1:3], rejected[1:3], kept[1:3], pool.counts)
+    check("restore_all_layers", *pool.arguments(slots[1:3]), *decisions)
     one_layer = (pool.pool, pool.layer_offsets[1:], pool.cache_strides, slots[1:3], None, pool.rows[1:])
-    check("commit_all_layers", *one_layer, *verdict)
+    check("commit_all_layers", *one_layer, *decisions)
     assert kept.tolist() == [7, 2, 2, 7]
 
 
@@ -129,8 +132,8 @@ def test_no_rows_is_no_work(device):
     empty = torch.empty(0, 9, dtype=torch.int64, device=device)
     nobody = torch.empty(0, dtype=torch.int32, device=device)
     check("log_all_layers", *pool.arguments(empty))
-    check("restore_all_layers", *pool.arguments(empty), nobody, nobody, pool.counts)
-    check("commit_all_layers", *pool.arguments(empty), nobody, nobody, pool.counts)
+    check("restore_all_layers", *pool.arguments(empty), nobody, nobody, nobody, pool.counts)
+    check("commit_all_layers", *pool.arguments(empty), nobody, nobody, nobody, pool.counts)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -145,7 +148,7 @@ def test_any_window(order, requests, seed, packed, device):
     element_size = 2 if packed and order != "LBNH" and device == "cpu" else 0
     pool = Pool(order, 2, 8, 2, 8, 16, device, element_size, mini_blocks=4)
     queries, rejected = [rows for rows, _ in requests], [number for _, number in requests]
-    slots, *verdict = make_window(queries, rejected, 64, device, seed, width=5)
+    slots, *decisions = make_window(queries, rejected, 64, device, seed, width=5)
     check("log_all_layers", *pool.arguments(slots))
-    check("restore_all_layers", *pool.arguments(slots), *verdict, pool.counts)
-    check("commit_all_layers", *pool.arguments(slots), *verdict, pool.counts)
+    check("restore_all_layers", *pool.arguments(slots), *decisions, pool.counts)
+    check("commit_all_layers", *pool.arguments(slots), *decisions, pool.counts)

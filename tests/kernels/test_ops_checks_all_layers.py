@@ -13,8 +13,17 @@ from tests.kernels.operators import check_refused
 from tests.kernels.wrong_inputs import Arguments, Change, cases, check_devices, check_wrong, put
 
 POOL = ("pool", "layer_offsets", "cache_strides", "slots", "packing", "rows")
-WINDOW = ("num_rejected", "kept", "counts")
-OPEN = ("query_start_loc", "cu_num_logits", "slot_mapping", "slots", "staging_rows", "page_slots", "counts")
+WINDOW = ("num_drafts", "num_rejected", "kept", "counts")
+OPEN = (
+    "query_start_loc",
+    "cu_num_logits",
+    "slot_mapping",
+    "slots",
+    "num_drafts",
+    "staging_rows",
+    "page_slots",
+    "counts",
+)
 PARAMETERS = {
     "log_all_layers": POOL,
     "restore_all_layers": POOL + WINDOW,
@@ -25,9 +34,9 @@ PARAMETERS = {
 def all_layers(device: str, element_size: int = 0) -> Arguments:
     """2 layers of 4 blocks of 4 slots, 2 heads of 16 bytes; 2 requests, of 3 rows and of 1."""
     pool = Pool("LBHN", 2, 4, 2, 4, 16, device, element_size)
-    slots = torch.tensor([[3, 8, 15], [-1, -1, 0]], device=device)
-    rejected, kept = torch.tensor([[1, 0], [9, 9]], dtype=torch.int32, device=device)
-    return dict(zip(POOL + WINDOW, (*pool.arguments(slots), rejected, kept, pool.counts), strict=True))
+    slots = torch.tensor([[3, 8, 15], [0, -1, -1]], device=device)
+    num_drafts, rejected, kept = torch.tensor([[3, 1], [1, 0], [9, 9]], dtype=torch.int32, device=device)
+    return dict(zip(POOL + WINDOW, (*pool.arguments(slots), num_drafts, rejected, kept, pool.counts), strict=True))
 
 
 def a_batch(device: str) -> Arguments:
@@ -63,7 +72,19 @@ WRONG: list[tuple[str, str, Change, str]] = [
     ("expanded rows", "log_all_layers", put("rows", lambda t: t[:1].expand(2, -1, -1, -1, -1)), "must not be expanded"),
     ("rejected dtype", BOTH, put("num_rejected", lambda t: t.long()), "num_rejected must be Int"),
     ("rejected with gaps", BOTH, put("num_rejected", lambda t: t.repeat(2)[::2]), "num_rejected must be contiguous"),
-    ("a verdict too few", BOTH, put("num_rejected", lambda t: t[:1]), "num_rejected must have one entry for each of"),
+    ("drafts dtype", BOTH, put("num_drafts", lambda t: t.long()), "num_drafts must be Int"),
+    (
+        "drafts of a request too few",
+        BOTH,
+        put("num_drafts", lambda t: t[:1]),
+        "num_drafts must have one entry for each",
+    ),
+    (
+        "rejections of a request too few",
+        BOTH,
+        put("num_rejected", lambda t: t[:1]),
+        "num_rejected must have one entry for each of",
+    ),
     ("kept dtype", BOTH, put("kept", lambda t: t.long()), "kept must be Int"),
     ("a number of kept rows too many", BOTH, put("kept", lambda t: t.repeat(2)[:3]), "kept must have one entry"),
     ("counts dtype", BOTH, put("counts", lambda t: t.int()), "counts must be Long"),
@@ -109,6 +130,13 @@ WRONG_BATCH: list[tuple[str, str, Change, str]] = [
     ("slot mapping dtype", "open_window", put("slot_mapping", lambda t: t.int()), "slot_mapping must be Long"),
     ("slots of one request", "open_window", put("slots", lambda t: t[0]), "slots must have shape [requests"),
     ("slots cut by columns", "open_window", put("slots", lambda t: t[:, 1:]), "slots must be contiguous"),
+    ("drafts dtype", "open_window", put("num_drafts", lambda t: t.long()), "num_drafts must be Int"),
+    (
+        "drafts of a request too few",
+        "open_window",
+        put("num_drafts", lambda t: t[:2]),
+        "num_drafts must have one entry",
+    ),
     ("rows alone", "open_window", put("page_slots", lambda t: None), "pass both (stage) or neither (cow)"),
     ("pages alone", "open_window", put("staging_rows", lambda t: None), "pass both (stage) or neither (cow)"),
     ("rows dtype", "open_window", put("staging_rows", lambda t: t.int()), "staging_rows must be Long"),

@@ -58,7 +58,7 @@ class Step:
         pool = self.pool.arguments(self.window[0])
         window = (*self.window[1:], self.pool.counts)
         yield "open_window", (*self.batch, *self.targets, self.pool.counts)
-        yield "open_window", (*self.batch, self.targets[0], None, None, self.pool.counts)
+        yield "open_window", (*self.batch, *self.targets[:2], None, None, self.pool.counts)
         yield "log_cache_slots", (*self.caches, self.slots, *self.log)
         yield "log_all_layers", (*pool[:5], self.old_rows)
         yield "stage_kv_cache", (self.key, self.value, self.slots, *self.staging, *fp8)
@@ -208,9 +208,9 @@ def test_offsets_beyond_two_billion_elements():
     offsets = torch.tensor([0, 4096], device="cuda")
     rows = poison((2, 1, heads, block_size, head_size), torch.uint8, "cuda", 3)
     far = torch.tensor([[last - 64]], device="cuda")
-    rejected, kept = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    num_drafts, rejected, kept = torch.tensor([[1], [0], [0]], dtype=torch.int32, device="cuda")
     counts = torch.zeros(5, dtype=torch.int64, device="cuda")
-    ops.commit_all_layers(pool, offsets, strides, far, None, rows, rejected, kept, counts)
+    ops.commit_all_layers(pool, offsets, strides, far, None, rows, num_drafts, rejected, kept, counts)
     block, at = divmod(last - 64, block_size)
     for layer in range(2):
         first = block * strides[0] + at * strides[2] + int(offsets[layer])
@@ -245,9 +245,9 @@ def test_values_that_the_host_does_not_see_are_skipped():
     before = Twins()
     before(pool.pool)
     beyond = torch.tensor([[16 * 2, 2**40, 2**62]], device="cuda")
-    rejected, kept = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    num_drafts, rejected, kept = torch.tensor([[3], [0], [0]], dtype=torch.int32, device="cuda")
     ops.log_all_layers(*pool.arguments(beyond))
-    ops.commit_all_layers(*pool.arguments(beyond), rejected, kept, pool.counts)
+    ops.commit_all_layers(*pool.arguments(beyond), num_drafts, rejected, kept, pool.counts)
     before.assert_equal("slots beyond the pool")
 
 
@@ -258,17 +258,20 @@ def test_batches_that_make_no_sense(starts):
     """Queries that end before they start or beyond the batch are not held, and nothing outside is read or written."""
     room = torch.full((64,), -5, dtype=torch.int64, device="cuda")  # what lies around the targets
     slots, staging_rows, page_slots = room[8:20].view(3, 4), room[24:36], room[40:52]
+    drafts_and_around = torch.full((5,), -5, dtype=torch.int32, device="cuda")
+    num_drafts = drafts_and_around[1:4]
     for logits in ([0, 3, 6, 9], [4, 2, 2**31 - 1, -(2**31)]):
         query_start_loc = torch.tensor(starts, dtype=torch.int32, device="cuda")
         cu_num_logits = torch.tensor(logits, dtype=torch.int32, device="cuda")
         slot_mapping = torch.arange(100, 109, device="cuda")
         counts = torch.zeros(5, dtype=torch.int64, device="cuda")
         for staging in ((staging_rows, page_slots), (None, None)):
-            ops.open_window(query_start_loc, cu_num_logits, slot_mapping, slots, *staging, counts)
+            ops.open_window(query_start_loc, cu_num_logits, slot_mapping, slots, num_drafts, *staging, counts)
             torch.cuda.synchronize()
             written = torch.cat([slots.flatten(), page_slots])
             assert set(written.tolist()) <= {-1, *range(100, 109)}
-            assert set(staging_rows.tolist()) <= {-1, *range(12)}
+            assert set(staging_rows.tolist()) <= {-1, *range(12)} and set(num_drafts.tolist()) <= set(range(5))
+            assert drafts_and_around[[0, 4]].eq(-5).all()
             assert {int(number) for gap in (room[:8], room[20:24], room[36:40], room[52:]) for number in gap} == {-5}
 
 
@@ -283,16 +286,16 @@ def test_pools_of_too_many_slots_are_refused():
 
 
 def test_blocks_of_any_size_and_more_requests_than_a_warp_has_lanes():
-    """Block sizes that are no power of two, far slots, and verdicts of 1, 32, 33 and 100 requests."""
+    """Block sizes that are no power of two, far slots, and windows of 1, 32, 33 and 100 requests."""
     for block_size, requests in ((1, 1), (3, 32), (7, 33), (528, 100)):
         queries = [1 + request % 3 for request in range(requests)]
         blocks = 4 * (sum(queries) // block_size + 2)
         pool = Pool("LBHN", 2, blocks, 2, block_size, 16, "cuda", mini_blocks=3 * requests // block_size + 2)
         rejected = [request % 4 for request in range(requests)]
-        slots, *verdict = make_window(queries, rejected, blocks * block_size, "cuda", requests)
+        slots, *decisions = make_window(queries, rejected, blocks * block_size, "cuda", requests)
         check("log_all_layers", *pool.arguments(slots))
-        check("commit_all_layers", *pool.arguments(slots), *verdict, pool.counts)
-        check("restore_all_layers", *pool.arguments(slots), *verdict, pool.counts)
+        check("commit_all_layers", *pool.arguments(slots), *decisions, pool.counts)
+        check("restore_all_layers", *pool.arguments(slots), *decisions, pool.counts)
 
 
 def test_what_is_linked_statically_stays_inside():

@@ -64,7 +64,7 @@ def test_opcheck(operator, device):
 def test_opcheck_without_staging(device):
     """The optional tensors of `open_window` left out, as `cow` does."""
     args = arguments_of("open_window", device)
-    torch.library.opcheck(torch.ops._C_cache_ops.open_window.default, (*args[:4], None, None, args[6]))
+    torch.library.opcheck(torch.ops._C_cache_ops.open_window.default, (*args[:5], None, None, args[7]))
 
 
 @pytest.mark.parametrize("operator", LAYER_OPERATORS)

@@ -13,8 +13,8 @@ from tests.kernels.wrong_inputs import Arguments, Change, check_wrong, put
 pytestmark = each_device
 
 WHERE = ("pool", "layer_offsets", "cache_strides", "slots", "packing", "rows")
-VERDICT = ("num_rejected", "kept", "counts")
-PARAMETERS = {"log_all_layers": (*WHERE, "logged"), "restore_all_layers": (*WHERE, *VERDICT, "logged")}
+DECISIONS = ("num_drafts", "num_rejected", "kept", "counts")
+PARAMETERS = {"log_all_layers": (*WHERE, "logged"), "restore_all_layers": (*WHERE, *DECISIONS, "logged")}
 
 
 @pytest.mark.parametrize("element_size", [0, 2])
@@ -27,30 +27,31 @@ def test_a_log_that_outlives_its_step(order, element_size, device):
     pool = Pool(order, 2, 6, 2, 16, 16, device, element_size)
     logged = torch.full((3, 8), -1, dtype=torch.int64, device=device)
     pages, kept = torch.tensor([[4, 1], [2, 3]]), poison((2,), torch.int32, device, 10)
+    num_drafts = torch.tensor([6, 5], dtype=torch.int32, device=device)
     begins = [[12, 19, 26, 26], [9, 10, 17, 17]]  # positions; the second request has five rows
-    for turn in range(4):
-        positions = torch.tensor([[begin[turn]] for begin in begins]) + torch.arange(6)
+    for step in range(4):
+        positions = torch.tensor([[begin[step]] for begin in begins]) + torch.arange(6)
         slots = (pages.gather(1, positions // 16) * 16 + positions % 16).to(device)
-        slots[1, 0] = -1
+        slots[1] = torch.cat([slots[1, 1:], slots.new_tensor([-1])])
         before = logged.clone()
         check("log_all_layers", *pool.arguments(slots), logged)
         assert torch.equal(logged, before), "what is logged counts from the restore on"
-        pool.pool.copy_(poison(pool.pool.shape, torch.uint8, device, 50 + turn))  # a row that is read again differs
-        rejected = torch.tensor([[6, 6], [0, 3], [6, 5], [2, 9]][turn], dtype=torch.int32, device=device)
-        check("restore_all_layers", *pool.arguments(slots), rejected, kept, pool.counts, logged)
+        pool.pool.copy_(poison(pool.pool.shape, torch.uint8, device, 50 + step))  # a row that is read again differs
+        rejected = torch.tensor([[6, 6], [0, 3], [6, 5], [2, 9]][step], dtype=torch.int32, device=device)
+        check("restore_all_layers", *pool.arguments(slots), num_drafts, rejected, kept, pool.counts, logged)
     there = [set(held.tolist()) for held in logged]
     assert there[0] & set(slots[0].tolist()) == set(slots[0, 4:].tolist()), "the two that were rejected last"
-    assert there[1] >= set(slots[1, 1:].tolist()) and there[2] == {-1}
+    assert there[1] >= set(slots[1, :5].tolist()) and there[2] == {-1}
 
 
 def a_log(device: str) -> Arguments:
     """2 layers of 4 blocks of 4 slots; a window of 3 rows and one of 1, four rows of the log each,
     one there already."""
     pool = Pool("LBHN", 2, 4, 2, 4, 16, device)
-    slots = torch.tensor([[2, 3, 8], [-1, -1, 0]], device=device)
-    rejected, kept = torch.tensor([[1, 0], [9, 9]], dtype=torch.int32, device=device)
+    slots = torch.tensor([[2, 3, 8], [0, -1, -1]], device=device)
+    num_drafts, rejected, kept = torch.tensor([[3, 1], [1, 0], [9, 9]], dtype=torch.int32, device=device)
     logged = torch.tensor([[8, -1, -1, 9], [-1, -1, -1, -1]], device=device)
-    given = (*pool.arguments(slots), rejected, kept, pool.counts, logged)
+    given = (*pool.arguments(slots), num_drafts, rejected, kept, pool.counts, logged)
     return dict(zip(PARAMETERS["restore_all_layers"], given, strict=True))
 
 
@@ -75,7 +76,7 @@ def test_logs(operator, change, message, device):
 def test_slots_that_share_a_row_of_the_log(device):
     if device == "cuda":
         pytest.skip("only the device knows the slots")
-    arguments = a_log("cpu") | {"slots": torch.tensor([[2, 3, 7], [-1, -1, 0]])}
+    arguments = a_log("cpu") | {"slots": torch.tensor([[2, 3, 7], [0, -1, -1]])}
     arguments = [arguments[name] for name in PARAMETERS["log_all_layers"]]
     check_refused("log_all_layers", arguments, "slots 3 and 7 of request 0 share one of 4 rows")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of graphs and the pause of a mode, on a stand-in for the worker: what is captured, replayed and refused."""
+"""Sets of graphs and the pause of a mode, on a stand-in for the worker: what is captured, full_graphs and refused."""
 
 from types import SimpleNamespace
 
@@ -9,48 +9,51 @@ from tests.nwor.paged import Paged
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to pause")
 
-from nwor.manager import CacheLayout, DraftCommitManager, LayerContext
-from nwor.vllm import runner
+from nwor.layout import CacheLayout
+from nwor.manager import DraftCommitManager
+from nwor.vllm import context
+from nwor.vllm.context import LayerContext, RunnerContext, manager_of
 from nwor_lab.engines import pause
 
 
 class Worker:
     """Two layers, and a runner whose capture notes what it saw."""
 
-    def __init__(self, monkeypatch, mode: str, replayed: bool = True, v2: bool = True) -> None:
-        manager = DraftCommitManager(CacheLayout.of(Paged().targets()), mode, 4, 3, 32, replayed=replayed)
+    def __init__(self, monkeypatch, mode: str, full_graphs: bool = True, v2: bool = True) -> None:
+        layout = CacheLayout.from_kv_caches(Paged().targets())
+        manager = DraftCommitManager(layout, mode, 4, 3, 32, uses_full_cudagraphs=full_graphs)
         self.manager = manager
         self.layers = {str(index): SimpleNamespace(nwor=LayerContext(manager, index)) for index in range(2)}
         self.captured: list[list] = []
         self.model_runner = SimpleNamespace(
-            nwor=manager,
+            nwor=RunnerContext(manager=manager),
             speculator="drafter",
             cudagraph_manager=SimpleNamespace(graphs={"a batch": "the start-up's"}),
             capture_model=self.capture,
         )
         self.use_v2_model_runner = v2
-        monkeypatch.setattr(runner, "target_layers", lambda runner: self.layers)
+        monkeypatch.setattr(context, "target_layers", lambda runner: self.layers)
 
     def capture(self) -> None:
         runner = self.model_runner
         assert not runner.cudagraph_manager.graphs and runner.speculator is None
-        self.captured.append([runner.nwor, *(layer.nwor for layer in self.layers.values())])
-        runner.cudagraph_manager.graphs["a batch"] = "vanilla" if runner.nwor is None else "treated"
+        self.captured.append([manager_of(runner), *(layer.nwor for layer in self.layers.values())])
+        runner.cudagraph_manager.graphs["a batch"] = "vanilla" if manager_of(runner) is None else "treated"
 
     @property
     def state(self) -> tuple:
         runner = self.model_runner
-        return runner.nwor, [layer.nwor for layer in self.layers.values()], dict(runner.cudagraph_manager.graphs)
+        return manager_of(runner), [layer.nwor for layer in self.layers.values()], dict(runner.cudagraph_manager.graphs)
 
 
 HOLD = pytest.mark.parametrize(
-    ("mode", "replayed", "hold"), [("stage", True, True), ("stage", False, False), ("cow", True, False)]
+    ("mode", "full_graphs", "hold"), [("stage", True, True), ("stage", False, False), ("cow", True, False)]
 )
 
 
 @HOLD
-def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode, replayed, hold, monkeypatch):
-    worker = Worker(monkeypatch, mode, replayed)
+def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode, full_graphs, hold, monkeypatch):
+    worker = Worker(monkeypatch, mode, full_graphs)
     serving = worker.state
     for _ in range(2):
         pause.pause(worker)
@@ -61,9 +64,9 @@ def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode
 
 
 @HOLD
-def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, replayed, hold, monkeypatch):
+def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs, hold, monkeypatch):
     """Where one capture put its buffers must not pass for what a mode takes or saves."""
-    worker = Worker(monkeypatch, mode, replayed)
+    worker = Worker(monkeypatch, mode, full_graphs)
     manager, layers, _ = worker.state
     pause.pause(worker)
     with pytest.raises(RuntimeError, match="paused already"):
@@ -80,8 +83,8 @@ def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, replayed, ho
 
 
 @HOLD
-def test_captured_anew_before_the_first_pause(mode, replayed, hold, monkeypatch):
-    worker = Worker(monkeypatch, mode, replayed)
+def test_captured_anew_before_the_first_pause(mode, full_graphs, hold, monkeypatch):
+    worker = Worker(monkeypatch, mode, full_graphs)
     manager, layers, _ = worker.state
     pause.capture_anew(worker)
     assert worker.state == (manager, layers, {"a batch": "treated" if hold else "the start-up's"})
@@ -97,10 +100,10 @@ def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):
     assert worker.state == before and not worker.captured
 
     worker = Worker(monkeypatch, "cow")
-    worker.model_runner.nwor.num_requests = 1
+    manager_of(worker.model_runner).num_requests = 1
     with pytest.raises(RuntimeError, match="between requests"):
         pause.pause(worker)
-    worker.model_runner.nwor.num_requests = None
+    manager_of(worker.model_runner).num_requests = None
     with pytest.raises(RuntimeError, match="no mode is paused"):
         pause.resume(worker)
     pause.pause(worker)

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nwor.manager import CacheLayout, DraftCommitManager
+from nwor.layout import CacheLayout
+from nwor.manager import DraftCommitManager
 from nwor_lab.model.traffic import (
     MODES,
     SERVED,
@@ -150,7 +151,7 @@ def test_an_expected_step_is_the_mean_of_steps(k, batch, accepted):
 def test_staging_memory_is_the_managers(mode):
     layers, heads, size, block = 3, 2, 8, 4
     pool = torch.zeros(layers, 6, heads, block, 2 * size, dtype=torch.bfloat16)
-    manager = DraftCommitManager(CacheLayout.of(list(pool)), mode, 4, 3, 64)
+    manager = DraftCommitManager(CacheLayout.from_kv_caches(list(pool)), mode, 4, 3, 64)
     assert manager.rows.nbytes == staging_bytes(mode, Shape(layers, heads, size), 4, 3)
     assert staging_bytes("off", LLAMA_7B, 4, 3) == 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in a child's process, each one a way this has failed before; a test that stays green is no test."""
+"""Faults injected in a child's process, each one a way this has failed before; a test that stays green is no test."""
 
 import pytest
 
@@ -147,8 +147,8 @@ def layer_without_hook(patch: pytest.MonkeyPatch) -> None:
 def scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:
     from nwor.vllm import runner_v1
 
-    rejected = runner_v1.rejected
-    patch.setattr(runner_v1, "rejected", lambda sampled, drafts: rejected(sampled, drafts) + 1)
+    count = runner_v1.count_rejected
+    patch.setattr(runner_v1, "count_rejected", lambda sampled, drafts: count(sampled, drafts) + 1)
 
 
 def changed_v2_signature(patch: pytest.MonkeyPatch) -> None:

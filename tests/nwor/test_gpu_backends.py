@@ -129,9 +129,9 @@ def test_a_backend_that_was_never_run(stood_in, monkeypatch, backend, name, is_o
         metadata = SimpleNamespace(**described, block_table=2)
     impl = getattr(module, name)(**GIVEN, kv_cache_dtype="bfloat16")
     manager = SimpleNamespace(
-        width=4, max_query_len=5, is_open=is_open, rehearsing=not is_open, graphs_of_prefills=False,
-        stored_first=False, page_slots=None, staging_rows=None, attention=None,
-        staged=lambda index: None, mark_staged=lambda index: calls.append(index),
+        max_query_len=5, is_open=is_open, is_dummy_or_capture=not is_open, graphs_of_prefills=False,
+        writes_first=False, page_slots=None, staging_rows=None, attention=None,
+        staging_of=lambda index: None, mark_staged=lambda index: calls.append(index),
     )  # fmt: skip
     scale = torch.ones(1)
     layer = SimpleNamespace(impl=impl, layer_name="layers.0", _q_scale=scale, _k_scale=scale, _v_scale=scale)

@@ -17,15 +17,15 @@ class Layer:
 
     layer_name = "layers.0"
 
-    def __init__(self, monkeypatch, is_open: bool, rehearsing: bool) -> None:
+    def __init__(self, monkeypatch, is_open: bool, capture: bool) -> None:
         self.calls: list[str] = []
         ours = ModuleType("nwor.attention.verify")
         ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
         monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
         manager = SimpleNamespace(
-            max_query_len=WIDTH, is_open=is_open, rehearsing=rehearsing, page_slots=torch.full((64,), 7),
-            staging_rows=None, staged=lambda index: None, mark_staged=lambda index: None, attention=None,
-            stored_first=False, graphs_of_prefills=False,
+            max_query_len=WIDTH, is_open=is_open, is_dummy_or_capture=capture, page_slots=torch.full((64,), 7),
+            staging_rows=None, staging_of=lambda index: None, mark_staged=lambda index: None, attention=None,
+            writes_first=False, graphs_of_prefills=False,
         )  # fmt: skip
         self.nwor = SimpleNamespace(manager=manager, index=0)
         self._q_scale = self._k_scale = self._v_scale = None
@@ -60,22 +60,22 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_serves_a_batch(case, monkeypatch):
     """Every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
-    rehearsing, is_open, max_query_len, called = CASES[case]
-    layer = Layer(monkeypatch, is_open, rehearsing)
+    capture, is_open, max_query_len, called = CASES[case]
+    layer = Layer(monkeypatch, is_open, capture)
     assert layer.run(monkeypatch, max_query_len) == called
 
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
     """Our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
-    layer = Layer(monkeypatch, is_open, rehearsing=False)
-    layer.nwor.manager.stored_first = True
+    layer = Layer(monkeypatch, is_open, capture=False)
+    layer.nwor.manager.writes_first = True
     assert layer.run(monkeypatch, 4) == ["write 7", "vLLM", "ours"][: 3 if is_open else 2]
 
 
-@pytest.mark.parametrize(("rehearsing", "called"), [(True, ["write 7", "vLLM", "ours"]), (False, ["ours"])])
-def test_a_graph_that_any_batch_may_replay(rehearsing, called, monkeypatch):
+@pytest.mark.parametrize(("capture", "called"), [(True, ["write 7", "vLLM", "ours"]), (False, ["ours"])])
+def test_a_graph_that_any_batch_may_replay(capture, called, monkeypatch):
     """It is captured with small queries, and has to serve long ones."""
-    layer = Layer(monkeypatch, not rehearsing, rehearsing)
+    layer = Layer(monkeypatch, not capture, capture)
     layer.nwor.manager.graphs_of_prefills = True
     assert layer.run(monkeypatch, 4) == called

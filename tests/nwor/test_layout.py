@@ -20,7 +20,7 @@ STRIDES = {
 def test_layout_by_stride(order):
     """What lies where is read off the strides; the drafter's layer between the targets is no part of it."""
     paged = Paged(order)
-    layout = CacheLayout.of(paged.targets())
+    layout = CacheLayout.from_kv_caches(paged.targets())
     apart = CHUNK if order == "BLHN" else NUM_BLOCKS * CHUNK
     assert layout.layer_offsets.tolist() == [0, 2 * apart, 3 * apart]
     assert layout.strides == STRIDES[order]
@@ -33,14 +33,14 @@ def test_layout_by_stride(order):
 def test_block_size_equal_to_heads():
     """Both layouts have one shape there, and differ in strides alone."""
     nhd, hnd = Paged("LBNH", block_size=NUM_HEADS), Paged("LBHN", block_size=NUM_HEADS)
-    first, second = CacheLayout.of(nhd.targets()), CacheLayout.of(hnd.targets())
+    first, second = CacheLayout.from_kv_caches(nhd.targets()), CacheLayout.from_kv_caches(hnd.targets())
     assert first.strides == (second.strides[0], second.strides[2], second.strides[1])
 
 
 @pytest.mark.parametrize(("order", "packing"), [("LBNH", None), ("LBHN", None), ("LBHN", random_packing(4, 8))])
 def test_rows_are_a_mini_cache_in_the_pools_order(order, packing):
     """vLLM's own writer must be able to fill it: same heads, block size and order, blocks enough for all rows."""
-    layout = CacheLayout.of(Paged(order).targets(), packing)
+    layout = CacheLayout.from_kv_caches(Paged(order).targets(), packing)
     rows = layout.new_rows(2 * BLOCK_SIZE + 1)
     assert rows.shape == (3, 3, NUM_HEADS, BLOCK_SIZE, ROW)
     assert rows.stride()[2:] == (*STRIDES[order][1:], 1)
@@ -61,10 +61,10 @@ def test_layers_that_differ(change, message):
     layers = Paged("LBHN").targets()
     layers[1] = change(layers)
     with pytest.raises(ValueError, match=message):
-        CacheLayout.of(layers)
+        CacheLayout.from_kv_caches(layers)
 
 
 @pytest.mark.parametrize("change", [lambda layer: layer.mT, lambda layer: layer.flatten(2)], ids=["rows", "dimensions"])
 def test_layers_that_are_no_paged_views(change):
     with pytest.raises(ValueError, match="layer 0 is no .blocks, heads, block_size, 2 . head_size. view"):
-        CacheLayout.of([change(layer) for layer in Paged("LBHN").targets()])
+        CacheLayout.from_kv_caches([change(layer) for layer in Paged("LBHN").targets()])

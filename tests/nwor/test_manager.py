@@ -9,7 +9,9 @@ from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nwor.manager import CacheLayout, Counters, DraftCommitManager
+from nwor.counters import Counters
+from nwor.layout import CacheLayout
+from nwor.manager import DraftCommitManager
 from tests.nwor.paged import BITS, BLOCK_SIZE, NUM_HEADS, WIDTH, Batch, Paged, write_rows
 
 pytestmark = each_device
@@ -40,7 +42,7 @@ class Step:
         self.batch = batch or Batch(QUERIES, DRAFTS, device=device)
         self.mode = mode
         self.manager = DraftCommitManager(
-            CacheLayout.of(self.paged.targets(), self.paged.packing),
+            CacheLayout.from_kv_caches(self.paged.targets(), self.paged.packing),
             self.mode,
             options.get("max_requests", 8),
             options.get("max_drafts", 8),
@@ -63,7 +65,7 @@ class Step:
         cache, manager = self.paged.targets()[layer], self.manager
         for first, last in zip((0, *splits), (*splits, self.batch.num_tokens), strict=True):
             slots = self.batch.slot_mapping[first:last]
-            if manager.holding:
+            if manager.intercepts_writes:
                 manager.stage(layer, self.writer(layer, first), cache, slots)
             else:
                 self.writer(layer, first)(cache, slots)
@@ -108,7 +110,7 @@ def test_a_step_keeps_the_accepted_rows_alone(mode, kind, rejected, device):
     step.expect(step.batch.kept(REJECTED[rejected]))
     step.assert_pool()
     assert not torch.equal(step.paged.pool, step.before[0])
-    assert not step.manager.is_open and not step.manager.holding
+    assert not step.manager.is_open and not step.manager.intercepts_writes
 
 
 @memory
@@ -116,7 +118,7 @@ def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
     """Stage masks exactly the held rows, in slots of its own: vLLM's buffer stays what the drafter needs."""
     step = Step(kind, "stage", device)
     step.begin()
-    assert step.manager.holding
+    assert step.manager.intercepts_writes
     held = step.batch.held()
     masked = [-1 if row in held else slot for row, slot in enumerate(step.before[1].tolist())]
     assert step.manager.page_slots[: len(masked)].tolist() == masked
@@ -132,12 +134,13 @@ def test_staged_rows_are_vllms_own_bytes(mode, device):
     step.begin()
     step.forward()
     old = Paged(**MEMORY["HND"], device=device).targets()
-    width, starts = step.manager.width, step.batch.query_start_loc
+    width, starts = step.manager.max_drafts, step.batch.query_start_loc
     for layer in range(3):
-        staged = step.manager.staged(layer).view(BITS[2])
+        staged = step.manager.staging_of(layer).view(BITS[2])
         for row in step.batch.held():
             request = bisect_right(starts, row) - 1
-            index = (request + 1) * width - (starts[request + 1] - row)  # right-aligned in the request's W rows
+            draft = row - (starts[request + 1] - step.batch.num_drafts[request])
+            index = request * width + draft
             block, offset = divmod(step.batch.slots[row], BLOCK_SIZE)
             source = old[layer][block, :, offset] if mode == "cow" else step.rows[layer][row]
             assert torch.equal(staged[index // BLOCK_SIZE, :, index % BLOCK_SIZE], source.view(BITS[2]))
@@ -157,9 +160,9 @@ def test_cancel_leaves_everything_as_it_was(mode, kind, layers, device):
     step.expect([row for row in range(step.batch.num_tokens) if row not in held], tuple(range(layers)))
     step.assert_pool()
     assert not step.manager.is_open
-    assert step.manager.read_counters() == Counters(cancelled=1)
+    assert step.manager.counters.read() == Counters(cancelled=1)
     step.manager.cancel()
-    assert step.manager.read_counters() == Counters(cancelled=1), "nothing is open: nothing to cancel"
+    assert step.manager.counters.read() == Counters(cancelled=1), "nothing is open: nothing to cancel"
 
 
 @modes
@@ -230,7 +233,7 @@ def test_a_layer_that_did_not_stage_stops_the_commit(mode, device):
             step.commit(REJECTED["none rejected"])
         free = [row for row in range(step.batch.num_tokens) if row not in step.batch.held()]
         step.expect(free, (0, 2))
-        assert step.manager.read_counters().cancelled == 1
+        assert step.manager.counters.read().cancelled == 1
     step.assert_pool()
     assert step.begin(), "the next window is not hindered"
 
@@ -247,19 +250,19 @@ def test_begin_twice(mode, device):
 
 @modes
 def test_calls_out_of_order(mode, device):
-    """A clear in an open window forgot its rows without a word; a commit without one ended in an assertion."""
+    """A dummy run in an open window forgot its rows without a word; a commit without one ended in an assertion."""
     step = Step("HND", mode, device)
     with pytest.raises(RuntimeError, match="no window is open: begin one"):
         step.manager.commit(torch.zeros(1, dtype=torch.int32, device=device))
     assert step.begin()
     held = None if step.manager.staging_rows is None else step.manager.staging_rows.clone()
     for slot_mapping in (None, step.batch.slot_mapping):
-        with pytest.raises(RuntimeError, match="a window is open: commit or cancel it before clear"):
-            step.manager.clear(slot_mapping)
-    assert step.manager.is_open and not step.manager.rehearsing
+        with pytest.raises(RuntimeError, match="a window is open: commit or cancel it before hold_nothing"):
+            step.manager.hold_nothing(slot_mapping)
+    assert step.manager.is_open and not step.manager.is_dummy_or_capture
     assert held is None or torch.equal(step.manager.staging_rows, held)
     step.manager.cancel()
-    step.manager.clear()
+    step.manager.hold_nothing()
     step.assert_pool()
 
 
@@ -268,7 +271,7 @@ def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
     """Counted, nothing changed, and the real write is not skipped; one that just fits is served."""
     step = Step("HND", mode, device, max_requests=len(QUERIES) - 1)
     assert not step.begin()
-    assert not step.manager.holding
+    assert not step.manager.intercepts_writes
     step.assert_pool()
     if mode == "stage":  # what a captured kernel would read
         assert step.manager.page_slots[: step.batch.num_tokens].tolist() == step.batch.slots
@@ -276,23 +279,23 @@ def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
     step.forward()
     step.expect(list(range(step.batch.num_tokens)))
     step.assert_pool()
-    assert step.manager.read_counters() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
+    assert step.manager.counters.read() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
     assert not step.begin()
     assert len([line for line in caplog.messages if "does not fit" in line]) == 1, "said once"
     assert Step("HND", mode, device, max_requests=len(QUERIES)).begin()
 
 
 @modes
-def test_dummy_runs_rehearse_and_real_steps_do_not(mode, device):
+def test_a_dummy_run_or_a_capture_is_known_as_one(mode, device):
     """A capture has to launch what a replay may need, and a step that holds nothing need not."""
     step = Step("HND", mode, device)
-    assert step.manager.rehearsing
-    step.manager.clear(step.batch.slot_mapping)
-    assert not step.manager.rehearsing
-    step.manager.clear()
-    assert step.manager.rehearsing
+    assert step.manager.is_dummy_or_capture
+    step.manager.hold_nothing(step.batch.slot_mapping)
+    assert not step.manager.is_dummy_or_capture
+    step.manager.hold_nothing()
+    assert step.manager.is_dummy_or_capture
     step.begin()
-    assert not step.manager.rehearsing
+    assert not step.manager.is_dummy_or_capture
 
 
 @modes
@@ -304,7 +307,7 @@ def test_a_request_with_more_drafts_than_the_capacity_is_vllms_own(mode, device)
     step.commit((0, 1, 0, 1, 1))
     step.expect([row for row in range(step.batch.num_tokens) if row in (5, 6, 7, 8)] + step.batch.kept((0, 0, 0, 1, 1)))
     step.assert_pool()
-    counters = step.manager.read_counters()
+    counters = step.manager.counters.read()
     assert (counters.fallbacks, counters.windows, counters.staged_tokens) == (1, 2, 3)
 
 
@@ -327,7 +330,7 @@ def test_a_batch_without_drafts_holds_no_row(mode, device):
     step.commit((0, 0, 0))
     step.expect(list(range(11)))
     step.assert_pool()
-    assert step.manager.read_counters() == Counters()
+    assert step.manager.counters.read() == Counters()
 
 
 def test_a_dummy_run_writes_nowhere(device):
@@ -335,23 +338,23 @@ def test_a_dummy_run_writes_nowhere(device):
     step = Step("HND", "stage", device)
     step.begin()
     step.manager.cancel()
-    step.manager.clear()
+    step.manager.hold_nothing()
     assert step.manager.page_slots.eq(-1).all() and step.manager.staging_rows.eq(-1).all()
-    step.manager.clear(step.batch.slot_mapping)
+    step.manager.hold_nothing(step.batch.slot_mapping)
     assert step.manager.page_slots[: step.batch.num_tokens].tolist() == step.batch.slots
     assert step.manager.page_slots[step.batch.num_tokens :].eq(-1).all() and step.manager.staging_rows.eq(-1).all()
 
 
-def test_a_receipt_tells_what_the_last_commit_kept(device):
+def test_commit_counts_are_of_the_last_commit(device):
     """Per request, and not the sampled token's row; a later commit does not change it."""
     for mode in ("cow", "stage"):
         step = Step("HND", mode, device)
         step.begin()
         step.forward()
         step.commit(REJECTED["some rejected"])
-        receipt = step.manager.receipt(None if device == "cpu" else torch.cuda.Stream())
-        step.manager.reset_counters()
-        counters, committed = receipt.read()
+        counts = step.manager.counters.copy(None if device == "cpu" else torch.cuda.Stream())
+        step.manager.counters.reset()
+        counters, committed = counts.read()
         assert committed[:5] == [0, 2, 0, 0, 2]
         assert (counters.committed_tokens, counters.rejected_tokens, counters.windows) == (4, 2, 3)
 
@@ -359,28 +362,28 @@ def test_a_receipt_tells_what_the_last_commit_kept(device):
 def test_under_graphs_a_layer_is_staged_once_and_for_all(device):
     """A replay calls no hook; what was captured through it needs no second proof."""
     step = Step("HND", "stage", device)
-    step.manager.replayed = True
+    step.manager.uses_full_cudagraphs = True  # as if made so
     step.begin()
     step.forward()
     step.commit(REJECTED["none rejected"])
     step.begin()
     step.commit(REJECTED["none rejected"])
-    assert step.manager.read_counters().cancelled == 0
+    assert step.manager.counters.read().cancelled == 0
 
 
 @modes
 def test_counts_explain_themselves(mode, device):
     """40 layers x 48 drafts are 1,920 operations and 48 tokens."""
     memory = torch.zeros(40, 16, NUM_HEADS, BLOCK_SIZE, WIDTH, dtype=torch.bfloat16, device=device)
-    manager = DraftCommitManager(CacheLayout.of(list(memory)), mode, 12, 4, 64)
+    manager = DraftCommitManager(CacheLayout.from_kv_caches(list(memory)), mode, 12, 4, 64)
     batch = Batch((5,) * 12, (4,) * 12, 64, device)
     rejected = torch.tensor([0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4], dtype=torch.int32, device=device)
     begin(manager, batch)
     for layer, cache in enumerate(memory):
-        if manager.holding:
+        if manager.intercepts_writes:
             manager.stage(layer, lambda cache, slots: None, cache, batch.slot_mapping[: batch.num_tokens])
     manager.commit(rejected)
-    counters = manager.read_counters()
+    counters = manager.counters.read()
     row = 40 * NUM_HEADS * WIDTH * 2
     assert (counters.windows, counters.staged_tokens) == (12, 48)
     assert (counters.committed_tokens, counters.rejected_tokens) == (10, 38)
@@ -388,12 +391,12 @@ def test_counts_explain_themselves(mode, device):
     expected = {"cow": 48 + 38, "stage": 10}[mode]  # cow: vLLM's write and the rejected rows again
     assert counters.bytes_written == expected * row
     assert counters.bytes_avoided == (38 * row if mode == "stage" else 0)
-    manager.reset_counters()
-    assert manager.read_counters() == Counters(), "warm-up does not count"
+    manager.counters.reset()
+    assert manager.counters.read() == Counters(), "warm-up does not count"
 
 
 def test_a_manager_serves_two_modes(device):
-    layout = CacheLayout.of(Paged(device=device).targets())
+    layout = CacheLayout.from_kv_caches(Paged(device=device).targets())
     for mode in ("off", "COW", ""):
         with pytest.raises(ValueError, match="cow or stage"):
             DraftCommitManager(layout, mode, 8, 4, 64)
@@ -418,7 +421,7 @@ def test_any_step(requests, kind, mode, seed, device):
     step.forward()
     step.commit(rejected)
     held = [(n, gone) for n, gone, served in zip(drafts, rejected, whole, strict=True) if served and n]
-    assert step.manager.read_counters().rejected_tokens == sum(gone for _, gone in held)
-    assert step.manager.read_counters().committed_tokens == sum(n - gone for n, gone in held)
+    assert step.manager.counters.read().rejected_tokens == sum(gone for _, gone in held)
+    assert step.manager.counters.read().committed_tokens == sum(n - gone for n, gone in held)
     step.expect(step.batch.kept(tuple(gone if served else 0 for gone, served in zip(rejected, whole, strict=True))))
     step.assert_pool()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from devices import each_device
 
-from nwor.manager import CacheLayout, DraftCommitManager, rows_held
+from nwor.layout import CacheLayout, rows_per_request
+from nwor.manager import DraftCommitManager
 from tests.nwor.paged import Paged, write_rows
 
 pytestmark = each_device
@@ -21,7 +22,7 @@ class Serving:
     def __init__(self, seed: int, device: str, k: int = 6) -> None:
         self.draw, self.k, self.device = random.Random(seed), k, device
         self.paged = Paged(block_size=16, num_blocks=8, device=device)
-        self.manager = DraftCommitManager(CacheLayout.of(self.paged.targets()), "cow", 4, k, 64)
+        self.manager = DraftCommitManager(CacheLayout.from_kv_caches(self.paged.targets()), "cow", 4, k, 64)
         self.free, self.names = list(range(8)), iter(range(1000))
         self.running: dict[str, tuple[list[int], int]] = {}  # blocks, and positions that are computed
         self.logged = 0
@@ -59,7 +60,7 @@ class Serving:
             there, held = (set(slots.flatten().tolist()) for slots in (self.manager.logged, self.manager.slots))
             self.logged += len((there & held) - {-1})
         else:
-            self.manager.clear(mapping)
+            self.manager.hold_nothing(mapping)
         for cache in self.paged.targets():
             write_rows(cache, mapping, rows, None)
         if any(drafts):
@@ -114,7 +115,7 @@ def test_a_log_that_is_kept_too_long_is_dirty(device, monkeypatch):
         return begin(self, starts, logits, mapping, ["always"])
 
     monkeypatch.setattr(DraftCommitManager, "begin", same)
-    monkeypatch.setattr(DraftCommitManager, "clear", lambda *args: None)
+    monkeypatch.setattr(DraftCommitManager, "hold_nothing", lambda *args: None)
     assert not all(Serving(seed, device).serve(60) for seed in range(6))
 
 
@@ -139,7 +140,7 @@ def test_a_cancelled_step_is_logged_anew(device):
 def test_rows_of_a_log(k, rows, device):
     """A power of two that divides a block of 16, or as many as there are drafts and no memory of the step before."""
     paged = Paged(block_size=16, device=device)
-    manager = DraftCommitManager(CacheLayout.of(paged.targets()), "cow", 2, k, 64)
-    assert rows_held("cow", k, 16) == rows
+    manager = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 2, k, 64)
+    assert rows_per_request("cow", k, 16) == rows
     assert (manager.logged is None) == (rows == 17)
     assert manager.rows.shape[1] == -(-2 * rows // 16)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches go on once, only where vLLM is the one they were written for, and come off whole."""
 
-import itertools
 from types import ModuleType
 
 import pytest
@@ -192,24 +191,6 @@ def test_what_a_process_is_patched_with(environment, asked, patched):
     assert vllm_methods() == originals
 
 
-@pytest.mark.parametrize("mode", ["off", "stage"])
-def test_the_audit_is_a_plugin_of_its_own(environment, mode):
-    """Whichever of the two vLLM calls first, the audit's hooks come after the modes'."""
-    import nwor
-    from nwor.vllm import unregister
-    from nwor_lab import plugin
-
-    for plugins in itertools.permutations((nwor, plugin)):
-        environment(MODE=mode, AUDIT="1")
-        for one in plugins:
-            one.register()
-        modes = [] if mode == "off" else FRONT_AND_CORE + COUNTS + METRICS
-        assert patch.wrapped() == sorted({*modes, "WorkerWrapperBase.init_device", "Worker.compile_or_warm_up_model"})
-        owners = [module for _, name, module in patch._originals if name == "init_device"]
-        assert owners == ["nwor.vllm.worker", "nwor_lab.audit.hooks"][mode == "off" :]
-        unregister()
-
-
 def test_without_its_variables_the_lab_patches_nothing(environment):
     from nwor_lab import plugin
 
@@ -268,3 +249,23 @@ def vllm_methods() -> dict[str, object]:
     }
     names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS]
     return {f"{owner}.{name}": vars(owners[owner])[name] for owner, name in names}
+
+
+# -- vLLM is the one the hooks were written for ------------------------------------------------------------------------
+
+
+def test_every_hook_fits_the_installed_vllm():
+    """Each patch names the signature it was written for, and is refused by another."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
+    from nwor.settings import Settings
+    from nwor.vllm import attention_cpu, metrics, runner_v1, scheduler, worker
+    from nwor.vllm.workarounds import cpu_sampling, eagle_bias
+
+    settings = Settings(mode="stage", audit=True)
+    for module in (worker, scheduler, runner_v1):
+        module.install(settings)
+    for module in (attention_cpu, cpu_sampling, metrics):
+        module.install()
+    eagle_bias.install(repair=True)
+    assert {"CPUAttentionBackendImpl.do_kv_cache_update", "CPUAttentionBackendImpl.forward"} < {*patch.wrapped()}
+    assert {"GPUModelRunner._model_forward", "GPUModelRunner._sample"} < {*patch.wrapped()}

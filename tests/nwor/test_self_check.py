@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nwor import ops
-from nwor.manager import CacheLayout, DraftCommitManager
+from nwor.layout import CacheLayout
+from nwor.manager import DraftCommitManager
 from nwor.vllm import self_check
 from tests.nwor.paged import Paged
 
@@ -18,12 +19,12 @@ def paged(request) -> Paged:
 
 
 def check(paged: Paged, max_drafts: int = 3, max_requests: int = 4) -> str:
-    layout = CacheLayout.of(paged.targets(), paged.packing)
+    layout = CacheLayout.from_kv_caches(paged.targets(), paged.packing)
     manager = DraftCommitManager(layout, "cow", max_requests, max_drafts, 64)
     before = paged.pool.clone()
-    found = self_check.failure(manager, [SimpleNamespace(kv_cache=cache) for cache in paged.targets()], max_drafts)
+    found = self_check.failure(manager, [SimpleNamespace(kv_cache=cache) for cache in paged.targets()])
     assert torch.equal(paged.pool, before), "no page of the model's is touched"
-    assert not manager.is_open and manager.read_counters().windows == 0
+    assert not manager.is_open and manager.counters.read().windows == 0
     return found
 
 

@@ -22,9 +22,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import subclass_attention_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from nwor.vllm import attention_gpu, masks, own_write, runner
+from nwor.vllm import attention_gpu, masks, own_write, support
+from nwor.vllm.context import target_layers
 from nwor_lab import paths
-from nwor_lab.audit import hooks
 
 FUSED = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_attn_quant")
 
@@ -70,7 +70,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
 
 def test_cow_needs_neither_attention_nor_a_whole_batch():
     made = make_runner(device=torch.device("cuda"), vllm_config__parallel_config__use_ubatching=True)
-    assert runner.unsupported(made, {"a": None, "b": None}, "cow") == ""
+    assert support.why_unsupported(made, {"a": None, "b": None}, "cow") == ""
 
 
 def groups_of(*names: list[str]) -> SimpleNamespace:
@@ -97,14 +97,14 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
 )
 def test_unsupported(changes, why):
     """Each configuration that no mode serves is named, and vLLM's own write serves it."""
-    found = runner.unsupported(make_runner(**changes), {"a": gpu_layer(), "b": gpu_layer()}, "stage")
+    found = support.why_unsupported(make_runner(**changes), {"a": gpu_layer(), "b": gpu_layer()}, "stage")
     assert found.startswith(why) and bool(found) == bool(why)
 
 
 def test_layers_that_share_a_cache():
     layers = {"a": gpu_layer(), "b": gpu_layer(kv_sharing_target_layer_name="a")}
     for mode in ("cow", "stage"):
-        assert runner.unsupported(make_runner(), layers, mode) == "layers that share another layer's KV cache"
+        assert support.why_unsupported(make_runner(), layers, mode) == "layers that share another layer's KV cache"
 
 
 def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Attention] = Attention, **changes):
@@ -177,10 +177,10 @@ def test_batch_invariance_is_cows_alone(device, monkeypatch):
     """Stage's splits of a prefix are chosen by the batch; cow leaves attention to vLLM."""
     made, layers = make_runner(device=torch.device(device)), {"a": gpu_layer(), "b": gpu_layer()}
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert runner.unsupported(made, layers, "stage").startswith("batch invariance (VLLM_BATCH_INVARIANT)")
-    assert runner.unsupported(made, layers, "cow") == ""
+    assert support.why_unsupported(made, layers, "stage").startswith("batch invariance (VLLM_BATCH_INVARIANT)")
+    assert support.why_unsupported(made, layers, "cow") == ""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    assert runner.unsupported(made, layers, "stage") == ""
+    assert support.why_unsupported(made, layers, "stage") == ""
 
 
 @pytest.mark.parametrize(("key", "mode", "serves"), [(None, "stage", False), (1, "stage", True), (None, "cow", True)])
@@ -191,9 +191,9 @@ def test_a_model_that_writes_its_own_keys_and_values(key, mode, serves):
     attend = own_write._make_forward(lambda *arguments: arguments[3])
     del vars(layers["b"])["nwor_given_rows"]
     made._dummy_run = lambda rows: [attend(None, layers["b"], None, given, None) for given in (1, key, 1)]
-    assert (runner.unsupported(made, layers, mode) == "") == serves
+    assert (support.why_unsupported(made, layers, mode) == "") == serves
     made._dummy_run = None  # noted, and not asked again
-    assert (runner.unsupported(made, layers, mode) == "") == serves
+    assert (support.why_unsupported(made, layers, mode) == "") == serves
 
 
 @pytest.fixture(autouse=True)
@@ -284,23 +284,23 @@ ELSEWHERE = {
 }
 
 
-def readme_matrix() -> dict[str, tuple[str, str]]:
-    text = (paths.ROOT / "README.md").read_text()
+def documented_matrix() -> dict[str, tuple[str, str]]:
+    text = (paths.ROOT / "docs" / "modes.md").read_text()
     lines = text[text.index("| beside a mode |") :].partition("\n\n")[0].splitlines()[2:]
     return {
         name: (cow, stage) for name, cow, stage in ([part.strip() for part in line.split("|")[1:4]] for line in lines)
     }
 
 
-def test_the_readme_tells_where_a_mode_serves():
-    """Each line of its table is what the hooks decide."""
-    said = readme_matrix()
+def test_the_documents_say_where_a_mode_serves():
+    """Each line of the table in `docs/modes.md` is what the hooks decide."""
+    said = documented_matrix()
     assert said.keys() == MATRIX.keys() | ELSEWHERE
     for name, cases in MATRIX.items():
         for changes, layer in cases:
             layers = {"a": gpu_layer(), "b": gpu_layer(**layer)}
             for mode, words in zip(("cow", "stage"), said[name], strict=True):
-                found = runner.unsupported(make_runner(**changes), layers, mode)
+                found = support.why_unsupported(make_runner(**changes), layers, mode)
                 assert (found == "") == (words == "serves"), (name, mode, found)
 
 
@@ -309,7 +309,7 @@ def test_no_mode_serves_on_rocm(mode, monkeypatch):
     """Told at the start, and not by an operator that fails in the first step."""
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
     layers = {"a": gpu_layer("RocmAiterUnifiedAttentionImpl"), "b": gpu_layer()}
-    assert runner.unsupported(make_runner(**ON_A_GPU), layers, mode) == "ROCm: the operators are not built for it"
+    assert support.why_unsupported(make_runner(**ON_A_GPU), layers, mode) == "ROCm: the operators are not built for it"
 
 
 def test_target_layers_are_attention_and_not_the_drafters():
@@ -325,13 +325,13 @@ def test_target_layers_are_attention_and_not_the_drafters():
         compilation_config=SimpleNamespace(static_forward_context=context),
         drafter=SimpleNamespace(_draft_attn_layer_names={"model.2"}),
     )
-    assert list(runner.target_layers(made)) == ["model.0", "model.1"]
+    assert list(target_layers(made)) == ["model.0", "model.1"]
     made.drafter = SimpleNamespace()  # n-gram: a drafter without layers
-    assert list(runner.target_layers(made)) == ["model.0", "model.2", "model.1"]
+    assert list(target_layers(made)) == ["model.0", "model.2", "model.1"]
     del made.drafter
-    assert len(runner.target_layers(made)) == 3
+    assert len(target_layers(made)) == 3
     made.speculator = SimpleNamespace(draft_attn_layer_names={"model.1"})  # V2's name for it
-    assert list(runner.target_layers(made)) == ["model.0", "model.2"]
+    assert list(target_layers(made)) == ["model.0", "model.2"]
 
 
 class OfOneModel(Attention):
@@ -346,15 +346,13 @@ def test_a_group_is_served_whole_or_not_at_all(mode, other):
     """Layers of another class in the target's cache group were neither served nor audited."""
     context = {"a": gpu_layer(), "b": object.__new__(other), "draft": gpu_layer()}
     made = make_runner(compilation_config__static_forward_context=context)
-    layers = runner.target_layers(made)
+    layers = target_layers(made)
     assert list(layers) == ["a"]
     why = f"a hybrid model: 1 of its layers are not served, b ({other.__name__}) among them"
-    assert runner.unsupported(made, layers, mode) == why
-    with pytest.raises(RuntimeError, match="the audit would not see the whole cache: a hybrid model"):
-        hooks._make_initialize(lambda self: None)(made)
+    assert support.why_unsupported(made, layers, mode) == why
     del context["b"]
     made.kv_cache_config = groups_of(["a", "draft"])
-    assert runner.unsupported(made, runner.target_layers(made), mode) == ""
+    assert support.why_unsupported(made, target_layers(made), mode) == ""
 
 
 # -- masks: stage serves what it knows ---------------------------------------------------------------------------------
@@ -413,9 +411,9 @@ def test_masks_that_stage_does_not_know(layer, why, monkeypatch):
     layer.attn_backend.is_mla = lambda: False
     found = masks.unknown_mask(layer, make_runner().vllm_config)
     assert found.startswith(why) and bool(found) == bool(why)
-    with_stage = runner.unsupported(make_runner(), {"a": gpu_layer(), "b": layer}, "stage")
+    with_stage = support.why_unsupported(make_runner(), {"a": gpu_layer(), "b": layer}, "stage")
     assert bool(with_stage) == bool(why)
-    assert runner.unsupported(make_runner(), {"a": gpu_layer(), "b": layer}, "cow") == ""
+    assert support.why_unsupported(make_runner(), {"a": gpu_layer(), "b": layer}, "cow") == ""
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ from nwor.vllm.worker import status
 from vllm import LLM, SamplingParams
 
 def where(worker):
-    import nwor.vllm.runner, nwor.ops
-    return [nwor.vllm.runner.__file__, nwor.ops.__file__]
+    import nwor.vllm.context, nwor.ops
+    return [nwor.vllm.context.__file__, nwor.ops.__file__]
 
 if __name__ == "__main__":
     target, head = sys.argv[1:]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank has done, counted where it happens: on the device, and copied to the host without a wait."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nwor.layout import CacheLayout
+
+
+@dataclass
+class Counters:
+    """What one rank has done since start-up, in tokens, rows or bytes; drafts only, where it says tokens.
+
+    A held row is counted once, whatever the number of layers; `stage_operations` counts it once a layer.
+    """
+
+    windows: int = 0
+    staged_tokens: int = 0
+    committed_tokens: int = 0
+    rejected_tokens: int = 0
+    stage_operations: int = 0
+    bytes_written: int = 0
+    bytes_avoided: int = 0
+    fallbacks: int = 0
+    cancelled: int = 0
+
+
+class DeviceCounters:
+    """The counts of one rank, in one buffer that a single copy brings to the host.
+
+    totals: int64 [5], what `ops.open_window` and `ops.commit_all_layers` raise: kept and rejected rows, windows,
+        drafts, fallbacks.
+    kept: int32 [max_requests], the kept rows of each request in the last commit.
+    cancelled: windows closed without a commit, which the host counts.
+    """
+
+    def __init__(self, mode: str, layout: CacheLayout, max_requests: int) -> None:
+        self.mode, self.num_layers, self.slot_bytes = mode, layout.num_layers, layout.slot_bytes
+        self._buffer = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=layout.pool.device)
+        self.totals, self.kept = _views(self._buffer)
+        self.cancelled = 0
+
+    def reset(self) -> None:
+        """Forget warm-up and dummy runs."""
+        self._buffer.zero_()
+        self.cancelled = 0
+
+    def read(self) -> Counters:
+        """The counters up to now; waits for the device."""
+        return self.counters_from(self.totals.tolist())
+
+    def copy(self, stream: torch.cuda.Stream | None) -> "CommitCounts":
+        """The counts as the last commit left them, without waiting for it; to be called on the stream of the commit.
+
+        stream: copies to the host, which the drafter then does not wait for; None on a CPU.
+        """
+        buffer = self._buffer.clone()
+        if stream is None:
+            return CommitCounts(self, buffer, None)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copied, ready = buffer.to("cpu", non_blocking=True), torch.cuda.Event(blocking=True)
+            buffer.record_stream(stream)
+            ready.record()
+        return CommitCounts(self, copied, ready)
+
+    def counters_from(self, totals: list[int]) -> Counters:
+        """Counters from the five totals."""
+        kept, rejected, windows, drafts, fallbacks = totals
+        row_bytes = self.slot_bytes * self.num_layers
+        if self.mode == "cow":  # vLLM wrote every draft, and the rejected ones were written once more
+            written, avoided = kept + 2 * rejected, 0
+        else:
+            written, avoided = kept, rejected
+        return Counters(
+            windows=windows,
+            staged_tokens=drafts,
+            committed_tokens=kept,
+            rejected_tokens=rejected,
+            stage_operations=self.num_layers * drafts,
+            bytes_written=written * row_bytes,
+            bytes_avoided=avoided * row_bytes,
+            fallbacks=fallbacks,
+            cancelled=self.cancelled,
+        )
+
+
+@dataclass(frozen=True)
+class CommitCounts:
+    """The counts after one commit, on their way to the host.
+
+    buffer: uint8, a copy of the device's counts on the host. ready: the CUDA event behind that copy, None on a CPU.
+    """
+
+    source: DeviceCounters
+    buffer: Tensor
+    ready: torch.cuda.Event | None
+
+    def read(self) -> tuple[Counters, list[int]]:
+        """Wait for the copy; returns the counters since start-up and the drafts that each request kept."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        totals, kept = _views(self.buffer)
+        return self.source.counters_from(totals.tolist()), kept.tolist()
+
+
+def _views(buffer: Tensor) -> tuple[Tensor, Tensor]:
+    return buffer[:40].view(torch.int64), buffer[40:].view(torch.int32)

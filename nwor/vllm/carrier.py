@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a commit's counts reach the scheduler and the front end: on messages that vLLM sends anyway.
+
+Each has a pair of functions here, one that adds and one that takes off again what was added, so that nothing of ours
+is left for vLLM to meet.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nwor.counters import CommitCounts
+
+_PREFIX = "nwor:"
+
+
+def add_to_output(output: Any, counts: CommitCounts | None, req_ids: Sequence[str]) -> None:
+    """Let a model runner's output carry a commit's counts: at once, or when an asynchronous output is asked for."""
+    if counts is None or output is None:
+        return
+
+    def add(result: Any) -> Any:
+        counters, kept = counts.read()
+        result.nwor_commit = vars(counters), dict(zip(req_ids, kept, strict=False))
+        return result
+
+    get_output = getattr(output, "get_output", None)
+    if get_output is None:
+        add(output)
+    else:
+        output.get_output = lambda: add(get_output())
+
+
+def take_from_output(output: Any) -> tuple[dict[str, int], dict[str, int]] | None:
+    """Take the counts off a model runner's output: the rank's counters, and the committed drafts by request."""
+    return vars(output).pop("nwor_commit", None)
+
+
+def add_to_statistics(outputs: dict[int, Any], counters: dict[str, int]) -> None:
+    """Put counters on a step's scheduler statistics, which cross to the front end as a fixed schema.
+
+    One of their fields is an open dict of whole numbers: there they go, each with a prefix.
+    """
+    for output in outputs.values():
+        if output.scheduler_stats is not None:
+            output.scheduler_stats.num_kv_fetch_reqs_by_stage.update(
+                {_PREFIX + name: value for name, value in counters.items()}
+            )
+            return
+
+
+def take_from_statistics(scheduler_stats: Any) -> dict[str, int]:
+    """Take the counters off scheduler statistics again."""
+    carried = scheduler_stats.num_kv_fetch_reqs_by_stage
+    names = [name for name in carried if name.startswith(_PREFIX)]
+    return {name.removeprefix(_PREFIX): carried.pop(name) for name in names}

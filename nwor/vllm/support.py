@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a mode can serve, and why not: asked once, before a cache is used and before a graph is captured."""
+
+from typing import Any
+
+from nwor.vllm import own_write
+from nwor.vllm.context import draft_layers
+from nwor.vllm.masks import unknown_mask
+
+
+def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
+    """Why `mode` cannot serve this configuration and these target layers, or an empty string."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    config = runner.vllm_config
+    if current_platform.is_rocm():
+        return "ROCm: the operators are not built for it"
+    if config.speculative_config is None:
+        return "no speculative decoding: there are no drafts to hold back"
+    if config.kv_transfer_config is not None:
+        return "a KV connector reads the pages before the commit"
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism: only the last stage knows what was rejected"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism"
+    if any(getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers.values()):
+        return "layers that share another layer's KV cache"
+    if reason := why_not_whole(runner, layers):
+        return reason
+    if mode == "cow":
+        return ""
+    if envs.VLLM_BATCH_INVARIANT:
+        return "batch invariance (VLLM_BATCH_INVARIANT): how stage's attention adds up depends on the batch"
+    if parallel.use_ubatching:
+        return "micro-batches: stage's attention takes a batch whole"
+    if parallel.enable_elastic_ep:
+        return "elastic expert parallelism: it gives up graphs that hold the mode"
+    for layer in layers.values():
+        if layer.kv_cache_torch_dtype.is_floating_point and layer.kv_cache_torch_dtype != layer.dtype:
+            return f"a cache of {layer.kv_cache_torch_dtype} beside a model of {layer.dtype}"
+        if reason := unknown_mask(layer, config):
+            return reason
+    if own_write.some_layer_does(runner, layers.values()):
+        return "the model writes keys and values itself, or reads them once more: they never reach the attention hook"
+    if runner.device.type == "cuda":
+        from nwor.vllm import attention_gpu
+
+        blocked = attention_gpu.fused_passes(config) or attention_gpu.captured_writes(config)
+        return blocked or next(filter(None, map(attention_gpu.cannot_attend, layers.values())), "")
+    from nwor.vllm import attention_cpu
+
+    return next(filter(None, map(attention_cpu.cannot_attend, layers.values())), "")
+
+
+def why_not_whole(runner: Any, layers: dict[str, Any]) -> str:
+    """Why `layers` are not all of the target's cache, or why they lie in several groups, or an empty string.
+
+    A part of a model is neither served nor audited: what was rejected in the rest of it would stay.
+    """
+    groups = [set(spec.layer_names) for spec in runner.kv_cache_config.kv_cache_groups]
+    context = runner.compilation_config.static_forward_context
+    if others := sorted(set().union(*groups) - layers.keys() - draft_layers(runner)):
+        kind = type(context[others[0]]).__name__ if others[0] in context else "a class of its own"
+        return f"a hybrid model: {len(others)} of its layers are not served, {others[0]} ({kind}) among them"
+    holding = [group for group in groups if group & layers.keys()]
+    if len(holding) != 1 or not layers.keys() <= holding[0]:
+        return f"a hybrid model: its target layers lie in {len(holding)} cache groups"
+    return ""

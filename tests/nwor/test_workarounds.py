@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repairs of vLLM that a user may ask for: an EAGLE head's biases, and the CPU's sampling."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to repair")
+
+from nwor.settings import Settings
+from nwor.vllm import patch, worker
+from nwor.vllm.workarounds import cpu_sampling, eagle_bias
+
+# -- sampling on the CPU -----------------------------------------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(st.tuples(st.sampled_from([0, 1, 2, 5]), st.integers(0, 5)), min_size=1, max_size=6),
+    replaced=st.sampled_from([(0, 0), (0, 1), (2, 7)]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_expansion_against_a_plain_loop(requests, replaced, dtype):
+    """Requests without tokens have none; a replaced value is replaced, and every other kept as it is."""
+    values = [value + (0.25 if dtype.is_floating_point and value == 5 else 0) for value, _ in requests]
+    counts = torch.tensor([count for _, count in requests])
+    expected = [
+        replaced[1] if value == replaced[0] else value
+        for value, (_, count) in zip(values, requests, strict=True)
+        for _ in range(count)
+    ]
+    x = torch.tensor(values, dtype=dtype)
+    found = cpu_sampling.expand_batch_to_tokens(x, counts.cumsum(0).int(), len(expected), *replaced)
+    assert found.dtype == dtype
+    assert found.tolist() == expected
+
+
+def test_the_sampler_calls_the_repaired_one():
+    """Through the very name vLLM's sampler looks up, with the example of its docstring; and it comes off again."""
+    from vllm.v1.sample import rejection_sampler
+
+    original = rejection_sampler.expand_batch_to_tokens
+    cpu_sampling.install()
+    try:
+        x, ends = torch.tensor([0.7, 0.0, 1.3]), torch.tensor([2, 5, 6], dtype=torch.int32)
+        found = rejection_sampler.expand_batch_to_tokens(x, ends, 6, replace_from=0, replace_to=1)
+        assert torch.equal(found, torch.tensor([0.7, 0.7, 1, 1, 1, 1.3]))
+    finally:
+        patch.undo_all()
+    assert rejection_sampler.expand_batch_to_tokens is original
+
+
+# -- one drafter in all modes ------------------------------------------------------------------------------------------
+
+
+class Head(torch.nn.Module):
+    """An EAGLE head as vLLM builds it: `fc` without a bias, attention with one where the config promises it."""
+
+    def __init__(self, promised: bool) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleDict(
+            {"fc": torch.nn.Linear(4, 2, bias=False), "qkv_proj": torch.nn.Linear(2, 2, bias=promised)}
+        )
+
+    def load_weights(self, weights):
+        return {name for name, _ in weights}
+
+
+@pytest.mark.parametrize(
+    ("bias", "promised", "said"),
+    [(0.0, False, ""), (1.0, False, "fc.bias, which vLLM's EAGLE head drops"), (0.0, True, "qkv_proj.bias, which ")],
+)
+def test_a_head_is_repaired_when_asked_for_and_only_then(bias, promised, said, monkeypatch):
+    """Modes repaired the head unasked, and were compared with a baseline that drafts otherwise."""
+    warned = []
+    logger = SimpleNamespace(warning=lambda text, *values: warned.append(text % values))
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
+    weights = [("fc.weight", torch.ones(2, 4)), ("fc.bias", torch.full((2,), bias))]
+    head = Head(promised)
+    before = {name: parameter.clone() for name, parameter in head.named_parameters()}
+    assert eagle_bias._make_watch(Head.load_weights)(head, iter(weights)) == {"fc.weight", "fc.bias"}
+    after = dict(head.named_parameters())
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert len(warned) == bool(said)
+    if said:
+        assert said in warned[0] and "VLLM_NWOR_EAGLE_BIAS=1 repairs it" in warned[0]
+    eagle_bias._make_load(Head.load_weights)(head, iter(weights))
+    assert ("model.fc.bias" in dict(head.named_parameters())) == bool(bias)
+    assert not promised or not head.model["qkv_proj"].bias.any()
+
+
+@pytest.mark.parametrize("mode", ["off", "cow", "stage"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_no_mode_has_a_drafter_of_its_own(mode, asked, monkeypatch):
+    """The same switch, whatever the mode."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    installed = []
+    monkeypatch.setattr(eagle_bias, "install", installed.append)
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", lambda self: None)
+    made = object.__new__(WorkerWrapperBase)
+    made.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), use_v2_model_runner=False)
+    try:
+        worker.install(Settings(mode=mode, eagle_bias=asked))
+        made.init_device()
+    finally:
+        patch.undo_all()
+    assert installed == [asked]
