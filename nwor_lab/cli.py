@@ -16,7 +16,6 @@ COMMANDS = {
     "measure": ("nwor_lab.measure", "measure on GPUs what data/recorded holds of them"),
     "record": ("nwor_lab.record", "keep a run's tables in data/recorded"),
     "audit": ("nwor_lab.experiments.audit", "prove that no uncommitted byte is left in the cache"),
-    "pair": ("nwor_lab.pair", "train the target and its EAGLE head, or write a random pair"),
 }
 
 
