@@ -117,7 +117,7 @@ def figure(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     style.bars(left, survival, x="position")
     left.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
     style.bars(right, dirty, x="position")
-    right.set(ylabel="unaccepted kB left by a step", xlabel="every mode but vanilla leaves 0")
+    right.set(ylabel="kB left by a step", xlabel="every mode but vanilla leaves 0")
     style.legend(left, ncols=4)
     first = frame.iloc[0]
     caption = (
