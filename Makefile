@@ -18,7 +18,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo reproduce test check lab figures doctor kernels wheel image shell clean need-python need-cxx need-docker
+.PHONY: help setup demo reproduce test check lab figures docs doctor kernels wheel image shell clean need-python need-cxx need-docker
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ lab: setup ## open JupyterLab on the notebooks
 
 figures: setup ## redraw the paper figures from the newest results, or from the recorded ones
 	$(BIN)/nwor figures
+
+docs: setup ## write README.md and the pages of docs/ that state numbers, from data/recorded
+	$(BIN)/python -m docs.generate
 
 doctor: setup ## print the environment, the operators and the modes that can run here
 	$(BIN)/nwor doctor

@@ -197,15 +197,17 @@ def _fitting(config: Config, rows: int, head_size: int, cache_bytes: int, device
     return replace(config, warps=warps, registers=registers, apart=apart)
 
 
-def division(splits: int, windows: int, rows: int, head_size: int, processors: int) -> tuple[int, bool, int, int]:
-    """How splits are combined: (splits, whether all meet, bound of splits compiled for, rows combined at a time).
+def plan_split_combine(
+    splits: int, windows: int, rows: int, head_size: int, multiprocessors: int
+) -> tuple[int, bool, int, int]:
+    """How splits are combined: (splits, grid barrier, the most splits compiled for, rows combined at a time).
 
-    They meet, that is wait for each other and share the work, where there is a multiprocessor for each program; a
-    cooperative launch then promises that all run at once.
+    Behind a grid barrier all splits share the work. It takes a multiprocessor for each program, and a cooperative
+    launch, which promises that all run at once; else the last split to arrive combines alone.
     """
     splits = min(splits, 64)
-    meet = 1 < splits <= processors // windows
-    most = next_power_of_2(splits)
+    grid_barrier = 1 < splits <= multiprocessors // windows
+    max_splits = next_power_of_2(splits)
     # A row for each of four warps at least; of more than eight, a window's few rows would be left to few splits.
-    chunk = 8 if rows > 4 * most else 4
-    return splits, meet, most, min(chunk, COMBINED // (most * next_power_of_2(head_size)))
+    combine_rows = 8 if rows > 4 * max_splits else 4
+    return splits, grid_barrier, max_splits, min(combine_rows, COMBINED // (max_splits * next_power_of_2(head_size)))

@@ -3,7 +3,7 @@
 
 It packs all query heads of a KV head and all rows of the window into one tile, so that a page is read once, and cuts
 the prefix into splits where requests and heads alone do not fill the GPU. Where these rows are few, each warp attends
-to keys of its own (PARTS), and needs to wait for no other between two tiles. The softmax over splits is that of
+to keys of its own (KEY_GROUPS), and needs to wait for no other between two tiles. The softmax over splits is that of
 Flash-Decoding (Dao et al., 2023): each split leaves its sum of values, its sum of weights and its largest score. When
 all have arrived they are added up: by all of them, each some rows, where there is a multiprocessor for each program
 (a cooperative launch, and a sense-reversing barrier such as CUDA's `grid.sync`), else by the last.
@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _stored(rows, scale, FP8: tl.constexpr):
+def _quantize(rows, scale, FP8: tl.constexpr):
     """Rows in the bytes of vLLM's `reshape_and_cache_flash`: divide, round to nearest even, saturate, NaN to 0x7f."""
     if FP8:
         scaled, divisor = rows.to(tl.float32), tl.load(scale)
@@ -34,7 +34,7 @@ def _stored(rows, scale, FP8: tl.constexpr):
 
 
 @triton.jit
-def _read(elements, dtype: tl.constexpr, FP8: tl.constexpr):
+def _dequantize(elements, dtype: tl.constexpr, FP8: tl.constexpr):
     """Elements of pages in the dtype of the products; every fp8 number is exact in both 16-bit dtypes."""
     if FP8 and dtype != elements.dtype:
         return elements.to(dtype)
@@ -43,17 +43,17 @@ def _read(elements, dtype: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def _halved(parts, PARTS: tl.constexpr):
+def _sum_last(parts, KEY_GROUPS: tl.constexpr):
     """The sum over the last dimension; Triton's own, over warps, goes through shared memory element by element."""
-    if PARTS == 1:
+    if KEY_GROUPS == 1:
         return tl.reshape(parts, (parts.shape[0], parts.shape[1]))
     else:
-        a, b = tl.split(tl.reshape(parts, (parts.shape[0], parts.shape[1], PARTS // 2, 2)))
-        return _halved(a + b, PARTS // 2)
+        a, b = tl.split(tl.reshape(parts, (parts.shape[0], parts.shape[1], KEY_GROUPS // 2, 2)))
+        return _sum_last(a + b, KEY_GROUPS // 2)
 
 
 @triton.jit
-def _turned(keys):
+def _transpose(keys):
     """Keys [..., keys, elements] as `tl.dot` takes them from the right."""
     if len(keys.shape) == 3:
         return tl.permute(keys, (0, 2, 1))
@@ -67,7 +67,7 @@ def _scores(query, keys, position, row, slopes, scale, softcap, SOFTCAP: tl.cons
 
     position: of each key, counted from the end of the prefix, as the rows are.
     """
-    scores = tl.dot(query, _turned(keys)) * scale
+    scores = tl.dot(query, _transpose(keys)) * scale
     if SOFTCAP:
         scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / softcap)) + 1))
     if ALIBI:
@@ -106,7 +106,7 @@ def _combine(
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     MAX_QUERY: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """Add up what the splits of a window left of some of its packed rows, all splits at once.
@@ -114,7 +114,7 @@ def _combine(
     Rows come first: Triton gives warps to the first dimension, and sums over splits go from no warp to another.
     """
     row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
-    dim, split = tl.arange(0, WIDTH), tl.arange(0, MOST)
+    dim, split = tl.arange(0, WIDTH), tl.arange(0, MAX_SPLITS)
     mine = (row < query_len)[:, None] & (split < active)[None, :]
     at = (part + split)[None, :] * (MAX_QUERY * GROUP) + packed[:, None]
     largest = tl.load(softmax + at * 2, mask=mine, other=float("-inf"))
@@ -137,7 +137,7 @@ def _combine(
     )
 
 
-@triton.jit(do_not_specialize=["least"])
+@triton.jit(do_not_specialize=["min_tiles_per_split"])
 def verify_windows(
     query,
     key,
@@ -175,7 +175,7 @@ def verify_windows(
     staging_head,
     staging_slot,
     table_row,
-    least,
+    min_tiles_per_split,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -193,10 +193,10 @@ def verify_windows(
     FP8: tl.constexpr,
     QUERY_FP8: tl.constexpr,
     STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    MEET: tl.constexpr,
-    MOST: tl.constexpr,
-    CHUNK: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
+    GRID_BARRIER: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
 ):
     # Splits come last, so that those without work leave no multiprocessor with less than its share.
     kv_head, split, splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
@@ -216,7 +216,7 @@ def verify_windows(
     if SLIDING_WINDOW > 0:
         lowest = tl.maximum(prefix - SLIDING_WINDOW + 1, 0) // TILE
     tiles = tl.cdiv(prefix, TILE) - lowest
-    active = tl.maximum(tl.minimum(tiles // least, splits), 1)
+    active = tl.maximum(tl.minimum(tiles // min_tiles_per_split, splits), 1)
     if split >= active:
         return
     begin = lowest + tl.cdiv(tiles * split, active)
@@ -227,8 +227,8 @@ def verify_windows(
     # else a stage of the pipeline would be spent on it.
     table = block_table + request.to(tl.int64) * table_row
     position = begin * TILE + tl.arange(0, TILE)
-    if PARTS > 1:
-        position = tl.reshape(position, (PARTS, TILE // PARTS))
+    if KEY_GROUPS > 1:
+        position = tl.reshape(position, (KEY_GROUPS, TILE // KEY_GROUPS))
     next_block = tl.load(
         table + position.to(tl.uint32) // BLOCK_SIZE, mask=position < prefix, other=0, eviction_policy=KEPT
     )
@@ -252,11 +252,11 @@ def verify_windows(
 
     place = tl.arange(0, TAIL)
     in_tail = (place < query_len) & has_tail
-    here = in_tail[:, None] & in_head[None, :]
+    tail_mask = in_tail[:, None] & in_head[None, :]
     token = (first + place).to(tl.int64)
-    tail_keys = tl.load(key + token[:, None] * key_row + kv_head * key_head + dim[None, :], mask=here, other=0.0)
+    tail_keys = tl.load(key + token[:, None] * key_row + kv_head * key_head + dim[None, :], mask=tail_mask, other=0.0)
     tail_values = tl.load(
-        value + token[:, None] * value_row + kv_head * value_head + dim[None, :], mask=here, other=0.0
+        value + token[:, None] * value_row + kv_head * value_head + dim[None, :], mask=tail_mask, other=0.0
     )
     to_store = in_tail & (row_tile == 0)
     staged = tl.load(staging_rows + token, mask=to_store, other=-1)
@@ -271,11 +271,11 @@ def verify_windows(
     if QUERY_FP8 and not NATIVE:
         q = q.to(tl.float16)
 
-    if PARTS > 1:
-        queries = tl.broadcast_to(q[None, :, :], (PARTS, ROWS, WIDTH))
-        largest = tl.full([PARTS, ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([PARTS, ROWS], tl.float32)
-        summed = tl.zeros([PARTS, ROWS, WIDTH], tl.float32)
+    if KEY_GROUPS > 1:
+        queries = tl.broadcast_to(q[None, :, :], (KEY_GROUPS, ROWS, WIDTH))
+        largest = tl.full([KEY_GROUPS, ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([KEY_GROUPS, ROWS], tl.float32)
+        summed = tl.zeros([KEY_GROUPS, ROWS, WIDTH], tl.float32)
     else:
         queries = q
         largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -289,11 +289,11 @@ def verify_windows(
         next_block = tl.load(table + ahead.to(tl.uint32) // BLOCK_SIZE, mask=ahead < prefix, other=0)
         inside = block * page_block + (position.to(tl.uint32) % BLOCK_SIZE).to(tl.int32) * page_slot
         at = pages + tl.expand_dims(inside, -1)
-        there = tl.expand_dims(seen, -1)
+        page_mask = tl.expand_dims(seen, -1)
         if WIDTH != HEAD_SIZE:
-            there = there & in_head[None, :]
-        keys = _read(tl.load(at, mask=there, other=0.0), q.dtype, FP8)
-        values = _read(tl.load(at + HEAD_SIZE, mask=there, other=0.0), value_dtype, FP8)
+            page_mask = page_mask & in_head[None, :]
+        keys = _dequantize(tl.load(at, mask=page_mask, other=0.0), q.dtype, FP8)
+        values = _dequantize(tl.load(at + HEAD_SIZE, mask=page_mask, other=0.0), value_dtype, FP8)
         scores = _scores(queries, keys, position - prefix, row, slopes, scale, softcap, SOFTCAP, ALIBI)
         if SLIDING_WINDOW > 0:
             near = (prefix + row)[:, None] - tl.expand_dims(position, -2) < SLIDING_WINDOW
@@ -303,16 +303,16 @@ def verify_windows(
         largest, total, summed = _add(scores, values, largest, total, summed)
         position = ahead
 
-    if PARTS > 1:
+    if KEY_GROUPS > 1:
         highest = tl.max(largest, 0)
         share = tl.exp2(largest - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
         largest, total = highest, tl.sum(total * share, 0)
-        summed = _halved(tl.permute(summed * share[:, :, None], (1, 2, 0)), PARTS)
+        summed = _sum_last(tl.permute(summed * share[:, :, None], (1, 2, 0)), KEY_GROUPS)
 
     if has_tail:
         # Rows outside are 0 already; without this Triton would move the tail to shared memory before the loop.
-        tail_keys, tail_values = tl.where(here, tail_keys, 0.0), tl.where(here, tail_values, 0.0)
-        stored_keys, stored_values = _stored(tail_keys, k_scale, FP8), _stored(tail_values, v_scale, FP8)
+        tail_keys, tail_values = tl.where(tail_mask, tail_keys, 0.0), tl.where(tail_mask, tail_values, 0.0)
+        stored_keys, stored_values = _quantize(tail_keys, k_scale, FP8), _quantize(tail_values, v_scale, FP8)
         to_staging = staged >= 0
         at = tl.where(to_staging, staged, slot)
         block, offset = at // BLOCK_SIZE, at % BLOCK_SIZE
@@ -325,7 +325,7 @@ def verify_windows(
         keep = (at >= 0)[:, None] & in_head[None, :]
         tl.store(into, stored_keys, mask=keep)
         tl.store(into + HEAD_SIZE, stored_values, mask=keep)
-        keys, values = _read(stored_keys, q.dtype, FP8), _read(stored_values, value_dtype, FP8)
+        keys, values = _dequantize(stored_keys, q.dtype, FP8), _dequantize(stored_values, value_dtype, FP8)
         scores = _scores(q, keys, place, row, slopes, scale, softcap, SOFTCAP, ALIBI)
         seen = place[None, :] <= row[:, None]
         if SLIDING_WINDOW > 0:
@@ -350,7 +350,7 @@ def verify_windows(
             tl.store(softmax + part * 2 + 1, total, mask=valid)
             tl.debug_barrier()  # every thread's stores come before the one thread's release
             arrival = arrivals + 2 * (window * ROW_TILES + row_tile)
-            if MEET:  # all wait for all, and each combines some rows
+            if GRID_BARRIER:  # all wait for all, and each combines some rows
                 # All together add 2^31, whatever their number, so that the sign turns and nobody has to set anything
                 # back; split 0 adds what the others do not, written so that no term leaves int32.
                 added = tl.where(split == 0, 0x7FFFFFFF - (active - 2), 1)
@@ -365,7 +365,7 @@ def verify_windows(
                 worker, workers = 0, 1
             rows = tl.minimum(query_len * GROUP - row_tile * ROWS, ROWS)
             out = output + first.to(tl.int64) * output_row
-            for some in range(worker * CHUNK, rows, workers * CHUNK):
+            for first_row in range(worker * COMBINE_ROWS, rows, workers * COMBINE_ROWS):
                 _combine(
                     out,
                     partials,
@@ -376,13 +376,13 @@ def verify_windows(
                     window.to(tl.int64) * splits,
                     active,
                     kv_head,
-                    row_tile * ROWS + some + tl.arange(0, CHUNK),
+                    row_tile * ROWS + first_row + tl.arange(0, COMBINE_ROWS),
                     query_len,
                     GROUP,
                     HEAD_SIZE,
                     WIDTH,
                     MAX_QUERY,
-                    MOST,
+                    MAX_SPLITS,
                     FP8,
                 )
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor.attention.configs import HEAD_SIZES, Config, Device, choose, division, next_power_of_2, row_tiles
+from nwor.attention.configs import HEAD_SIZES, Config, Device, choose, next_power_of_2, plan_split_combine, row_tiles
 from nwor.attention.kernel import verify_windows
 
 FP8 = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
@@ -122,7 +122,7 @@ def verify_attention(
     if fp8:  # as such the tensor cores can take keys from where they were copied to
         kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2
         kv_cache, staging = kv_cache.view(kind), staging.view(kind)
-    splits, meet, most, chunk = division(
+    splits, grid_barrier, max_splits, combine_rows = plan_split_combine(
         min(config.splits, workspace.splits(requests)),
         kv_heads * requests * tiles,
         min(rows, max_query_len * group),
@@ -180,13 +180,13 @@ def verify_attention(
         FP8=fp8,
         QUERY_FP8=query.dtype == torch.float8_e4m3fn,
         STAGES=config.stages,
-        PARTS=config.warps if config.apart else 1,
-        MEET=meet,
-        MOST=most,
-        CHUNK=chunk,
+        KEY_GROUPS=config.warps if config.apart else 1,
+        GRID_BARRIER=grid_barrier,
+        MAX_SPLITS=max_splits,
+        COMBINE_ROWS=combine_rows,
         num_warps=config.warps,
         num_stages=config.stages,
-        launch_cooperative_grid=meet,
+        launch_cooperative_grid=grid_barrier,
         maxnreg=config.registers or None,
     )
 

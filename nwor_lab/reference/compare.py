@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,21 +38,15 @@ def compare(
     Pages never written hold NaN, except in `blind`: it reads them, and would show nothing but NaN. There they hold
     zeros, as in a cache that vLLM has just made.
     """
-    runs = {}
-    with one_thread():
-        for mode in modes:
-            decoder = SpeculativeDecoder(target, mode, head=head, k=k, poison=mode != "blind", seed=seed)
-            runs[mode] = decoder.generate(prompts, max_tokens)
-    return runs
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Give torch one thread: its sums then do not depend on the number of cores, and operators this small gain none."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # sums then do not depend on the number of cores, and operators this small gain none
     try:
-        yield
+        return {
+            mode: SpeculativeDecoder(target, mode, head=head, k=k, poison=mode != "blind", seed=seed).generate(
+                prompts, max_tokens
+            )
+            for mode in modes
+        }
     finally:
         torch.set_num_threads(threads)
 
@@ -117,7 +110,7 @@ def figure(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     style.bars(left, survival, x="position")
     left.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
     style.bars(right, dirty, x="position")
-    right.set(ylabel="kB left by a step", xlabel="every mode but vanilla leaves 0")
+    right.set(ylabel="unaccepted kB left", xlabel="after a step; only vanilla leaves any")
     style.legend(left, ncols=4)
     first = frame.iloc[0]
     caption = (

@@ -5,13 +5,13 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
+from nwor_lab.microbench.attention_inputs import Shape
 
 from nwor.attention import configs
 from nwor.attention.configs import H200, Config
 from nwor_lab import paths, results
 from nwor_lab.experiments import endtoend
 from nwor_lab.microbench import attention as attention_bench
-from nwor_lab.microbench.attention_inputs import Shape
 from nwor_lab.plots import attention as attention_plots
 
 SHAPE = Shape(32, 8, 16, 512)
@@ -110,14 +110,14 @@ def test_steps_that_tell_where_vllm_was_as_fast_are_those_recorded():
     """
     read = {name: results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels")}
     table = endtoend.gpu_steps(*read.values()).query("mode == 'stage'")
-    steps = attention_bench.by_shape(table)[[*attention_bench.KEYS, "ratio", "steady"]]
+    steps = attention_bench.by_shape(table)[[*attention_bench.KEYS, "ratio", "stable"]]
     used = pd.read_csv(paths.DATA / "attention" / "h200_steps.csv")
     both = used.merge(steps, how="outer", on=attention_bench.KEYS, indicator=True, suffixes=("", "_recorded"))
     assert set(both._merge) == {"both", "right_only"}
     other = both[both.ratio != both.ratio_recorded.round(4)]
     again, alone = other[other._merge == "both"], other[other._merge == "right_only"]
     assert (again.ratio >= 1).all() and len(again) == 1
-    fell_back = pd.concat([again, alone[alone.steady]])
+    fell_back = pd.concat([again, alone[alone.stable]])
     assert set(fell_back.context) == {8240} and fell_back.ratio_recorded.round(4).between(0.995, 1.005).all()
     assert len(used) - len(again) > 170
 
@@ -190,7 +190,7 @@ def test_warps_keep_keys_of_their_own_where_their_sums_fit(heads, k, head_size, 
 @pytest.mark.parametrize("rows", [2, 16, 36, 128])
 def test_sums_that_are_added_at_a_time(rows, splits, head_size):
     """As many as registers hold, of every split and of at least a row; splits meet where all run at once."""
-    found, meet, most, chunk = configs.division(splits, 8, rows, head_size, 132)
+    found, meet, most, chunk = configs.plan_split_combine(splits, 8, rows, head_size, 132)
     width = configs.next_power_of_2(head_size)
     assert found == min(splits, 64) <= most < 2 * found and meet is (1 < splits <= 16)
     assert 1 <= chunk <= 8 and most * chunk * width <= configs.COMBINED

