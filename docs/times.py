@@ -173,6 +173,14 @@ def chip(metric: str) -> float:
     return float(table("gpu_steps").query("tp == 1 and batch == 64 and metric == @metric")["value"].mean())
 
 
+def matmul_ratio(batch: int) -> float:
+    """GPU time of the matmuls under `stage` over vanilla's, which no mode touches: 32 KV heads, bf16, one rank."""
+    rows = table("gpu_kernels").query("tp == 1 and kv_heads == 32 and kv_cache_dtype == 'auto' and engine == 'stage'")
+    rows = rows.query("k == 8 and prompt == 512 and batch == @batch and kind == 'matmul'")
+    means = rows.groupby("mode")["value"].mean()
+    return float(means["stage"] / means["off"])
+
+
 def write_share(batch: int, tp: int = 1, kv_cache_dtype: str = "auto") -> float:
     """The paged KV write's share of vanilla's step, mean of the engines that were profiled."""
     rows = table("kv_write_share").query("kv_heads == 32 and tp == @tp and batch == @batch")
