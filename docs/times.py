@@ -116,12 +116,14 @@ def lost(mode: str) -> list[Any]:
     return list(rows[rows["step"] >= 1].sort_values("step", ascending=False).itertuples())
 
 
-def lost_sentence() -> str:
-    """The settings in which `stage` served and lost, each with its ratio."""
+def lost_sentence(repeats: bool = False) -> str:
+    """The settings in which `stage` served and lost, each with its ratio, and on request the range over repeats."""
     caches = {"auto": "bf16", "fp8": "fp8"}
     return "; ".join(
         f"{line.kv_heads} KV heads, {caches[line.kv_cache_dtype]} cache, TP={line.tp}, k={line.k}, "
-        f"prompts of {line.prompt:,}, batch {line.batch} took {line.step:.3f} ({line.low:.3f} to {line.high:.3f})"
+        f"prompts of {line.prompt:,}, batch {line.batch} took {line.step:.3f}"
+        + f" ({line.low:.3f} to {line.high:.3f})"
+        * repeats
         for line in lost("stage")
     )
 
