@@ -18,13 +18,16 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup reproduce test check lab figures docs doctor kernels wheel image shell clean need-python need-cxx need-docker
+.PHONY: help setup demo reproduce test check lab figures docs doctor kernels wheel image shell clean need-python need-cxx need-docker
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 	@printf '\nPYTHON=%s (which Python makes the environment)\n' '$(PYTHON)'
 
 setup: $(VENV)/.stamp ## make .venv from the exact lock and build the extension
+
+demo: setup ## vanilla vLLM beside mode stage under the cache auditor, on the shipped pair: two minutes, no GPU
+	$(BIN)/python -m nwor_lab.demo
 
 reproduce: setup ## run every notebook on the CPU, print the table of claims, leave results/<run>/; RESUME=<run> goes on
 	$(BIN)/nwor walk $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))

@@ -38,7 +38,7 @@ def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
     Graphs are captured for these numbers of requests, in verify and draft steps; vLLM's own choice would leave out 64.
     """
     requests = (1, 2, 4, 8, 16, 32, 64)
-    bound = str(endtoend.BOUNDS["fp8" if "fp8" in more else "auto"])
+    bound = str(endtoend.PARITY_TOLERANCE_NATS["fp8" if "fp8" in more else "auto"])
     captured = ",".join(map(str, sorted({rows * number for number in requests for rows in (1, k + 1)})))
     return [
         *("nwor_lab.cli", "bench", "--shape", shape, "--k", str(k), "--mode", modes, "--kv-cache-memory", str(mib)),

@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's own vLLM plugin: the audit and random weights, each only where its variable asks for it."""
+"""The lab's own vLLM plugin: the auditor and random weights, each only where its variable asks for it."""
+
+from __future__ import annotations
 
 import os
+
+AUDIT = "VLLM_NWOR_AUDIT"
 
 
 def register() -> None:
     """Entry point of group ``vllm.general_plugins``; called again, it does nothing.
 
     Raises:
-        ValueError: a ``VLLM_NWOR_*`` variable is misspelt or has an impossible value.
-        IncompatibleVLLM: this vLLM is not the release the hooks were written for.
+        ValueError: ``VLLM_NWOR_AUDIT`` is neither 0 nor 1.
+        RuntimeError: this vLLM is not the release the hooks were written for.
     """
-    from nwor.settings import Settings
     from nwor_lab.engines import random_weights
 
-    audit = Settings.from_env().audit
+    audit = os.environ.get(AUDIT, "0")
+    if audit not in ("0", "1"):
+        raise ValueError(f"{AUDIT}={audit!r} must be 0 or 1")
     if os.environ.get(random_weights.ASKED) == "1":
         random_weights.install()
-    if audit:
-        import nwor
-        from nwor.vllm import patch
+    if audit == "1":
+        from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
         from nwor_lab.audit import hooks
 
-        patch.check_version()
-        nwor.register()  # first, whatever the order of plugins: the audit's hooks lie around the modes'
+        # First, whatever the order of plugins: the audit's hooks lie around those of the modes.
+        for name, other in load_plugins_by_group(DEFAULT_PLUGINS_GROUP).items():
+            if name != "nwor_lab":
+                other()
         hooks.install()

@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 
 from nwor_lab import paths, results
-from nwor_lab.microbench import nsight
+from nwor_lab.microbench import counters
 
 
 def _measures(source: str) -> bool:
@@ -28,12 +28,12 @@ def obtain(run: results.Run, name: str, measure: Callable[[], pd.DataFrame], sou
 
     Raises:
         ValueError: another source, or `measure` without a GPU.
-        nsight.Unreadable: counters are to be measured, and cannot be read here.
+        counters.Unreadable: counters are to be measured, and cannot be read here.
     """
     if _measures(source):
         try:
             return run.table(name, measure())
-        except nsight.Unreadable as error:
+        except counters.Unreadable as error:
             if source:
                 raise
             print(f"{name} is what was recorded on an H200, since {error}")

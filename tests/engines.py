@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for tests: many small ones after each other in one child process, with faults planted on request."""
+"""Engines for tests: many small ones after each other in one child process, with faults injected on request."""
 
 import multiprocessing
 import os
@@ -11,7 +11,8 @@ from typing import Any
 
 from nwor.settings import Settings
 from nwor_lab.engines import pause
-from nwor_lab.engines.engine import EngineSpec, Generation, _Served, status
+from nwor_lab.engines.child import Generation, Served, status
+from nwor_lab.engines.spec import EngineSpec
 
 PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i in range(13)]
 
@@ -116,7 +117,7 @@ def _run(
             _compile_grammars_at_once(patch)
             if fault is not None:
                 fault(patch)
-            served = _Served(spec)
+            served = Served(spec)
             outcome.counters_after_start = dict(served.on_every_rank(status)[0]["counters"])
             for call in calls:
                 if "abandon" in call:
@@ -175,16 +176,16 @@ def _compile_grammars_at_once(patch: Any) -> None:
     patch.setattr(StructuredOutputManager, "grammar_init", grammar_init)
 
 
-def _abandon(served: _Served, prompts: list[list[int]], steps: int) -> None:
+def _abandon(served: Served, prompts: list[list[int]], steps: int) -> None:
     """Run requests for the prompts in reverse, abort every other one mid-run, and all of them some steps later."""
-    names = served._add(prompts[::-1], 200)
+    names = served.add_requests(prompts[::-1], 200)
     for gone in (names[::2], names[1::2]):
         for _ in range(steps):
             served.engine.step()
         served.engine.abort_request(gone)
 
 
-def _join(served: _Served, prompt: list[int], max_tokens: int, endings: list[list[int]]) -> Generation:
+def _join(served: Served, prompt: list[int], max_tokens: int, endings: list[list[int]]) -> Generation:
     """Let requests join one that decodes, each in a step in which that one's row 0 fills a block, and ask once more.
 
     Such a step's scheduling publishes the block: the request that joins finds it in the prefix cache before it is

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of the runners for `VLLM_NWOR_AUDIT=1`: copy the target caches before each forward, compare after sampling.
+"""The auditor as a vLLM plugin: copy the target's caches before each forward, compare after sampling.
 
-Why: the proof must not share code with what it proves, and must hold vanilla vLLM to the same rule.
-How: what is compared lies around the modes' own hooks: the copy is taken before a window opens and compared when it has
-closed. On the V1 runner these patches go on last and lie outside; the V2 runner's slots are made by the very method in
-which a window opens, so there they go on first and lie inside. Rows and rejections are worked out here from vLLM's own
-batch.
-When it can go: never; it costs nothing unless asked for.
+Nothing here imports `nwor`: the proof shares no code with what it proves, and holds vanilla vLLM to the same rule.
+Layers, slots and rejections come from vLLM's own model, block tables and sampler output. Other plugins' hooks lie
+inside this one's: on the V1 runner these go on last; the V2 runner makes its slots in the very method in which a
+window may open, so there they go on first, next to vLLM.
 """
 
+from __future__ import annotations
+
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nwor.vllm.context import target_group, target_layers
-from nwor.vllm.patch import wrap
-from nwor.vllm.support import why_not_whole
 from nwor_lab.audit.auditor import CacheAudit
 
-_INITIALIZE = ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context")
+_wrapped: dict[tuple[type, str], Callable] = {}
 
 
 def install() -> None:
@@ -28,144 +28,198 @@ def install() -> None:
     from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    wrap(WorkerWrapperBase, "init_device", ("self",), _make_init_device)
-    wrap(Worker, "compile_or_warm_up_model", ("self",), _make_warm_up)
+    _wrap(WorkerWrapperBase, "init_device", "self", _init_device)
+    _wrap(Worker, "compile_or_warm_up_model", "self", _warm_up)
+
+
+def uninstall() -> None:
+    """Restore every method that was wrapped in this process."""
+    while _wrapped:
+        (owner, name), original = _wrapped.popitem()
+        setattr(owner, name, original)
 
 
 def report(worker: Any) -> dict[str, Any]:
-    """What this worker's audit found: ``audit``, an `AuditReport` as a dict, empty without one, and ``dirty_examples``;
-    sent to every rank through vLLM's ``collective_rpc``."""
-    audit = getattr(worker.model_runner, "nwor_audit", None)
+    """What this worker's audit found, sent to every rank through vLLM's ``collective_rpc``.
+
+    ``audit`` is an `AuditReport` as a dict, empty without an audit; ``dirty_examples`` and ``history`` are
+    those of `CacheAudit`.
+    """
+    audit = getattr(worker.model_runner, "cache_audit", None)
     if audit is None:
-        return {"audit": {}, "dirty_examples": []}
-    return {"audit": asdict(audit.report), "dirty_examples": audit.examples}
+        return {"audit": {}, "dirty_examples": [], "history": []}
+    return {"audit": asdict(audit.report), "dirty_examples": audit.examples, "history": audit.history}
 
 
 def stop_audit(worker: Any) -> None:
     """End this worker's audit, if it has one; sent like `report`."""
-    if (audit := getattr(worker.model_runner, "nwor_audit", None)) is not None:
+    if (audit := getattr(worker.model_runner, "cache_audit", None)) is not None:
         audit.enabled = False
 
 
-def _make_init_device(original: Callable) -> Callable:
-    def init_device(self: Any) -> Any:  # `original` installs the modes' own hooks
-        if self.vllm_config.use_v2_model_runner:
-            install_v2()
-            return original(self)
-        result = original(self)
-        install_v1()
-        return result
+def target_layers(runner: Any) -> dict[str, Any]:
+    """The attention layers that are modules of the target model, by name, in order.
 
-    return init_device
+    Raises:
+        RuntimeError: a part of the target's cache would not be seen. It is a layer of neither the target's nor the
+            drafter's model, or of a class that does not write each row to one slot, or there are several cache groups.
+    """
+    from vllm.model_executor.layers import attention
 
-
-def _make_warm_up(original: Callable) -> Callable:
-    def compile_or_warm_up_model(self: Any) -> Any:
-        result = original(self)
-        if (audit := getattr(self.model_runner, "nwor_audit", None)) is not None:
-            audit.reset_counters()  # the V2 runner's warm-up runs real steps
-        return result
-
-    return compile_or_warm_up_model
-
-
-def install_v1() -> None:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    wrap(GPUModelRunner, "initialize_kv_cache", _INITIALIZE, _make_initialize)
-    wrap(
-        GPUModelRunner,
-        "_model_forward",
-        ("self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"),
-        _make_forward,
-    )
-    wrap(GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata"), _make_sample)
+    known = {
+        attention.Attention,
+        attention.ChunkedLocalAttention,
+        attention.PrefillPrefixLMAttention,
+        attention.RSWAAttention,
+    }
+    target, drafter = runner.get_model(), runner.get_draft_model()
+    modules = {id(module) for module in target.modules()}
+    drafting = {id(module) for module in drafter.modules()} if drafter is not None else set()
+    context = runner.compilation_config.static_forward_context
+    layers: dict[str, Any] = {}
+    for spec in runner.kv_cache_config.kv_cache_groups:
+        own = {name: context.get(name) for name in spec.layer_names if id(context.get(name)) not in drafting}
+        for name, layer in own.items():
+            if id(layer) not in modules or type(layer) not in known:
+                raise _incomplete(f"{name} is a {type(layer).__name__}, no attention layer of the target that it knows")
+        if own and layers:
+            raise _incomplete("a hybrid model: the target's layers lie in several cache groups")
+        layers |= own
+    return layers
 
 
-def install_v2() -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+def slot_offsets(layer: Any) -> Tensor:
+    """int64 [N * 2 * head_size], the slot of a block that each element of a (block, head) chunk belongs to.
 
-    wrap(GPUModelRunner, "initialize_kv_cache", _INITIALIZE, _make_initialize)
-    wrap(GPUModelRunner, "prepare_attn", ("self", "input_batch"), _make_prepare)
-    wrap(
-        GPUModelRunner,
-        "postprocess_sampled",
-        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
-        _make_postprocess,
-    )
+    vLLM's CPU caches transpose or tile keys inside a block, by instruction set, so vLLM's own writer is asked: it
+    writes one slot of a scratch block at a time, and what is no longer zero is that slot's.
 
-
-def _make_initialize(original: Callable) -> Callable:
-    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.nwor_audit = None
-        original(self, *args, **kwargs)
-        layers = target_layers(self)
-        if unseen := why_not_whole(self, layers):
-            raise RuntimeError(f"the audit would not see the whole cache: {unseen}: unset VLLM_NWOR_AUDIT")
-        packing = None
-        if self.device.type == "cpu":
-            from nwor.vllm.attention_cpu import find_packing
-
-            packing = find_packing(next(iter(layers.values())))
-            if packing is None:
-                raise RuntimeError("the audit cannot tell the slots of this CPU cache packing: unset VLLM_NWOR_AUDIT")
-        self.nwor_audit = CacheAudit([layer.kv_cache for layer in layers.values()], packing)
-        self.nwor_audit_group = target_group(self, layers)
-
-    return initialize_kv_cache
-
-
-def _make_forward(original: Callable) -> Callable:
-    def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.nwor_audit.enabled:
-            starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1].tolist()
-            slots = self.input_batch.block_table[self.nwor_audit_group].slot_mapping.gpu
-            self.nwor_audit.before(starts, slots)
-        return original(self, *args, **kwargs)
-
-    return _model_forward
-
-
-def _make_sample(original: Callable) -> Callable:
-    def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
-        output = original(self, logits, spec_decode_metadata)
-        if self.nwor_audit.enabled:
-            self.nwor_audit.after(rejected(output.sampled_token_ids, spec_decode_metadata))
-        return output
-
-    return _sample
+    Raises:
+        RuntimeError: an element is written with no slot or with several.
+    """
+    _, heads, block_size, width = layer.kv_cache.shape
+    dtype = layer.kv_cache.dtype if layer.kv_cache.is_floating_point() else torch.bfloat16
+    ones = torch.ones(1, heads, width // 2, dtype=dtype)
+    written = torch.zeros(block_size, block_size * width, dtype=torch.bool)
+    for offset in range(block_size):
+        scratch = torch.zeros_like(layer.kv_cache[:1])
+        layer.impl.do_kv_cache_update(layer, ones, ones, scratch, torch.tensor([offset]))
+        written[offset] = scratch[0, 0].flatten() != 0
+    if not (written.sum(0) == 1).all():
+        raise _incomplete("this CPU cache's layout has elements that belong to no slot or to several")
+    return written.int().argmax(0)
 
 
 def rejected(sampled_token_ids: Tensor, metadata: Any) -> list[int]:
-    """Rejected drafts of each request on the V1 runner, which marks them by -1; none without drafts."""
+    """Rejected drafts of each request on the V1 runner, whose sampler writes -1 for them; none without drafts."""
     if metadata is None:
         return [0] * len(sampled_token_ids)
     accepted = (sampled_token_ids != -1).sum(dim=1) - 1
     return [max(0, drafts - taken) for drafts, taken in zip(metadata.num_draft_tokens, accepted.tolist(), strict=True)]
 
 
-def _make_prepare(original: Callable) -> Callable:
-    def prepare_attn(self: Any, input_batch: Any) -> Any:
-        block_tables, slot_mappings = original(self, input_batch)
-        if self.nwor_audit.enabled:
-            starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].tolist()
-            self.nwor_audit.before(starts, slot_mappings[self.nwor_audit_group])
-        return block_tables, slot_mappings
-
-    return prepare_attn
+def _incomplete(why: str) -> RuntimeError:
+    return RuntimeError(f"the audit would not see the whole cache: {why}: unset VLLM_NWOR_AUDIT")
 
 
-def _make_postprocess(original: Callable) -> Callable:
-    def postprocess_sampled(
-        self: Any,
-        idx_mapping: Tensor,
-        sampled_tokens: Tensor,
-        num_sampled: Tensor,
-        num_rejected: Tensor,
-        query_start_loc: Tensor | None = None,
-    ) -> None:
-        original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
-        if self.nwor_audit.enabled:
-            self.nwor_audit.after(num_rejected.tolist())
+def _wrap(owner: type, name: str, parameters: str, around: Callable[..., Any]) -> None:
+    """Let ``around(original, self, ...)`` run in place of ``owner.name``, once; `parameters` are those it must take."""
+    if (owner, name) in _wrapped:
+        return
+    original = vars(owner).get(name)
+    found = " ".join(inspect.signature(original).parameters) if original else "nothing, it is missing"
+    if original is None or found != parameters:
+        raise RuntimeError(
+            f"{owner.__name__}.{name} takes {found}; the audit knows {parameters}: "
+            "install vllm==0.32.0, or unset VLLM_NWOR_AUDIT"
+        )
 
-    return postprocess_sampled
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    _wrapped[owner, name] = original
+    setattr(owner, name, method)
+
+
+def _init_device(original: Callable, self: Any) -> Any:
+    if self.vllm_config.use_v2_model_runner:
+        install_v2()
+        return original(self)  # installs the other plugins' hooks
+    result = original(self)
+    install_v1()
+    return result
+
+
+def _warm_up(original: Callable, self: Any) -> Any:
+    result = original(self)
+    if (audit := getattr(self.model_runner, "cache_audit", None)) is not None:
+        audit.reset_counters()  # the V2 runner's warm-up runs real steps
+    return result
+
+
+_INITIALIZE = "self kv_cache_config is_profiling kv_cache_allocation_context"
+
+
+def install_v1() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+
+    forward = "self input_ids positions intermediate_tensors inputs_embeds model_kwargs"
+    _wrap(Runner, "initialize_kv_cache", _INITIALIZE, _initialize)
+    _wrap(Runner, "_model_forward", forward, _forward)
+    _wrap(Runner, "_sample", "self logits spec_decode_metadata", _sample)
+
+
+def install_v2() -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Runner
+
+    sampled = "self idx_mapping sampled_tokens num_sampled num_rejected query_start_loc"
+    _wrap(Runner, "initialize_kv_cache", _INITIALIZE, _initialize)
+    _wrap(Runner, "prepare_attn", "self input_batch", _prepare_attn)
+    _wrap(Runner, "postprocess_sampled", sampled, _postprocess_sampled)
+
+
+def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    self.cache_audit = None
+    original(self, *args, **kwargs)
+    layers = target_layers(self)
+    offsets = slot_offsets(next(iter(layers.values()))) if self.device.type == "cpu" else None
+    self.cache_audit = CacheAudit([layer.kv_cache for layer in layers.values()], offsets)
+    groups = self.kv_cache_config.kv_cache_groups
+    self.audited_group = next(n for n, spec in enumerate(groups) if layers.keys() & set(spec.layer_names))
+
+
+def _forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.cache_audit.enabled:
+        starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1].tolist()
+        self.cache_audit.before(starts, self.input_batch.block_table[self.audited_group].slot_mapping.gpu)
+    return original(self, *args, **kwargs)
+
+
+def _sample(original: Callable, self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+    output = original(self, logits, spec_decode_metadata)
+    if self.cache_audit.enabled:
+        self.cache_audit.after(rejected(output.sampled_token_ids, spec_decode_metadata))
+    return output
+
+
+def _prepare_attn(original: Callable, self: Any, input_batch: Any) -> Any:
+    block_tables, slot_mappings = original(self, input_batch)
+    if self.cache_audit.enabled:
+        starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].tolist()
+        self.cache_audit.before(starts, slot_mappings[self.audited_group])
+    return block_tables, slot_mappings
+
+
+def _postprocess_sampled(
+    original: Callable,
+    self: Any,
+    idx_mapping: Tensor,
+    sampled_tokens: Tensor,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    query_start_loc: Tensor | None = None,
+) -> None:
+    original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+    if self.cache_audit.enabled:
+        self.cache_audit.after(num_rejected.tolist())

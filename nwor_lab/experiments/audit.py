@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor audit`: run engines of several modes under the audit and say whether each left the cache clean."""
+"""`nwor audit`: run each mode under the audit of the whole cache; fails when a mode but vanilla leaves it dirty.
+
+A bench that ends with its first pass. Takes the options of `nwor bench`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
 
 from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.experiments import bench
+from nwor_lab.experiments.plan import Plan
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`nwor audit --mode ...`: run engines under the audit; 0 when every mode but vanilla is clean.
+    """The command; 0 when every mode but vanilla is clean, 1 when one is dirty."""
+    return bench.main(argv, "audit", __doc__, show_verdict, repeats=0)
 
-    Takes the arguments of `nwor bench`, and measures no time.
-    """
-    arguments = bench.suit(bench.parser("audit").parse_args(argv))
-    spec, plan, prompts = bench.read(arguments, repeats=0, audit=True)
-    _, report = bench.run(spec, plan, prompts)
-    bad = 0
-    for mode, ranks in report["ranks"].items():
+
+def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:
+    """Print what the audit found on each rank, with the first dirty slots, and return how the command ends."""
+    dirty = False
+    for name, ranks in report["ranks"].items():
         for rank in ranks:
             found = AuditReport(**rank["audit"])
-            print(f"{mode:6} rank {rank['rank']}: {'clean' if found.clean else 'DIRTY'}  {found}")
+            print(f"{name:6} rank {rank['rank']}: {'clean' if found.clean else 'DIRTY'}  {found}")
             print("".join(f"       {example}\n" for example in rank["dirty_examples"]), end="")
-            bad += mode != "off" and not found.clean
-    return int(bad > 0)
+            dirty |= rank["mode"] != "off" and not found.clean
+    return int(dirty)

@@ -12,7 +12,7 @@ import pandas as pd
 from nwor_lab.engines.engine import Generation
 from nwor_lab.experiments import parity
 from nwor_lab.experiments.plan import Plan
-from nwor_lab.model.ratios import crossover
+from nwor_lab.model.ratios import abba_ratio
 
 
 def measured(generation: Generation) -> list[dict[str, Any]]:
@@ -68,42 +68,43 @@ def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
-    """One line a turn, batch and length of prompts: parity, acceptance, step time and its ratio to the baseline's.
+    """One line a draft length, load and variant: parity, acceptance, step time and its ratio to the baseline's.
 
-    That is the first mode, and for an engine that takes turns with its mode paused, itself so. A step's time is the
-    median over steps; repeats give its spread, and the ratio is their `crossover`. Where a turn is without
-    parity its speed columns stay empty, and everywhere if a pass that is not timed, as the first, is without.
+    The baseline is the first mode, or for an engine that also ran with its mode paused itself so. A step's time is the
+    median over steps; repeats give its spread, and the ratio is their `abba_ratio`. Where a variant is without parity
+    its speed columns stay empty, and everywhere if a pass that is not timed, as the first, is without.
     """
+    if len(plan.ks) == 1:
+        return _summary(frame, plan)
+    parts = [_summary(part, plan).assign(k=k) for k, part in frame.groupby("k")]
+    return pd.concat(parts, ignore_index=True)
+
+
+def _summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
     lines: list[dict[str, Any]] = []
     timed = frame[frame.metric == "step_ms"]
-    load = [name for name in ("prompt", "batch") if name in timed]
-    loads = timed[load].drop_duplicates()
-    parts = {turn: frame[(frame[list(turn.columns)] == pd.Series(turn.columns)).all(axis=1)] for turn in plan.turns}
-    untimed = {turn: parity.of_rows(_without(part, loads)) for turn, part in parts.items()}
-    for _, found in loads.iterrows() if len(timed) else [(0, pd.Series())]:
-        bases: dict[str, pd.Series] = {}
-        for turn, part in parts.items():
-            here = part[(part[found.index] == found).all(axis=1)]
-            judged, total = parity.of_rows(here), here.groupby("metric")["value"].sum()
-            steps = here[here.metric == "step_ms"].groupby("repeat").value.median()
-            clock = here.loc[here.metric == "sm_clock", "value"]
-            good = (judged + untimed[turn]).explained(plan.logit_gap)
-            base = bases.setdefault(turn.columns["engine"], steps)
-            line = {name: int(value) for name, value in found.items()}
-            lines.append(
-                {
-                    "mode": turn.name,
-                    **line,
-                    "equal": f"{judged.equal}/{judged.requests}",
-                    "gap_nats": judged.largest_gap,
-                    "shift_nats": judged.largest_shift,
-                    "acceptance_length": 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0)),
-                    "step_ms": steps.median() if good else math.nan,
-                    "spread_ms": steps.max() - steps.min() if good else math.nan,
-                    "ratio": crossover(steps / base) if good and len(steps) else math.nan,
-                    **({"clock_mhz": clock.median()} if len(clock) else {}),
-                }
-            )
+    loads = timed[[name for name in ("prompt", "batch") if name in timed]].drop_duplicates()
+    parts = {v: frame[(frame[list(v.columns)] == pd.Series(v.columns)).all(axis=1)] for v in plan.variants}
+    untimed = {variant: parity.of_rows(_without(part, loads)) for variant, part in parts.items()}
+    for _, load in loads.iterrows() if len(timed) else [(0, pd.Series())]:
+        baselines: dict[str, pd.Series] = {}
+        for variant, part in parts.items():
+            rows = part[(part[load.index] == load).all(axis=1)]
+            compared, total = parity.of_rows(rows), rows.groupby("metric")["value"].sum()
+            line = {"mode": variant.name, **{str(name): int(value) for name, value in load.items()}}
+            line["equal"] = f"{compared.equal}/{compared.requests}"
+            line |= {"gap_nats": compared.largest_gap, "shift_nats": compared.largest_shift}
+            if len(timed):
+                line["acceptance_length"] = 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0))
+                steps = rows[rows.metric == "step_ms"].groupby("repeat").value.median()
+                clock = rows.loc[rows.metric == "sm_clock", "value"]
+                good = (compared + untimed[variant]).within(plan.logit_gap)
+                baseline = baselines.setdefault(variant.columns["engine"], steps)
+                line["step_ms"] = steps.median() if good else math.nan
+                line["spread_ms"] = steps.max() - steps.min() if good else math.nan
+                line["ratio"] = abba_ratio(steps / baseline) if good and len(steps) else math.nan
+                line |= {"clock_mhz": clock.median()} if len(clock) else {}
+            lines.append(line)
     return pd.DataFrame(lines)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine says what the baseline says: tokens, and where they differ how nearly it was a tie."""
+"""Whether an engine gives the baseline's tokens, and where they differ how nearly it was a tie."""
 
 import itertools
 import math
@@ -35,7 +35,8 @@ class Parity:
     largest_gap: float = 0.0
     largest_shift: float = 0.0
 
-    def explained(self, bound: float) -> bool:
+    def within(self, bound: float) -> bool:
+        """Whether every difference is a near tie: no gap and no shift of more than `bound` nats."""
         return max(self.largest_gap, self.largest_shift) <= bound
 
     def __add__(self, other: "Parity") -> "Parity":

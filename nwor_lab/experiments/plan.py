@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bench runs: which modes take turns, in which order, and with how many prompts of which length."""
+"""What an experiment runs: which variants, in which order, and with how many prompts of which length."""
+
+from __future__ import annotations
 
 import itertools
 import sys
@@ -8,17 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nwor.settings import Settings
+from nwor.settings import MODES, Settings
 
 if TYPE_CHECKING:
     from nwor_lab.engines.engine import Engine
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What takes a turn: the engine of a mode, as it is or with its mode paused, which makes it vanilla.
+class Variant:
+    """One side of a comparison: the engine of a mode, as it is or with its mode paused, which makes it vanilla.
 
-    engine: the mode of the engine that serves. pauses: whether this engine takes turns of both kinds.
+    engine: the mode of the engine that serves. pauses: whether this engine also runs with its mode paused.
     """
 
     engine: str
@@ -31,12 +33,12 @@ class Turn:
 
     @property
     def columns(self) -> dict[str, str]:
-        """What its rows are told by: the mode that serves, and an engine that is to be compared with itself."""
+        """Columns that identify its rows: the mode that serves, and the engine where that is compared with itself."""
         return {"mode": "off" if self.paused else self.engine, "engine": self.engine if self.pauses else ""}
 
     @contextmanager
-    def on(self, engine: "Engine") -> Iterator[None]:
-        """The mode of `engine` paused, if this is such a turn."""
+    def on(self, engine: Engine) -> Iterator[None]:
+        """The mode of `engine` paused, if this is such a variant."""
         if self.paused:
             engine.pause()
         yield
@@ -46,24 +48,30 @@ class Turn:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run on the engines.
+    """A grid of modes, draft lengths, temperatures and loads, and what is done at each of its points.
 
-    modes: the first is the baseline that engines without turns of their own as vanilla are compared with.
-    temperatures: 0 is greedy; parity of tokens is judged there alone.
-    num_prompts: prompts of the first pass, and of the timed ones where `batches` is empty.
-    batches: prompts of each timed generation, one after the other; the engine's `batch` is the most that run at once.
-    random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold; none for
-        the prompts given.
-    profile: also take GPU time by kind of kernel in one untimed generation a batch and mode (on a GPU).
-    paused: let each treated engine take turns with its mode paused as well: it is compared with itself as vanilla, in
-        graphs that, where they hold the mode, are captured anew for every repeat.
-    audit: hold the first pass, which is not timed, to the whole-cache audit.
-    max_minutes: into the run, by when repeats end: none but the first begins that as long as the longest so far would
-        end later. 0 for no limit; a profile comes after them.
-    logit_gap: the bound in nats below which a differing token is a near tie, and which no log-probability may shift by.
+    modes: modes to compare, of off, cow and stage; the first is the baseline.
+    ks: draft lengths; engines of one length are up at once, lengths follow each other.
+    temperatures: sampling temperatures; 0 is greedy, and parity is checked there alone.
+    num_prompts: prompts of the first pass, and of the timed ones unless batches says otherwise; 0 for all there are.
+    batches: prompts of each timed generation, one generation after the other.
+    random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold.
+    max_tokens: tokens of every answer.
+    repeats: timed passes; the variants are interleaved, and each repeat reverses their order.
+    max_minutes: no repeat but the first begins that would end later than this, by the longest so far; 0 for no limit.
+    logit_gap: nats below which a differing token is a near tie, and which no log-probability may shift by; 0 for what
+        rounding in the dtype explains.
+    profile: also take GPU time by kind of kernel, in untimed generations.
+    paused: compare each treated engine with itself, its mode paused; graphs that hold the mode are captured again for
+        every repeat.
+    audit: compare the whole cache byte by byte in the first pass, which is not timed.
+    count: count accepted drafts and nothing else: no parity, audit or times; engines of all draft lengths work side by
+        side, and greedy passes are not repeated.
+    chat: each prompt is a user's message in the model's chat template, and an answer ends where the model ends it.
     """
 
-    modes: tuple[str, ...] = ("off", "cow", "stage")
+    modes: tuple[str, ...] = MODES
+    ks: tuple[int, ...] = (4,)
     temperatures: tuple[float, ...] = (0.0,)
     num_prompts: int = 8
     batches: tuple[int, ...] = ()
@@ -72,33 +80,47 @@ class Plan:
     repeats: int = 5
     max_minutes: float = 0.0
     logit_gap: float = 0.25
-    seed: int = 0
     profile: bool = False
     paused: bool = False
     audit: bool = True
+    count: bool = False
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            if mode not in MODES:
+                raise ValueError(f"{mode!r} is not a mode; choose of {', '.join(MODES)}")
+        for name in ("modes", "ks", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise ValueError(f"{name} must be different values, at least one; got {values}")
+        for name in ("ks", "batches", "random_prompts"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ValueError(f"{name} must be at least 1, got {min(getattr(self, name))}")
+        for name, least in (("max_tokens", 1), ("num_prompts", 0), ("repeats", 0), ("max_minutes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.count and (not self.repeats or self.modes != ("off",)):
+            raise ValueError("acceptance is counted in mode off, with at least one repeat")
 
     @property
-    def turns(self) -> list[Turn]:
-        """Those of each repeat, in order."""
-        turns = []
+    def variants(self) -> list[Variant]:
+        """Those of each repeat, in order; a repeat in two reverses it."""
+        variants = []
         for mode in self.modes:
             pauses = self.paused and mode != "off"
-            turns += [Turn(mode, pauses, paused) for paused in ((True, False) if pauses else (False,))]
-        return turns
+            variants += [Variant(mode, pauses, paused) for paused in ((True, False) if pauses else (False,))]
+        return variants
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Prompts of each timed generation."""
         return self.batches or (self.num_prompts,)
 
-    @property
-    def most_prompts(self) -> int:
-        return max(self.num_prompts, *self.sizes)
-
     def loads(self, longest: int, capacity: int) -> list[tuple[int, int]]:
-        """Length of the prompts (at most `longest`) and number of them, of each timed generation.
+        """(prompt length, number of prompts) of each timed generation; a length is at most `longest`.
 
-        Those that the caches (`capacity` positions) would not hold at once are left out, and said.
+        Loads that the caches (`capacity` positions) would not hold at once are left out, and standard error says so.
         """
         lengths = [min(longest, length) for length in self.random_prompts] or [longest]
         every = list(itertools.product(lengths, self.sizes))
@@ -110,12 +132,17 @@ class Plan:
                 print(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", file=sys.stderr)
         return fits
 
-    def __post_init__(self) -> None:
-        for mode in self.modes:
-            Settings(mode=mode)
-        if len(set(self.modes)) != len(self.modes):
-            raise ValueError(f"modes repeat: {','.join(self.modes)}")
-        if self.repeats < 0 or min(self.num_prompts, *self.sizes, *self.random_prompts) < 1:
-            raise ValueError("repeats must be at least 0, num_prompts, batches and random_prompts at least 1")
-        if self.max_minutes < 0:
-            raise ValueError(f"max_minutes must be at least 0, no limit, got {self.max_minutes}")
+    def passes(self, seed: int) -> list[tuple[float, int, int]]:
+        """(temperature, repeat, seed of the first request) of each counted pass."""
+        return [
+            (temperature, repeat, seed + 1000 * repeat)
+            for temperature, repeat in itertools.product(self.temperatures, range(self.repeats))
+            if temperature or not repeat
+        ]
+
+
+def settings_of(mode: str, audit: bool) -> Settings:
+    """A mode's settings; what repairs vLLM's loading and sampling is the same in all modes, the baseline too."""
+    from nwor_lab.machine import on_cpu
+
+    return Settings(mode=mode, audit=audit, debug_sync=mode != "off", eagle_bias=True, fix_cpu_sampling=on_cpu())

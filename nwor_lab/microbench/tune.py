@@ -5,30 +5,218 @@
     VLLM_NWOR_TUNING=$PWD/tuning VLLM_NWOR_MODE=stage vllm serve ...
 
 The file is named after the GPU, and holds what was known of it before as well. Each k, cache and number of ranks takes
-about half a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is timed in
-the same turns, and batches with which it is as fast as ours are left to it.
+about half a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
+interleaved with the candidates.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
-from nwor.attention.configs import HEAD_SIZES, Device, file_name, read, tuned
+from nwor.attention.configs import (
+    H200,
+    HEAD_SIZES,
+    LARGEST_APART,
+    Config,
+    Device,
+    file_name,
+    next_power_of_2,
+    plan_split_combine,
+    read,
+    row_tiles,
+    shrunk,
+    tuned,
+)
 from nwor.settings import PREFIX, Settings
 from nwor_lab import results
 from nwor_lab.engines.shapes import SHAPES
-from nwor_lab.microbench import attention
-from nwor_lab.microbench.attention_inputs import BATCHES, HEAD_SIZE
+from nwor_lab.microbench.attention import shapes
+from nwor_lab.microbench.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
+from nwor_lab.microbench.timer import empty, interleaved
 
 SHAPE_OF_ENTRY = ("cache_bytes", "query", "group", "head_size", "programs")
+CONTEXTS = (560, 2096, 8240)  # no multiples of a tile, as most are not
+NOISE = 1.02  # medians that are no further apart are called equal when configurations are chosen
+ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
+
+
+# -- the search ----------------------------------------------------------------------------------------------------
+
+
+def kernels(shape: AttentionShape, device: Device = H200) -> list[Config]:
+    """The binaries that are tried: tiles, warps, stages, bounds of registers, warps apart; whole and split."""
+    most = (2, 3) if shape.element == 1 else (2,)
+    rows, width = rows_of(shape, device)[0], next_power_of_2(shape.head_size)
+    kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
+    found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
+    if shape.heads == shape.kv_heads:
+        found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
+    if rows * width <= LARGEST_APART:
+        few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
+        found += [Config(tile, warps, stage, apart=True) for tile, warps, stage in few]
+    found = list(dict.fromkeys(shrunk(kernel, rows, shape.head_size, shape.element, device) for kernel in found))
+    return [replace(kernel, splits=splits) for splits in (1, 2) for kernel in found]
+
+
+def rows_of(shape: AttentionShape, device: Device) -> tuple[int, int]:
+    """Packed rows of a tile, and tiles of a window and KV head."""
+    return row_tiles(shape.query, shape.group, device.largest_tile(shape.head_size))
+
+
+def programs(shape: AttentionShape, device: Device) -> int:
+    """How many there are without splits."""
+    return shape.batch * shape.kv_heads * rows_of(shape, device)[1]
+
+
+def filled(device: Device) -> int:
+    """Programs that fill the device: splits are combined by powers of 2."""
+    return 1 << (device.multiprocessors.bit_length() - 1)
+
+
+def divisions(
+    shape: AttentionShape, kernel: Config, device: Device = H200, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)
+) -> list[Config]:
+    """The kernel with every worthwhile number of splits and of tiles that one has at least."""
+    if kernel.splits == 1:
+        return [kernel]
+    splits = {2} | {int(fill * filled(device) / programs(shape, device)) for fill in (0.5, 1, 2)}
+    return [
+        replace(kernel, splits=number, least=positions // kernel.tile)
+        for number in sorted(splits & set(range(2, 65)))
+        for positions in least
+        if positions >= kernel.tile
+    ]
+
+
+def filling(shape: AttentionShape, kernel: Config, device: Device = H200) -> Config:
+    """The kernel as it is, or, if it is to be split, with as many splits as fill the GPU once."""
+    if kernel.splits == 1:
+        return kernel
+    splits = min(64, max(2, filled(device) // programs(shape, device)))
+    return replace(kernel, splits=splits, least=128 // kernel.tile)
+
+
+def _compile(job: tuple[AttentionShape, list[Config]]) -> None:
+    shape, configs = job
+    case = AttentionCase(replace(shape, context=64))
+    for config in configs:
+        case.nwor(config)()
+    torch.cuda.synchronize()
+
+
+def compile_all(jobs: Sequence[tuple[AttentionShape, list[Config]]], workers: int) -> None:
+    """Fill Triton's cache with each configuration of each job, on a small problem like its shape."""
+    parts = [(shape, configs[n::workers]) for shape, configs in jobs for n in range(workers)]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map(_compile, [part for part in parts if part[1]], chunksize=1)
+
+
+def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14) -> pd.DataFrame:
+    """Time of every candidate on every shape: the shape, the configuration, `value` in us with the empty kernel off.
+
+    `vanilla` is, interleaved with it, the time of vLLM's faster backend with its write, as vLLM calls them.
+    First every kernel, whole and in some splits; then the fastest few of each kind with every division of the prefix.
+    """
+    device = Device.of("cuda")
+    kinds = {(s.heads, s.kv_heads, s.cache, s.k): kernels(s, device) for s in chosen}
+    jobs, known = {replace(shape, context=0): list[Config]() for shape in chosen}, set()
+    for shape, configs in jobs.items():
+        for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
+            for config in divisions(shape, kernel, device, (512,)):
+                rows = shape.query * shape.group
+                combined = plan_split_combine(
+                    config.splits, programs(shape, device), rows, shape.head_size, device.multiprocessors
+                )
+                binary = (
+                    replace(config, splits=config.splits > 1, least=0),
+                    combined[1:],
+                    shape.group,
+                    shape.query,
+                    shape.cache,
+                )
+                if binary not in known:
+                    known.add(binary)
+                    configs.append(config)
+    compile_all(list(jobs.items()), workers)
+    found: list[dict[str, Any]] = []
+
+    def time(shape: AttentionShape, case: AttentionCase, configs: list[Config]) -> None:
+        backends = case.vanilla()
+        calls = {"empty": empty, **backends}
+        calls |= {str(n): case.nwor(config) for n, config in enumerate(configs)}
+        frame = pd.DataFrame(interleaved(calls, repeats, clean=True), columns=["op", "repeat", "value"])
+        medians = frame.groupby("op")["value"].median()
+        medians -= medians["empty"]
+        vanilla = medians[[*backends]].min()
+        for n, config in enumerate(configs):
+            value = medians[str(n)] if medians[str(n)] > 0 else math.nan  # not above the empty kernel: disturbed
+            found.append(asdict(shape) | asdict(config) | {"value": value, "vanilla": vanilla})
+
+    for key, same in itertools.groupby(chosen, key=lambda s: (s.heads, s.kv_heads, s.cache, s.k)):
+        for _, contexts in itertools.groupby(same, key=lambda s: s.batch):
+            everywhere = list(contexts)
+            first = [filling(everywhere[0], kernel, device) for kernel in kinds[key]]
+            for shape in everywhere:
+                time(shape, AttentionCase(shape), first)
+            frame = pd.DataFrame(found[-len(first) * len(everywhere) :])
+            logs = frame["value"].map(math.log).groupby(frame.index % len(first)).mean().to_numpy()
+            second = []
+            for split in (False, True):
+                ranked = [n for n in logs.argsort() if (first[n].splits > 1) == split]
+                second += [config for n in ranked[:3] for config in divisions(everywhere[0], first[n], device)]
+            for shape in everywhere:
+                time(shape, AttentionCase(shape), second)
+                fastest = min(found[-len(second) :], key=lambda row: row["value"])
+                print(
+                    f"{shape}: {fastest['value']:.1f} us, vLLM {fastest['vanilla']:.1f} us; {in_words(fastest)}",
+                    flush=True,
+                )
+    return pd.DataFrame(found)
+
+
+def best(searched: pd.DataFrame, head_size: int = HEAD_SIZE) -> list[dict[str, Any]]:
+    """Of each (heads, batch, cache, k) the configuration that loses least where it loses most.
+
+    What it loses at a context is its time over that of the fastest there: one configuration serves all contexts, since
+    a captured graph does not know them. Those that nowhere take `NOISE` times vLLM's time come first.
+
+    Args:
+        searched: as `search` makes it. head_size: of all its shapes.
+    """
+    knobs, found = {name: type(value) for name, value in asdict(Config()).items()}, []
+    for (heads, kv_heads, batch, cache, k), group in searched.groupby(ENTRY_KEYS):
+        table = group.pivot_table(
+            index=list(knobs), columns="context", values=["value", "vanilla"], aggfunc="min"
+        ).dropna()
+        times, lost = table["value"], (table["value"] / table["value"].min()).max(axis=1)
+        slower = (times > NOISE * table["vanilla"].min()).any(axis=1)
+        chosen = lost[~slower].idxmin() if not slower.all() else lost.idxmin()
+        shape = AttentionShape(heads, kv_heads, batch, 0, cache, k)
+        entry = {"cache_bytes": shape.element, "query": shape.query, "group": shape.group, "head_size": head_size}
+        entry |= {"programs": batch * kv_heads}
+        found.append(entry | {name: kind(value) for (name, kind), value in zip(knobs.items(), chosen, strict=True)})
+    return found
+
+
+def in_words(config: dict[str, Any]) -> str:
+    """A configuration as a line: `tile 64, warps 4, stages 3, splits 2, least 8`; knobs that are off are left out."""
+    knobs = {name: config[name] for name in asdict(Config())}
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in knobs.items() if value)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
 
 
 def heads_of(model: str) -> tuple[int, int, int]:
@@ -60,7 +248,7 @@ def of_rank(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
 
 
 def merge(known: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was found, and of what was known the shapes that were not swept again."""
+    """What was found, and of what was known the shapes that were not searched again."""
     return list({tuple(entry[name] for name in SHAPE_OF_ENTRY): entry for entry in [*known, *found]}.values())
 
 
@@ -94,7 +282,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--caches", default="bf16,fp8", help="of bf16 and fp8, those to tune for (default: both)")
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="requests (default: 1,4,16,64)")
     parser.add_argument("--repeats", type=int, default=5, help="samples of each candidate (default: 5)")
-    parser.add_argument("--steps", type=Path, help="CSV of whole steps (`attention_bench.best`) that have a say too")
     parser.add_argument(
         "--out", type=Path, default=Settings.from_env().tuning or "tuning",
         help=f"folder of the file; default ${PREFIX}TUNING, or tuning/",
@@ -121,11 +308,14 @@ def main(argv: list[str] | None = None) -> int:
         print("nwor tune: this GPU has no fp8: bf16 alone")
         caches.remove("fp8")
     device = Device.of("cuda")
-    chosen = attention.shapes(ranks, options.batches, attention.SWEPT, caches, options.ks, head_size=head_size)
+    chosen = shapes(ranks, options.batches, CONTEXTS, caches, options.ks, head_size=head_size)
     known = tuned(device)
-    swept = attention.sweep(chosen, options.repeats, workers=min(14, os.cpu_count() or 1))
-    steps = pd.read_csv(options.steps) if options.steps else None
-    path = write(options.out, device.name, known, attention.best(swept, steps, head_size))
-    results.write_table(path.with_name(f"{path.stem}_sweep.parquet"), swept)
-    print(f"{path}: taken where {PREFIX}TUNING={path.parent.resolve()} is set")
+    searched = search(chosen, options.repeats, workers=min(14, os.cpu_count() or 1))
+    found = best(searched, head_size)
+    path = write(options.out, device.name, known, found)
+    results.write_table(path.with_name(f"{path.stem}_search.parquet"), searched)
+    for entry in found:
+        shape = ", ".join(f"{name} {entry[name]}" for name in SHAPE_OF_ENTRY)
+        print(f"chosen for {shape}: {in_words(entry)}")
+    print(f"{path}: used by vLLM where {PREFIX}TUNING={path.parent.resolve()} is set")
     return 0

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mode's bytes and launches cost on a chip, and so where it pays; `predicted` holds it against runs.
+"""What a mode's bytes and launches cost on a chip, and so where it is faster; `predicted` holds it against runs.
 
 The model of time has two terms, as the one of the kernels has (`nwor_lab.plots.kernels`): a launch, and the bytes read
 and written at the bandwidth of a large copy. Nothing overlaps, nothing is fitted, and the attention kernel is taken
-to be as good in each mode, so this is what the write policy alone makes; the bookkeeping of the host is not in it.
+to be as fast in each mode, so this is what the write policy alone makes; the bookkeeping of the host is not in it.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,19 +50,11 @@ class Chip:
             raise ValueError(f"{self.name}: a launch takes 0 us or more, and a copy moves more than 0 bytes a second")
 
     def us(self, moved: Moved) -> float:
-        """Microseconds: launches x `launch_us` + (read + written) / `copy_bytes_per_s`.
-        A difference may be negative."""
+        """Microseconds: launches x `launch_us` + bytes / `copy_bytes_per_s`. A difference may be negative."""
         return moved.launches * self.launch_us + (moved.read + moved.written) / self.copy_bytes_per_s * 1e6
 
 
-def _assumed(name: str, terabytes: float) -> Chip:
-    return Chip(name, H200.launch_us, 0.88e12 * terabytes, f"assumed: 0.88 of {terabytes} TB/s on paper, H200's launch")
-
-
 H200 = Chip("H200", 3.3, 4.24e12, "measured: an empty kernel and a copy of 4 GiB (data/recorded/kernel_times.parquet)")
-CHIPS = {chip.name: chip for chip in (H200, _assumed("A100 80GB", 2.04), _assumed("H100", 3.35), _assumed("B200", 8.0))}
-"""The H200 reached 0.88 of the 4.8 TB/s it has on paper;
-the others are taken to do the same, and nobody measured them."""
 
 
 def survival_of(acceptance: float, k: int) -> list[float]:
@@ -71,75 +62,48 @@ def survival_of(acceptance: float, k: int) -> list[float]:
     return [acceptance ** (position + 1) for position in range(k)]
 
 
-def step_difference(mode: str, shape: Shape, window: Window, *, fused: bool = False) -> Moved:
-    """Bytes and launches of a step in `mode`, less those of vanilla's; `fused`: a vanilla with fused rope and write."""
-    ours, vanilla = (served_traffic(each, shape, window, fused=fused).total() for each in (mode, "off"))
-    return ours - vanilla
+def step_difference(mode: str, shape: Shape, window: Window) -> Moved:
+    """Bytes and launches of a step in `mode`, less those of vanilla's."""
+    return served_traffic(mode, shape, window).total() - served_traffic("off", shape, window).total()
 
 
-def step_difference_us(mode: str, shape: Shape, window: Window, chip: Chip = H200, *, fused: bool = False) -> float:
-    """Microseconds that a step in `mode` takes longer than vanilla's; negative where the mode pays."""
-    return chip.us(step_difference(mode, shape, window, fused=fused))
+def step_difference_us(mode: str, shape: Shape, window: Window, chip: Chip = H200) -> float:
+    """Microseconds that a step in `mode` takes longer than vanilla's; negative where the mode is faster."""
+    return chip.us(step_difference(mode, shape, window))
 
 
 def step_table(shape: Shape, window: Window) -> pd.DataFrame:
     """MB read, MB written and launches of one step on one rank, by `mode` and `kind`, all layers."""
     rows = [
-        {
-            "mode": mode,
-            "kind": kind,
-            "MB read": moved.read / 1e6,
-            "MB written": moved.written / 1e6,
-            "launches": moved.launches,
-        }
+        {"mode": mode, "kind": kind, "MB read": moved.read / 1e6, "MB written": moved.written / 1e6,
+         "launches": moved.launches}
         for mode in SERVED
         for kind, moved in served_traffic(mode, shape, window).items()
-    ]
+    ]  # fmt: skip
     return pd.DataFrame(rows).set_index(["mode", "kind"])
 
 
-# -- where a mode pays -------------------------------------------------------------------------------------------------
-
-
-def paying_batches(
-    mode: str, shape: Shape, survival: Sequence[float], chip: Chip = H200, *, fused: bool = False
-) -> tuple[float, float] | None:
-    """(least, largest) batch at which `mode` pays, the largest `math.inf` where no batch is too large; None: at none.
-
-    Launches do not grow with the batch and bytes do, so the difference is a straight line over it.
-    """
-    one, two = (
-        step_difference_us(mode, shape, Window.expected(batch, survival), chip, fused=fused) for batch in (1, 2)
-    )
-    slope, start = two - one, 2 * one - two
-    if start < 0:
-        largest = math.inf if slope <= 0 else start / -slope
-        return (1.0, largest) if largest > 1 else None
-    return (max(1.0, start / -slope), math.inf) if slope < 0 else None
-
-
-def pays(
+def differences(
     shapes: Mapping[str, Shape],
     ks: Iterable[int],
     acceptances: Iterable[float],
     batches: Iterable[int],
-    chips: Iterable[Chip] = (H200,),
+    chip: Chip = H200,
     modes: Iterable[str] = MODES,
 ) -> pd.DataFrame:
-    """For which (k, acceptance, batch, model, chip) each mode pays, against vanilla with a separate and a fused write.
+    """What a step in each mode costs beyond vanilla's, over (model, k, acceptance, batch).
 
     Args:
         shapes: caches by name, such as `MODELS`.
         acceptances: of each draft, given that those before it were accepted.
 
     Returns:
-        One row a point: `model`, `tp`, `chip`, `mode`, `vanilla` (separate or fused), `k`, `acceptance`, `batch`, and
-        of one step on one rank `kept` (rows of a request), `launches`, `bytes` and `us` over vanilla's, and `pays`.
+        One row a point: `model`, `mode`, `k`, `acceptance`, `batch`, and of one step on one rank `kept` (rows of a
+        request), `launches`, `bytes` and `us` over vanilla's, and `is_faster`.
     """
-    ks, acceptances, batches, modes = list(ks), list(acceptances), list(batches), list(modes)
+    batches, acceptances, modes = list(batches), list(acceptances), list(modes)
     return pd.DataFrame(
         {"acceptance": acceptance, **point}
-        for chip in chips
         for model, shape in shapes.items()
         for k in ks
         for acceptance in acceptances
@@ -147,10 +111,10 @@ def pays(
     )
 
 
-def pays_published(
+def published_differences(
     survival: pd.DataFrame, batches: Iterable[int], chip: Chip = H200, modes: Iterable[str] = MODES
 ) -> pd.DataFrame:
-    """`pays` for published acceptance, each k up to the positions that were published; nothing is extrapolated.
+    """`differences` at published acceptance, each k up to the positions that were published; nothing extrapolated.
 
     Args:
         survival: columns `source`, `model` ("<model>, <drafter>"), `position`, `value`, as
@@ -158,10 +122,9 @@ def pays_published(
             multi-head latent attention have no rows of keys and values, and no mode serves them.
 
     Returns:
-        The columns of `pays` with `source` and `drafter`; `acceptance` is the constant one that keeps as many rows.
+        Those columns with `source` and `drafter`; `acceptance` is the constant one that keeps as many rows.
     """
-    batches, modes = list(batches), list(modes)
-    rows = []
+    batches, modes, rows = list(batches), list(modes), []
     for (source, label), group in survival.groupby(["source", "model"], sort=False):
         name, drafter = str(label).rsplit(", ", 1)
         if (shape := known_shape(name)) is None:
@@ -179,22 +142,12 @@ def _points(
     for batch in batches:
         window = Window.expected(batch, survival)
         for mode in modes:
-            for vanilla in ("separate", "fused"):
-                moved = step_difference(mode, shape, window, fused=vanilla == "fused")
-                yield {
-                    "model": model,
-                    "tp": shape.tp,
-                    "chip": chip.name,
-                    "mode": mode,
-                    "vanilla": vanilla,
-                    "k": len(survival),
-                    "batch": batch,
-                    "kept": window.kept_rows / batch,
-                    "launches": moved.launches,
-                    "bytes": moved.read + moved.written,
-                    "us": chip.us(moved),
-                    "pays": chip.us(moved) < 0,
-                }
+            moved = step_difference(mode, shape, window)
+            yield {
+                "model": model, "mode": mode, "k": len(survival), "batch": batch, "kept": window.kept_rows / batch,
+                "launches": moved.launches, "bytes": moved.read + moved.written, "us": chip.us(moved),
+                "is_faster": chip.us(moved) < 0,
+            }  # fmt: skip
 
 
 def constant_acceptance(survival: Sequence[float]) -> float:

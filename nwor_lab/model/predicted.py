@@ -8,16 +8,20 @@ from typing import Any
 
 import pandas as pd
 
-from nwor.attention import configs
-from nwor_lab.model.breakeven import H200, MODELS, Chip, known_shape, pays_published, step_difference_us
-from nwor_lab.model.ratios import crossover, steady
+from nwor_lab.model.breakeven import H200, MODELS, Chip, known_shape, step_difference_us
+from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.model.traffic import Shape, Window, served_traffic, step_traffic
-from nwor_lab.results import Run
 
 NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
-"""Columns of a bench table that do not tell one setting from another."""
+"""Columns of a bench table that do not identify a setting."""
 COUNTS = ["windows", "draft_tokens", "accepted_tokens"]
-"""Metrics that tell the mean window of a step."""
+"""Metrics that give the mean window of a step."""
+FELL_BACK = {
+    (32, 2, "auto", 8, 16), (32, 1, "auto", 1, 16), (8, 1, "auto", 3, 64),
+    (8, 1, "auto", 1, 64), (32, 1, "auto", 8, 16), (8, 1, "fp8", 8, 64),
+}  # fmt: skip
+"""(kv_heads, tp, kv_cache_dtype, k, batch) of prompts of 8,192 tokens at which the recorded run `steps-12` left the
+step to vLLM, as `stage` did then where its attention was known to be slower. It serves all of them now."""
 
 
 def against_measured(
@@ -29,7 +33,7 @@ def against_measured(
     """Predicted and measured step-time ratio of every point of a bench table, none left out.
 
     A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
-    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the `crossover` of
+    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the `abba_ratio` of
     (median step of the mode / median step of vanilla in the same repeat).
 
     Args:
@@ -38,7 +42,7 @@ def against_measured(
         shapes: caches by the name in column `model`, for models that `known_shape` does not know.
         attention: table `attention` of `microbench.attention`, for `stage`: its attention kernel is another than
             vanilla's, and with the time measured of both, in the same run, the prediction is of the whole step, or of
-            vLLM's own where it fell back (`fallback_context`).
+            vLLM's own where it fell back (`FELL_BACK`).
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
@@ -65,7 +69,7 @@ def against_measured(
         for mode in sorted(set(part["mode"]) - {"off"}):
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
             difference = step_difference_us(mode, shape, window, chip)
-            predicted, measured = 1 + difference / 1e3 / steps.median(), crossover(ratios)
+            predicted, measured = 1 + difference / 1e3 / steps.median(), abba_ratio(ratios)
             whole = _with_attention(where, shape, window, chip, attention) if mode == "stage" else math.nan
             points.append(
                 {
@@ -91,40 +95,25 @@ def _with_attention(
     where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
 ) -> float:
     """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured between its
-    neighbours, and the price of opening and commit; 0 where it was vLLM's own. Of the contexts measured, the one
+    neighbours, and the price of opening and commit; 0 where the step fell back. Of the contexts measured, the one
     nearest the prompt; NaN where there is none of the same run: another's may be of another kernel."""
-    if attention is None:
+    prompt = float(where.get("prompt", math.nan))
+    if attention is None or math.isnan(prompt):
         return math.nan
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
-    prompt = float(where.get("prompt", math.nan))
     rows = attention[(attention["metric"] == "between") & (attention["run_id"] == where["run_id"])]
-    rows = rows[rows["kv_heads"] == shape.heads]
-    rows = rows[(rows["batch"] == where["batch"]) & (rows["cache"] == cache) & (rows["k"] == where["k"])]
-    if rows.empty or math.isnan(prompt):
+    rows = rows[(rows["kv_heads"] == shape.heads) & (rows["cache"] == cache)]
+    rows = rows[(rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
+    if rows.empty:
         return math.nan
-    group = int(rows["heads"].iloc[0]) // shape.heads
-    since = fallback_context(
-        int(where["batch"]), shape.heads, group, shape.head_size, shape.cache_bytes, int(where["k"])
-    )
-    if 0 < since <= prompt:
+    setting = tuple(where.get(name) for name in ("kv_heads", "tp", "kv_cache_dtype", "k", "batch"))
+    if where["run_id"] == "steps-12" and prompt == 8192 and setting in FELL_BACK:
         return 0.0
-    contexts = rows["context"].unique()
-    nearest = min(contexts, key=lambda context: abs(math.log(context / max(1.0, prompt))))
-    us = rows[rows["context"] == nearest].groupby("op")["value"].median()
+    nearest = min(rows["context"].unique(), key=lambda context: abs(math.log(context / max(1.0, prompt))))
+    us = rows[rows["context"] == nearest].groupby("op", observed=True)["value"].median()
     vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
     step = served_traffic("stage", shape, window)
     return shape.num_layers * (us["nwor"] - us[vanilla]) + chip.us(step["open"]) + chip.us(step["commit"])
-
-
-def fallback_context(batch: int, kv_heads: int, group: int, head_size: int, cache_bytes: int, k: int) -> int:
-    """The context, in positions, from which on a recorded step of `stage` on an H200 was vLLM's own; 0: never.
-
-    When the steps were recorded, `stage` left to vLLM what its tuning table said was slower. Half of the least context
-    swept at which it was, since the one swept before is a fourth of that.
-    """
-    table = configs.shipped(configs.H200.name)
-    entry = configs.nearest(table, batch, kv_heads, group, head_size, cache_bytes, k + 1)
-    return entry["slower_from"] // 2 if entry else 0
 
 
 def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFrame:
@@ -166,34 +155,6 @@ def _kernel_bytes(op: str, kv_heads: int, cache: str, rows: int, kept: int) -> f
     requests = rows // 9  # the operators were given nine held rows each, none of them logged before
     window = Window(requests, rows, requests * (9 - kept), 2 * rows)
     return step_traffic("stage" if op == "commit" else "cow", shape, window)[op].written
-
-
-def claim(run: Run, survival: pd.DataFrame, steps: pd.DataFrame, kernels: pd.DataFrame, counters: pd.DataFrame) -> None:
-    """Record what must hold of the model on an H200: where modes pay for published models, and how far off it is.
-
-    Args:
-        survival: as `pays_published` takes it.
-        steps, kernels, counters: of `against_measured`, `kernels_against_model` and `counters_against_model`.
-    """
-    points = pays_published(survival, (1, 16, 64, 256))
-    paid, each = points.groupby(["mode", "vanilla"])["pays"].sum(), int((points["mode"] == "stage").sum()) // 2
-    cow, stage, fused = int(paid["cow"].sum()), int(paid["stage", "separate"]), int(paid["stage", "fused"])
-    run.claim("H200, published models: points where cow pays", 0, cow, cow == 0)
-    run.claim("H200, published models: points where stage pays", each, stage, stage == each)
-    run.claim("H200, published models: points where stage pays, rope and write fused", 0, fused, fused == 0)
-    counted = counters["error"].abs().max()
-    run.claim("bytes of the formulas off the hardware's counters, worst", 0.1, counted, counted <= 0.1)
-    ours = kernels[(kernels["bytes"] > 0) & (kernels["op"] != "vllm")]
-    many, fastest = ours.loc[ours["rows"] == 2304, "error"].abs().max(), ours["error"].max()
-    run.claim("kernels of 2,304 rows: predicted time off the measured, worst", 0.2, many, many <= 0.2)
-    run.claim("predicted time over measured, less one, of this kit's kernels, largest", "< 0", fastest, fastest < 0)
-    cow_steps = steps[(steps["mode"] == "cow") & steady(steps)]
-    off = max(
-        0.0, (cow_steps["low"] - cow_steps["predicted"]).max(), (cow_steps["predicted"] - cow_steps["high"]).max()
-    )
-    run.claim(
-        "a step under cow over vanilla's: predicted outside the range of steady repeats, worst", 0.05, off, off <= 0.05
-    )
 
 
 def _medians(rows: pd.DataFrame) -> pd.Series:

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the repeats of two turns say together: the ratio of their times, and whether it says anything."""
+"""What the repeats of two variants say together: the ratio of their times, and whether it is stable."""
+
+from __future__ import annotations
 
 import math
 
 import pandas as pd
 
-UNSTEADY = 0.1
-"""Range of a step's ratio over repeats from which on its median says nothing."""
+MAX_SPREAD = 0.1
+"""Range of a step's ratio over repeats from which on its median is not reported."""
 
 
-def crossover(ratios: pd.Series) -> float:
-    """One ratio from those of each repeat, `ratios` by `repeat`, whichever turn comes first.
+def abba_ratio(ratios: pd.Series) -> float:
+    """One ratio from those of each repeat (`ratios`, indexed by repeat), whichever variant runs first.
 
-    A turn that comes first finds a cooler chip, and the order is turned round from one repeat to the next: two of them
-    are one measurement, their geometric mean. The median over these. A last repeat alone is left out if others are not.
+    The variant that runs first finds a cooler chip, so repeats reverse the order: AB, BA, AB, ... Two of them make one
+    measurement, their geometric mean; the result is the median over these. A last repeat alone is left out if there
+    are whole pairs.
     """
     logs = ratios.map(math.log).groupby(ratios.index // 2).agg(["mean", "count"])
     return math.exp(logs.loc[logs["count"] == logs["count"].max(), "mean"].median())
 
 
-def steady(points: pd.DataFrame) -> pd.Series:
-    """Whether each point's median says something: its range over repeats, `low` to `high`, is less than `UNSTEADY`."""
-    return points["high"] - points["low"] < UNSTEADY
+def is_stable(points: pd.DataFrame) -> pd.Series:
+    """Whether each point's range over repeats, from column `low` to column `high`, is less than `MAX_SPREAD`."""
+    return points["high"] - points["low"] < MAX_SPREAD
+
+
+# Earlier names, for modules that still import them.
+crossover, steady, UNSTEADY = abba_ratio, is_stable, MAX_SPREAD

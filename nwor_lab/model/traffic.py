@@ -18,7 +18,7 @@ values from where the projections left them, attends to them and leaves the draf
 the token sampled last is not held: the same launch writes it to its page.
 
 `step_traffic` is exact against the reference model, which counts the same kinds as it runs. `served_traffic` is the
-same step as vLLM serves it on a GPU: a launch that opens the window, and vLLM's rope fused with its write or not.
+same step as vLLM serves it on a GPU, with the launch that opens the window.
 What the bytes and launches cost is the business of `nwor_lab.model.breakeven`.
 """
 
@@ -224,7 +224,7 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     return traffic
 
 
-def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = False) -> Traffic:
+def served_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     """Bytes and launches of one decode step on one rank as vLLM serves it on a GPU, all layers.
 
     To `step_traffic` come, and of `cow` in place of its log, in the letters used there:
@@ -238,21 +238,12 @@ def served_traffic(mode: str, shape: Shape, window: Window, *, fused: bool = Fal
     all D where less than one draft is rejected. That is a batch whose requests stay the same; after another step all D
     are logged.
 
-    With `fused`, vLLM writes the pages in the kernel that rotates queries and keys (`do_rope_and_kv_cache_update` of
-    vLLM 0.32; ROCm alone). That kernel runs either way and holds the keys, so the write has no launch and reads the
-    values alone: half of r'. `stage` needs the keys that rope leaves behind and no write, so it runs the plain rope:
-    against a fused vanilla it saves no launch, and it moves more bytes as soon as 2 A > W / 2, that is once a quarter
-    of the window's rows are accepted drafts (r = r').
-
     Raises:
         ValueError: an unknown mode.
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
     traffic = step_traffic(mode, shape, window)
-    if fused and mode != "stage" and "write" in traffic:
-        write = traffic["write"]
-        traffic["write"] = Moved(write.read / 2, write.written, 0)
     if mode == "off" or not window.requests:
         return traffic
     traffic.count("open", launches=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's figures, each a function of tidy tables that draws and saves it; the notebooks call the same ones.
+"""`nwor figures`: the paper's figures, each a function of tidy tables that draws and saves it; notebooks call the same.
 
 Tables (see `nwor_lab.results`) and the columns beyond the tidy ones:
 
@@ -10,28 +10,25 @@ Tables (see `nwor_lab.results`) and the columns beyond the tidy ones:
     traffic     metrics `bytes_read`, `bytes_written`, `launches` of one window, by mode, one row for each `kind`
     steps       metric `step_ms`: time of one engine step, by mode, TP and repeat; several steps of one repeat
                 count as their median
-    kernel_times, gpu_cow
-                what `nwor_lab.microbench.operators` and `nwor_lab.experiments.bench` leave, recorded on a GPU
-    gpu_acceptance
-                what `nwor_lab.experiments.acceptance` leaves: counts, of which `acceptance` is made
-    gpu_steps   as `bench` leaves it, of several settings; `kv_heads`, `prompt`, `kv_cache_dtype` where they vary
-    kv_write_share
-                metric `kv_write_share`: the paged write's share of a step, by `batch`, `tp`, `kv_heads`
+    kernel_times, attention
+                what `nwor_lab.microbench` leaves; with `attention` the steps of `stage` are predicted whole
+    gpu_cow, gpu_steps, gpu_acceptance, kv_write_share
+                what `nwor measure` leaves: whole steps and their settings, accepted drafts, the paged write's share
 
-    attention   what `nwor_lab.microbench.attention` leaves; with it the steps of `stage` are predicted whole
-
-The last four are used where they have been recorded; a figure that lacks one is named as absent.
+The first four are those of one whole reproduction run; the others, made on a GPU, come from the same run or are the
+recorded ones. Nothing is taken from a run that failed, is unfinished or was interactive.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from nwor_lab import paths, results
@@ -42,20 +39,13 @@ from nwor_lab.plots import breakeven, kernels, style
 from nwor_lab.plots import steps as step_plots
 
 TABLES = ("reference", "acceptance", "traffic", "steps")
-"""Tables that a walk makes."""
+"""Tables that a reproduction run makes."""
 
-RECORDED = ("kernel_times", "gpu_cow")
-"""Tables recorded on a GPU."""
+RECORDED = ("kernel_times", "gpu_cow", "gpu_acceptance", "gpu_steps", "kv_write_share", "attention")
+"""Tables made on a GPU. Those after the first two there may not be."""
 
-OPTIONAL = ("gpu_acceptance", "gpu_steps", "kv_write_share", "attention")
-"""Tables recorded on a GPU that there may not be."""
-
-GENERATIONS = {
-    "off": "vanilla",
-    "blind": "generation 2,\nblind staging",
-    "cow": "generation 3,\ncopy-on-write",
-    "stage": "stage,\nvisible tail",
-}
+DRAWS = "09_paper_figures"
+"""The notebook that draws a run's figures, while the run is not over."""
 
 
 def published_survival(published: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -82,126 +72,101 @@ def acceptance(run: results.Run | Path, frame: pd.DataFrame, published: pd.DataF
     """Draw survival over draft position, measured with its 95 % band, beside published figures."""
     rows = frame[frame["metric"] == "survival"]
     rows = rows[rows["k"] == rows["k"].max()].sort_values("position")
-    fig, ax = style.figure(height=3.1)
     elsewhere = published_survival(published)
+    fig, ax = style.figure(height=3.1)
     markers = "svD^P*X<>"
     for n, (label, group) in enumerate(elsewhere.groupby("model", sort=False)):
-        color = style.OTHER[n % len(style.OTHER)]
-        look = {"linestyle": (0, (1 + n, 1)), "marker": markers[n % len(markers)], "linewidth": 0.8}
-        ax.plot(group["position"] + 1, group["value"], color=color, markerfacecolor="white", label=label, **look)
+        ax.plot(group["position"] + 1, group["value"], color=style.OTHER[n % len(style.OTHER)], linewidth=0.8,
+                linestyle=(0, (1 + n, 1)), marker=markers[n % 9], markerfacecolor="white", label=label)  # fmt: skip
     for n, (temperature, group) in enumerate(rows.groupby("temperature")):
-        color = ("black", "#0072B2", "#D55E00")[n % 3]
         mean = group.groupby("position")[["value", "low", "high"]].mean()
-        label = f"this kit's pair, T={temperature:g}"
+        color, label = ("black", "#0072B2", "#D55E00")[n % 3], f"this kit's pair, T={temperature:g}"
         ax.plot(mean.index + 1, mean["value"], color=color, marker="oxd"[n % 3], linewidth=1.6, label=label)
         ax.fill_between(mean.index + 1, mean["low"], mean["high"], color=color, alpha=0.2, linewidth=0)
     ax.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
-    ax.set_xticks(range(1, 1 + int(max(rows["position"].max(), elsewhere["position"].max())) + 1))
+    ax.set_xticks(range(1, 2 + int(max(rows["position"].max(), elsewhere["position"].max()))))
     style.legend(ax)
     columns = ["model", "temperature", "k", "position", "value", "low", "high"]
     data = pd.concat([rows.reindex(columns=columns).assign(source="measured"), elsewhere], ignore_index=True)
     caption = (
         "Share of verify windows in which the draft at each position was accepted (chain drafts). Filled markers: the "
         f"shipped pair, measured in vLLM at k={int(rows['k'].max())}, band: 95 % interval. Open markers: published "
-        f"figures, other models and prompts. Run {style.runs_of(rows)}."
+        "figures, other models and prompts."
     )
     return style.save(fig, run, "acceptance_by_position", data, caption)
 
 
 def acceptance_at_scale(run: results.Run | Path, frame: pd.DataFrame, counts: pd.DataFrame) -> Path:
-    """Draw survival over draft position as counted on a GPU, and as counted by the walk, each with its 95 % interval.
+    """Draw survival over draft position as counted on a GPU and as counted in a run, each with its 95 % interval.
 
     Args:
         frame: rows of table `acceptance`; counts: rows of table `gpu_acceptance`.
     """
-    fig, ax = style.figure(height=2.5)
     parts = []
-    for where, table in (("at scale", survival(counts)), ("walk", frame)):
+    for where, table in (("GPU, many prompts", survival(counts)), ("this run", frame)):
         rows = table[(table["metric"] == "survival") & (table["k"] == table["k"].max())]
-        parts.append(rows.assign(source=where))
-        for n, (temperature, group) in enumerate(rows.sort_values("position").groupby("temperature")):
-            color, small = ("black", "#0072B2", "#D55E00")[n % 3], where == "walk"
-            spread = np.array([group["value"] - group["low"], group["high"] - group["value"]])
-            ax.errorbar(
-                group["position"] + (1.2 if small else 1),
-                group["value"],
-                spread,
-                color=color,
-                marker="o^d"[n % 3],
-                markerfacecolor="white" if small else color,
-                linestyle="none" if small else "-:"[n % 2],
-                elinewidth=0.6,
-                capsize=1.5,
-                label=f"T={temperature:g}, {where}",
-            )
-    data = pd.concat(parts, ignore_index=True)
-    ax.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
-    ax.set_xticks(range(1, 2 + int(data["position"].max())))
-    style.legend(ax)
+        parts.append(rows.assign(source=where, draft=rows["position"] + (1 if table is not frame else 1.2)))
+    data = pd.concat(parts, ignore_index=True).sort_values("position")
+    data["series"] = [f"T={t:g}, {source}" for t, source in zip(data["temperature"], data["source"], strict=True)]
+    grid = style.relplot(data, "draft", "value", "series", width=style.COLUMN, panel=2.0, ncols=2)
+    grid.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
     windows = int(counts.loc[counts["metric"] == "windows", "value"].sum())
     caption = (
         "Share of verify windows in which the draft at each position was accepted, at the longest k, with 95 % "
-        f"intervals. Filled: the shipped pair on a GPU, {windows:,} windows in all, k of {counts['k'].min()} to "
-        f"{counts['k'].max()}. Open, beside them: the walk's, of fewer prompts. Runs {style.runs_of(counts)} and "
-        f"{style.runs_of(frame)}."
+        f"intervals: the shipped pair on a GPU ({windows:,} windows in all, k of {counts['k'].min()} to "
+        f"{counts['k'].max()}), and beside it the run's own, of fewer prompts."
     )
     columns = ["source", "temperature", "k", "position", "value", "low", "high"]
-    return style.save(fig, run, "acceptance_at_scale", data[columns], caption)
+    return style.save(grid, run, "acceptance_at_scale", data[columns], caption)
 
 
 def rejected(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw the share of written rows that are rejected over k: predicted from survival, and measured."""
     share = frame[frame["metric"] == "rejected_share"]
-    predicted = predict_rejected(frame)
-    fig, ax = style.figure()
-    for n, (temperature, group) in enumerate(predicted.groupby("temperature")):
-        color = ("black", "#0072B2", "#D55E00")[n % 3]
-        seen = share[share["temperature"] == temperature]
-        ax.plot(group["k"], group["value"], color=color, linestyle="-:"[n % 2], label=f"predicted, T={temperature:g}")
-        ax.plot(
-            seen["k"],
-            seen["value"],
-            color=color,
-            linestyle="none",
-            marker="oxd"[n % 3],
-            label=f"measured, T={temperature:g}",
-        )
-    ax.set(xlabel="draft length k", ylabel="rejected / written rows", ylim=(0, 1))
-    ax.set_xticks(sorted(set(predicted["k"]) | set(share["k"])))
-    style.legend(ax)
     columns = ["origin", "temperature", "k", "value"]
-    data = pd.concat([predicted.assign(origin="predicted"), share.assign(origin="measured")])[columns]
+    data = pd.concat([predict_rejected(frame).assign(origin="predicted"), share.assign(origin="measured")])[columns]
+    fig, ax = style.figure()
+    for n, ((temperature, origin), rows) in enumerate(data.groupby(["temperature", "origin"])):
+        look = (
+            {"linestyle": "-:"[n // 2 % 2]}
+            if origin == "predicted"
+            else {"linestyle": "none", "marker": "ox"[n // 2 % 2]}
+        )
+        color = ("black", "#0072B2", "#D55E00")[n // 2 % 3]
+        ax.plot(rows["k"], rows["value"], color=color, label=f"{origin}, T={temperature:g}", **look)
+    ax.set(xlabel="draft length k", ylabel="rejected / written rows", ylim=(0, 1), xticks=sorted(set(data["k"])))
+    style.legend(ax)
     caption = (
         "Share of the window's 1 + k written rows that the verifier rejects. Lines: predicted from the survival "
-        "measured at the longest k, (k - sum of survival) / (1 + k). Markers: measured at each k. "
-        f"Run {style.runs_of(share)}."
+        "measured at the longest k, (k - sum of survival) / (1 + k). Markers: measured at each k."
     )
     return style.save(fig, run, "rejected_share", data, caption)
+
+
+def _mode_bars(rows: pd.DataFrame, metrics: dict[str, str], width: float, height: float) -> Any:
+    """A panel of bars for each metric, with its value above each bar; columns `metric`, `mode` and `value`."""
+    fig, axes = style.figure(width, height, ncols=len(metrics))
+    for ax, (metric, title) in zip(axes, metrics.items(), strict=True):
+        style.bars(ax, rows[rows["metric"] == metric].assign(window=""), x="window")
+        for container in ax.containers:
+            ax.bar_label(container, fmt=lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}", fontsize=6)
+        ax.set(title=title, ylim=(0, 1.15 * ax.dataLim.ymax))
+    style.legend(axes[0], ncols=4 if width > style.COLUMN else 2)
+    return fig
 
 
 def traffic(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw bytes read, bytes written and launches of one window by mode, attention's own reads left out."""
     metrics = {"bytes_read": "read (kB)", "bytes_written": "written (kB)", "launches": "launches"}
     rows = frame[frame["metric"].isin(list(metrics))]
-    if "kind" in rows:
-        rows = rows[rows["kind"] != "attention"]
+    rows = rows[rows["kind"] != "attention"] if "kind" in rows else rows
     sums = rows.groupby(["metric", "mode"], as_index=False)["value"].sum()
-    fig, axes = style.figure(ncols=3, height=2.0)
-    for ax, (metric, label) in zip(axes, metrics.items(), strict=True):
-        shown = sums[sums["metric"] == metric]
-        for n, mode in enumerate(style.ordered(shown["mode"])):
-            look = style.LOOK[mode]
-            value = shown.loc[shown["mode"] == mode, "value"].iloc[0] / (1 if metric == "launches" else 1e3)
-            ax.bar(n, value, color=look.color, hatch=look.hatch, edgecolor="white", label=look.label)
-        ax.set_xticks([])
-        ax.set_title(label)
-        ax.grid(axis="x", visible=False)
-    style.legend(axes[0])
+    shown = sums.assign(value=sums["value"].where(sums["metric"] == "launches", sums["value"] / 1e3))
     caption = (
         "Bytes moved and kernels launched to write the keys and values of one verify window in each mode, over all "
-        f"layers; attention's launches and its reads of the pages are left out. Run {style.runs_of(rows)}."
+        "layers; attention's launches and its reads of the pages are left out."
     )
-    return style.save(fig, run, "traffic_by_mode", sums, caption)
+    return style.save(_mode_bars(shown, metrics, style.COLUMN, 2.0), run, "traffic_by_mode", sums, caption)
 
 
 def step_time(run: results.Run | Path, frame: pd.DataFrame) -> Path:
@@ -212,58 +177,47 @@ def step_time(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     style.bars(ax, rows, x="tp")
     ax.set(xlabel="tensor-parallel ranks", ylabel="time of a step (ms)")
     style.legend(ax, ncols=3)
-    caption = (
-        f"Time of one engine step by mode, median of {rows.groupby(['mode', 'tp']).size().min()} repeats, whiskers "
-        f"from least to greatest. Run {style.runs_of(rows)}."
-    )
+    repeats = rows.groupby(["mode", "tp"]).size().min()
+    caption = f"Time of one engine step by mode, median of {repeats} repeats, whiskers from least to greatest."
     return style.save(fig, run, "step_time", rows, caption)
 
 
-def generations(run: results.Run | Path, reference: pd.DataFrame, moved: pd.DataFrame) -> Path:
-    """Draw what each generation got wrong: acceptance, text, bytes left behind and bytes moved, by write policy.
+POLICY_METRICS = {
+    "acceptance_length": "tokens a window\n(more is better)",
+    "same_tokens": "prompts with vanilla's\ntext (more is better)",
+    "dirty_kb": "unaccepted kB left\n(less is better)",
+    "written_mb": "MB moved to write\n(less is better)",
+}
+"""Metrics of `policies`, and their titles."""
+
+
+def policies(run: results.Run | Path, reference: pd.DataFrame, moved: pd.DataFrame) -> Path:
+    """Draw what each write policy of the reference model costs: acceptance, text, bytes left behind, bytes moved.
 
     Args:
         reference: rows of table `reference`.
         moved: rows of table `traffic`.
     """
     whole = reference[reference["position"].isna()].pivot(index="mode", columns="metric", values="value")
-    bytes_moved = moved[moved["metric"].isin(["bytes_read", "bytes_written"]) & (moved["kind"] != "attention")]
-    frame = pd.DataFrame(
-        {
-            "drafts and bonus\naccepted (tokens)": whole["acceptance_length"],
-            "prompts with\nvanilla's tokens": whole["same_tokens"],
-            "unaccepted kB\nleft by a step": whole["dirty_bytes"] / 1e3,
-            "MB moved to\nwrite a window": bytes_moved.groupby("mode")["value"].sum() / 1e6,
-        }
-    ).loc[list(GENERATIONS)]
-    more_is_worse = (False, False, True, True)
-    fig, axes = style.figure(style.TWO_COLUMNS, 2.3, ncols=len(frame.columns))
-    rows = []
-    for ax, (what, values), worse in zip(axes, frame.items(), more_is_worse, strict=True):
-        for n, (mode, value) in enumerate(values.items()):
-            look = style.LOOK[str(mode)]
-            vanilla = values["off"]
-            behind = value > 1.01 * vanilla if worse else value < 0.99 * vanilla
-            ax.bar(n, value, color=look.color, hatch=look.hatch, edgecolor="white", label=GENERATIONS[str(mode)])
-            text = f"{value:.3g}" + (" !" if behind else "")
-            ax.text(n, value, text, ha="center", va="bottom", fontsize=7, weight="bold" if behind else "normal")
-            name = str(what).replace("\n", " ")
-            rows.append({"mode": mode, "metric": name, "value": value, "worse_than_vanilla": behind})
-        ax.set(title=what, xticks=[], ylim=(0, 1.2 * values.max()))
-        ax.grid(axis="x", visible=False)
-    style.legend(axes[0], ncols=4)
+    written = moved[moved["metric"].isin(["bytes_read", "bytes_written"]) & (moved["kind"] != "attention")]
+    wide = whole[["acceptance_length", "same_tokens"]].assign(
+        dirty_kb=whole["dirty_bytes"] / 1e3, written_mb=written.groupby("mode")["value"].sum() / 1e6
+    )
+    rows = wide.rename_axis("mode").reset_index().melt("mode", var_name="metric")
     first = reference.iloc[0]
     caption = (
-        f"Three generations of the idea in the reference model, greedy, k={first['k']}, {first['batch']} prompts. The "
-        "first, an interceptor in Python, is that model itself. The second staged drafts where attention did not look: "
-        "acceptance and text broke. The third lets vLLM write and puts rejected rows back: right, but more bytes. "
-        f"`stage` keeps the tail visible. Bold with a mark: worse than vanilla. Run {style.runs_of(reference)}."
+        f"Four write policies in the reference model, greedy, k={first['k']}, {first['batch']} prompts. Vanilla writes "
+        "every row and leaves the rejected ones. Blind staging holds drafts where attention does not look: acceptance "
+        "and text break. Copy-on-write lets vLLM write and restores rejected rows: right, but more bytes. `stage` "
+        "holds drafts where attention does look: right, and nothing is left behind."
     )
-    return style.save(fig, run, "generations", pd.DataFrame(rows), caption)
+    return style.save(_mode_bars(rows, POLICY_METRICS, style.TWO_COLUMNS, 2.3), run, "policies", rows, caption)
 
 
-def _break_even(run: results.Run | Path) -> Path:
-    return breakeven.break_even(run, published_survival())
+def headline(run: results.Run | Path, steps: pd.DataFrame) -> Path:
+    """Draw the README's figure (`nwor_lab.plots.steps.headline`) into a run; returns the path of its PNG."""
+    folder = Path(run.directory if isinstance(run, results.Run) else run) / "figures"
+    return step_plots.headline(folder / "headline.png", steps)
 
 
 def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
@@ -272,15 +226,16 @@ def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
     return predicted.kernels_against_model(kernels.medians(times), Chip("measured", empty, 1e12 * bandwidth))
 
 
-def measured_steps(drawn: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Every whole step that was measured on a GPU, in whichever of the tables `drawn`, beside its prediction."""
-    steps = [drawn[name] for name in ("gpu_cow", "gpu_steps") if name in drawn]
-    attention = drawn.get("attention")
+def measured_steps(found: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Every whole step that was measured on a GPU, in whichever of the tables `found`, beside its prediction."""
+    steps = [found[name] for name in ("gpu_cow", "gpu_steps") if name in found]
+    attention = found.get("attention")
     return pd.concat([predicted.against_measured(table, attention=attention) for table in steps], ignore_index=True)
 
 
 FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
-    "generations": (generations, ("reference", "traffic")),
+    "headline": (headline, ("gpu_steps",)),
+    "policies": (policies, ("reference", "traffic")),
     "acceptance_by_position": (acceptance, ("acceptance",)),
     "acceptance_at_scale": (acceptance_at_scale, ("acceptance", "gpu_acceptance")),
     "rejected_share": (rejected, ("acceptance",)),
@@ -288,7 +243,7 @@ FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
     "step_time": (step_time, ("steps",)),
     "kernel_over_rows": (kernels.over_rows, ("kernel_times",)),
     "kernel_roofline": (kernels.roofline, ("kernel_times",)),
-    "break_even": (_break_even, ()),
+    "break_even": (lambda run: breakeven.break_even(run, published_survival()), ()),
     "predicted_against_measured": (breakeven.predicted_against_measured, ("kernel_times", "gpu_cow")),
     "step_ratio": (step_plots.step_ratio, ("gpu_steps",)),
     "kv_write_share": (step_plots.write_share, ("kv_write_share",)),
@@ -296,69 +251,106 @@ FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
 """Each figure by its file's name: what draws it, and the tables it takes."""
 
 
-def tables(source: Path | str | None = None) -> dict[str, pd.DataFrame]:
-    """Return the tables that the figures need, and of the `OPTIONAL` ones those that there are.
+# -- which run is drawn --------------------------------------------------------------------------------------------
 
-    Each comes from the run's folder `source` when that holds it, else from the newest run that does, else from
-    `data/recorded/`. A figure's caption names the run its numbers are from.
+
+def unfinished(run: Path) -> str:
+    """Why the figures cannot be drawn from this run's folder, in a line; empty where they can."""
+    if not (run / "manifest.json").is_file():
+        return f"{run} is no run: it has no manifest.json"
+    try:
+        entries = results.read_manifest(run)["notebooks"]
+        broken = [name for name, entry in entries.items() if name != DRAWS and not _ended_well(entry)]
+    except (ValueError, KeyError, AttributeError):
+        return f"{run} has a manifest.json that cannot be read"
+    if broken:
+        return f"{run} is not whole: {', '.join(sorted(broken))} did not finish"
+    if missing := [name for name in TABLES if not (run / f"{name}.parquet").exists()]:
+        return f"{run} is not whole: it lacks {', '.join(missing)}"
+    return ""
+
+
+def _ended_well(entry: dict[str, object]) -> bool:
+    # `whole` is written by the reproduction run alone, so a notebook run by hand does not count.
+    return entry.get("state") == "done" and bool(entry.get("whole"))
+
+
+def sources(source: Path | str | None = None, own: Path | None = None) -> dict[str, Path]:
+    """The folder that each table is read from; tables of a GPU that are nowhere are left out.
+
+    Args:
+        source: a run's folder, which must be whole; by default the newest whole one under `results/`, and where there
+            is none `data/recorded`.
+        own: the folder of the run that asks, preferred where it is whole but for the notebook that draws.
 
     Raises:
-        FileNotFoundError: a table is nowhere to be found.
+        FileNotFoundError: `source` does not exist or is not whole; or a recorded table is missing.
     """
-    found = {}
-    for name in (*TABLES, *RECORDED, *OPTIONAL):
-        held = source if source and (Path(source) / f"{name}.parquet").exists() else None
-        try:
-            found[name] = results.read_table(name, held)
-        except FileNotFoundError:
-            if name not in OPTIONAL:
-                raise
-    return found
+    if source and (why := unfinished(Path(source))):
+        raise FileNotFoundError(why)
+    runs = [path.parent for path in paths.RESULTS.glob("*/manifest.json")]
+    runs.sort(key=lambda run: (run / "manifest.json").stat().st_mtime_ns, reverse=True)
+    candidates = [Path(source)] if source else [*([own] if own else []), *runs]
+    chosen = next((run for run in candidates if not unfinished(run)), paths.RECORDED)
+    held = {name: chosen if (chosen / f"{name}.parquet").exists() else paths.RECORDED for name in TABLES + RECORDED}
+    missing = [name for name, folder in held.items() if not (folder / f"{name}.parquet").exists()]
+    if needed := [name for name in missing if name in TABLES + RECORDED[:2]]:
+        raise FileNotFoundError(f"no {', '.join(needed)} in {chosen}; `make reproduce` makes them")
+    return {name: folder for name, folder in held.items() if name not in missing}
 
 
-def absent(drawn: dict[str, pd.DataFrame]) -> dict[str, str]:
-    """Return the figures that are not drawn, and the first table each of them lacks."""
-    lacks = {name: [table for table in needs if table not in drawn] for name, (_, needs) in FIGURES.items()}
+def tables(source: Path | str | None = None, own: Path | None = None) -> dict[str, pd.DataFrame]:
+    """The tables that the figures need, read from `sources`."""
+    return {name: results.read_table(name, folder) for name, folder in sources(source, own).items()}
+
+
+def absent(found: dict[str, pd.DataFrame]) -> dict[str, str]:
+    """Return the figures that cannot be drawn, and the first table each of them lacks."""
+    lacks = {name: [table for table in needs if table not in found] for name, (_, needs) in FIGURES.items()}
     return {name: missing[0] for name, missing in lacks.items() if missing}
 
 
-def draw(run: results.Run | Path, drawn: dict[str, pd.DataFrame]) -> list[Path]:
-    """Draw every figure that the tables `drawn` allow into `run`; return the paths of the PDFs."""
-    return [draw_one(run, name, drawn) for name in FIGURES if name not in absent(drawn)]
+def draw(run: results.Run | Path, found: dict[str, pd.DataFrame]) -> list[Path]:
+    """Draw every figure that the tables `found` allow into `run`; return the paths of the figures."""
+    return [draw_one(run, name, found) for name in FIGURES if name not in absent(found)]
 
 
-def draw_one(run: results.Run | Path, name: str, drawn: dict[str, pd.DataFrame]) -> Path:
-    """Draw the figure `name` (of `FIGURES`) from the tables `drawn` into `run`; return the path of its PDF."""
+def draw_one(run: results.Run | Path, name: str, found: dict[str, pd.DataFrame]) -> Path:
+    """Draw the figure `name` (of `FIGURES`) from the tables `found` into `run`; return its path."""
     figure, needs = FIGURES[name]
     if name == "predicted_against_measured":
-        return figure(run, priced_kernels(drawn["kernel_times"]), measured_steps(drawn))
-    return figure(run, *(drawn[table] for table in needs))
+        return figure(run, priced_kernels(found["kernel_times"]), measured_steps(found))
+    return figure(run, *(found[table] for table in needs))
 
 
-def same_again(run: results.Run, drawn: dict[str, pd.DataFrame]) -> dict[str, bool]:
+def same_again(run: results.Run, found: dict[str, pd.DataFrame]) -> dict[str, bool]:
     """Draw every figure once more elsewhere and say of each file whether it equals that of `run`, byte for byte."""
     saved, same = run.directory / "figures", {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in [name for name in FIGURES if name not in absent(drawn)]:
-            pdf = draw_one(Path(folder), name, drawn)
-            style.close()
-            for path in (pdf, pdf.with_suffix(".png")):
-                same[path.name] = path.read_bytes() == (saved / path.name).read_bytes()
+        for path in draw(Path(folder), found):
+            for file in {path, path.with_suffix(".png")}:
+                same[file.name] = file.read_bytes() == (saved / file.name).read_bytes()
+        style.close()
     return same
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor figures", description="Redraw the paper figures.")
-    parser.add_argument("--source", help="a run's folder (default: the newest results, else data/recorded)")
+    parser.add_argument("--source", help="a whole run's folder (default: the newest whole run, else data/recorded)")
     parser.add_argument("--out", help="folder to write figures/ into (default: results/figures-<time>)")
     options = parser.parse_args(argv)
     out = Path(options.out) if options.out else paths.RESULTS / f"figures-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
-        found = tables(options.source)
-        drawn = draw(out, found)
-    except FileNotFoundError as error:
-        parser.error(str(error))
-    print("\n".join(str(path) for path in drawn))
-    for name, table in absent(found).items():
-        print(f"absent: {name}, since {table}.parquet is neither in a run nor recorded")
+        chosen = sources(options.source)
+        found = {name: results.read_table(name, folder) for name, folder in chosen.items()}
+        missing = absent(found)
+        for name in (name for name in FIGURES if name not in missing):
+            used = sorted({str(chosen[table]) for table in FIGURES[name][1]})
+            print(f"{draw_one(out, name, found)}  from {', '.join(used) or 'the model'}", flush=True)
+            style.close()
+    except OSError as error:
+        print(f"nwor figures: {error}", file=sys.stderr)
+        return 2
+    for name, table in missing.items():
+        print(f"not drawn: {name}, since there is no {table}.parquet in the run or in data/recorded")
     return 0

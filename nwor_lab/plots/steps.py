@@ -3,74 +3,93 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from nwor_lab import results
+from nwor_lab import paths, results
 from nwor_lab.model import predicted, ratios
 from nwor_lab.plots import style
 
-CACHE = {"kv_heads": "{} KV heads", "tp": "TP={}", "kv_cache_dtype": "{}"}
-"""Columns that tell one cache from another, and how each is named."""
+HEADLINE = paths.RECORDED / "headline.png"
+
+
+def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
+    """One row a mode and setting of table `gpu_steps`: `measured` (step over vanilla's), `low`, `high`, `stable`.
+
+    `heads` and `cache` name the cache in words; `prompt` is 0 where prompts were not of one length.
+    """
+    points = predicted.against_measured(steps)
+    points["stable"] = ratios.is_stable(points)
+    points["cache"] = points.get("kv_cache_dtype", pd.Series("auto", points.index)).replace("auto", "bf16")
+    points["heads"] = [f"{heads} KV heads" for heads in points["kv_heads"]]
+    points["prompt"] = points.get("prompt", pd.Series(0, points.index)).fillna(0).astype(int)
+    order = [name for name in ("tp", "kv_heads", "cache", "k", "prompt", "mode", "batch") if name in points]
+    return points.sort_values(order, ignore_index=True)
+
+
+def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
+    """Draw the README's figure as a PNG: `stage` and `cow` over vanilla by batch, a panel for each cache dtype.
+
+    One rank, k=8, prompts of 512 tokens, 32 and 8 KV heads; error bars are the range over repeats.
+
+    Args:
+        steps: table `gpu_steps`, by default the recorded one.
+    """
+    points = ratio_points(results.read_table("gpu_steps", paths.RECORDED) if steps is None else steps)
+    points = points[points["stable"]].query("tp == 1 and k == 8 and prompt == 512")
+    fig, axes = style.figure(style.TWO_COLUMNS, 2.5, ncols=2, sharey=True)
+    batches = sorted(points["batch"].unique())
+    for ax, (cache, panel) in zip(axes, points.groupby("cache"), strict=True):
+        series = panel.sort_values(["mode", "kv_heads"], ascending=False).groupby(["mode", "kv_heads"], sort=False)
+        for n, ((mode, heads), rows) in enumerate(series):
+            rows = rows.sort_values("batch")
+            look = style.MODE_STYLE[str(mode)]
+            at = [batches.index(batch) + 0.06 * (n - 1.5) for batch in rows["batch"]]
+            spread = [rows["measured"] - rows["low"], rows["high"] - rows["measured"]]
+            ax.errorbar(
+                at, rows["measured"], spread, color=look.color, marker=look.marker, capsize=2, elinewidth=0.8,
+                linestyle="-" if heads == 32 else "--", markerfacecolor=look.color if heads == 32 else "white",
+                label=f"{look.label}, {heads} KV heads",
+            )  # fmt: skip
+        ax.axhline(1, color="black", linewidth=1, label="vanilla vLLM")
+        only = "" if panel["mode"].nunique() > 1 else " (copy-on-write was not measured)"
+        ax.set(title=f"{cache} cache{only}", xlabel="requests in the batch")
+        ax.set_xticks(range(len(batches)), batches)
+    axes[0].set_ylabel("step time over vanilla's\n(below 1: faster)")
+    style.legend(axes[0], ncols=3)
+    with results.whole_file(path) as part:
+        fig.savefig(part, format="png", dpi=200, metadata={"Software": None})
+    style.close(fig)
+    return path
 
 
 def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
-    """Draw the step-time ratio of each mode over the batch, a panel for each cache and k.
+    """Draw the whole grid of step-time ratios over the batch, a panel for each cache, number of ranks and k.
 
     Args:
         steps: rows of table `gpu_steps`.
     """
-    every = predicted.against_measured(steps)
-    points = every[ratios.steady(every)].copy()
-    points["cache"] = _caches(points, ", ")
-    points["prompt"] = points["prompt"].astype(int) if "prompt" in points else 0
-    points = points.sort_values([name for name in ("tp", "kv_heads", "kv_cache_dtype", "k") if name in points])
-    panels = list(points.groupby(["cache", "k"], sort=False))
-    prompts, batches = sorted(points["prompt"].unique()), sorted(points["batch"].unique())
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    size = (style.TWO_COLUMNS if columns > 1 else style.COLUMN, 0.7 + 1.4 * lines)
-    fig, axes = style.figure(*size, nrows=lines, ncols=columns, sharex=True, sharey=True, squeeze=False)
-    for ax in axes.flat[len(panels) :]:
-        ax.set_visible(False)
-    for ax, ((cache, k), panel) in zip(axes.flat, panels, strict=False):
-        ax.axhline(1, color="black", linewidth=0.8)
-        for mode, (n, prompt) in itertools.product(style.ordered(panel["mode"].unique()), enumerate(prompts)):
-            here = panel[(panel["mode"] == mode) & (panel["prompt"] == prompt)].sort_values("batch")
-            _ratio_line(ax, here, batches, mode, n, prompt if len(prompts) > 1 else 0)
-        ax.set_xticks(range(len(batches)), batches)
-        ax.set_title(f"{cache}, k={k}")
-        ax.set_ylim(min(1, points["measured"].min()) - 0.03, max(1, points["measured"].max()) + 0.03)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("step over vanilla's")
-    for n, ax in enumerate(axes.flat):
-        if n + columns >= len(panels):
-            ax.set_xlabel("batch")
-            ax.tick_params(labelbottom=True)
-    named = {label: handle for ax in axes.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    fig.legend(named.values(), named.keys(), loc="outside upper center", ncols=3)
+    every = ratio_points(steps)
+    points = every[every["stable"]].copy()
+    points["panel"] = [
+        f"{row.heads}, {row.cache}, k={row.k}" + (f",\n{row.tp} ranks" if row.tp > 1 else "")
+        for row in points.itertuples()
+    ]
+    vanilla = points.drop_duplicates(["panel", "batch"]).assign(mode="off", measured=1.0, low=1.0, high=1.0)
+    points = pd.concat([points, vanilla], ignore_index=True)
+    points["requests"] = points["batch"].astype(str)
+    points["prompt of"] = [f"{prompt} tokens" for prompt in points["prompt"]]
+    grid = style.relplot(points, "requests", "measured", "mode", style="prompt of", col="panel", col_wrap=4, ncols=4)
+    grid.set_titles("{col_name}").set_axis_labels("requests in the batch", "step / vanilla's")
     caption = (
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over pairs of "
-        "repeats, one in each order of turns, whiskers from the least to the greatest repeat. Below one the mode is "
-        f"faster. Left out, since their repeats lay more than {ratios.UNSTEADY:.0%} apart: "
-        f"{len(every) - len(points)} of {len(every)}. Run {style.runs_of(steps)}."
+        "repeats, one in each order, whiskers from the least to the greatest repeat. Below the line the mode is "
+        f"faster. {len(every) - len(points)} of {len(every)} settings are left out: their repeats lay more than "
+        f"{ratios.MAX_SPREAD:.0%} apart."
     )
-    return style.save(fig, run, "step_ratio", points, caption)
-
-
-def _ratio_line(ax: Any, here: pd.DataFrame, batches: list[Any], mode: str, n: int, prompt: Any) -> None:
-    if here.empty:
-        return
-    look, at = style.LOOK[mode], [batches.index(batch) + 0.08 * n for batch in here["batch"]]
-    spread = np.array([here["measured"] - here["low"], here["high"] - here["measured"]])
-    label = look.label + (f", prompt {prompt}" if prompt else "")
-    fill = ("white", look.color, "black")[n % 3] if prompt else look.color
-    kind = {"color": look.color, "marker": look.marker, "linestyle": look.linestyle, "markerfacecolor": fill}
-    ax.errorbar(at, here["measured"], spread, elinewidth=0.6, capsize=1.5, linewidth=0.8, label=label, **kind)
+    return style.save(grid, run, "step_ratio", points, caption)
 
 
 def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
@@ -88,7 +107,7 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
     style.legend(ax, ncols=3)
     caption = (
         "Slots of the target's paged cache whose bytes a step changed although its row was not kept, summed over "
-        f"layers and ranks. Vanilla leaves every rejected row behind; the modes leave none. Run {style.runs_of(dirty)}."
+        "layers and ranks. Vanilla leaves every rejected row behind; the modes leave none."
     )
     return style.save(fig, run, "left_behind", rows, caption)
 
@@ -96,28 +115,20 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
 def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw the share of a step that the paged write takes, by batch, KV heads and cache, a panel for each TP."""
     rows = frame[frame["metric"] == "kv_write_share"].copy()
-    rows["cache"] = _caches(rows.drop(columns="tp"), ", ")
+    dtypes = rows.get("kv_cache_dtype", pd.Series("auto", rows.index)).replace("auto", "bf16")
+    rows["cache"] = [f"{heads} KV heads, {dtype}" for heads, dtype in zip(rows["kv_heads"], dtypes, strict=True)]
     rows["percent"] = 100 * rows["value"]
-    panels = list(rows.groupby("tp"))
-    # In all panels: else a cache would have another look where one is missing, and a batch another place.
-    bars = rows[["cache"]].drop_duplicates().merge(rows[["batch"]].drop_duplicates(), how="cross")
+    panels: list[tuple[Any, pd.DataFrame]] = list(rows.groupby("tp"))
+    # Every panel has all caches and batches, so that each keeps its colour and place where one was not measured.
+    every = rows[["cache"]].drop_duplicates().merge(rows[["batch"]].drop_duplicates(), how="cross")
     fig, axes = style.figure(height=0.8 + 1.4 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False)
     for ax, (tp, panel) in zip(axes.flat, panels, strict=True):
-        style.bars(ax, bars.merge(panel, how="left"), x="batch", y="percent", by="cache")
-        ax.set_ylabel("% of a step")
-        if len(panels) > 1:
-            ax.set_title(f"TP={tp}")
-    axes.flat[-1].set(xlabel="batch", ylim=(0, None))
+        style.bars(ax, every.merge(panel, how="left"), x="batch", y="percent", by="cache")
+        ax.set(ylabel="% of a step", title=f"{tp} rank" + "s" * (tp > 1))
+    axes.flat[-1].set(xlabel="requests in the batch", ylim=(0, None))
     style.legend(axes.flat[0])
     caption = (
         "Share of a speculative step in vanilla vLLM that its paged write of keys and values takes on the GPU: the "
-        f"most that any mode could save by not writing. Run {style.runs_of(rows)}."
+        "most that a mode could save by not writing."
     )
     return style.save(fig, run, "kv_write_share", rows, caption)
-
-
-def _caches(rows: pd.DataFrame, between: str) -> list[str]:
-    """Names of the rows' caches, of what varies among them."""
-    shown = [name for name in CACHE if name in rows and (name == "kv_heads" or rows[name].nunique() > 1)]
-    values = rows[shown].replace("auto", "bf16").itertuples(index=False)
-    return [between.join(CACHE[name].format(value) for name, value in zip(shown, one, strict=True)) for one in values]

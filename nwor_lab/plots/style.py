@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How every figure of the kit looks, and how it is saved.
 
-A figure is sized for a paper's column, readable without colour (each mode has its own marker, line and hatch) and
-byte-stable: the same data gives the same PDF and PNG.
+A figure is sized for a paper's column, readable without colour (each mode has a marker, a line and a hatch of its own)
+and byte-stable: the same data gives the same PDF and PNG.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import matplotlib as mpl
@@ -25,8 +24,7 @@ COLUMN, TWO_COLUMNS = 3.35, 7.0
 """Widths of a figure in inches: one column of a two-column paper, and the page."""
 
 
-@dataclass(frozen=True)
-class Look:
+class ModeStyle(NamedTuple):
     label: str
     color: str
     marker: str
@@ -34,18 +32,19 @@ class Look:
     hatch: str
 
 
-# Okabe and Ito's palette: told apart by colour-blind readers, and in grey by marker, line and hatch.
-LOOK = {
-    "off": Look("off (vanilla)", "#555555", "o", "-", ""),
-    "blind": Look("blind staging", "#E69F00", "X", ":", "xx"),
-    "cow": Look("copy-on-write", "#D55E00", "s", "--", "//"),
-    "stage": Look("stage", "#0072B2", "^", "-.", ".."),
+# The palette of Okabe and Ito: distinct for colour-blind readers, and in grey by marker, line and hatch.
+MODE_STYLE = {
+    "off": ModeStyle("vanilla (off)", "#555555", "o", "-", ""),
+    "blind": ModeStyle("blind staging", "#E69F00", "X", ":", "xx"),
+    "cow": ModeStyle("copy-on-write (cow)", "#D55E00", "s", "--", "//"),
+    "stage": ModeStyle("stage", "#0072B2", "^", "-.", ".."),
 }
-OTHER = ("#009E73", "#CC79A7", "#56B4E9", "#000000", "#F0E442", "#999999")
-"""Colours for series that are no mode, such as published figures."""
-
-HATCHES = ("", "//", "..", "xx", "\\\\", "")
-"""Hatches of bars that are no mode."""
+OTHER = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#555555", "#000000")
+"""Colours of series that are no mode, such as published figures."""
+MARKERS = "^osDvPX*"
+LINES = ("-", "--", ":", "-.", "-", "--", ":", "-.")
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--", "oo")
+DASHES: Any = {"-": "", "--": (4, 2), ":": (1, 1), "-.": (4, 1, 1, 1)}
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -55,13 +54,13 @@ STYLE: Any = {
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "legend.fontsize": 6.5,
+    "legend.title_fontsize": 6.5,
     "legend.frameon": False,
     "axes.linewidth": 0.6,
     "grid.linewidth": 0.4,
     "lines.linewidth": 1.2,
     "lines.markersize": 4,
     "hatch.linewidth": 0.5,
-    "figure.constrained_layout.use": True,
     "figure.dpi": 150,
     "savefig.dpi": 300,
     "pdf.fonttype": 42,
@@ -70,7 +69,7 @@ STYLE: Any = {
 
 
 def use() -> None:
-    """Make the kit's style this process's own."""
+    """Set the style of the kit in this process."""
     sns.set_style("whitegrid")
     mpl.rcParams.update(STYLE)
 
@@ -78,33 +77,81 @@ def use() -> None:
 def figure(width: float = COLUMN, height: float = 2.2, ncols: int = 1, **kwargs: Any) -> tuple[Any, Any]:
     """Return `(fig, axes)` in the kit's style; `width` and `height` in inches, `kwargs` as `plt.subplots` takes."""
     use()
-    return plt.subplots(ncols=ncols, figsize=(width, height), **kwargs)
+    return plt.subplots(ncols=ncols, figsize=(width, height), layout="constrained", **kwargs)
 
 
 def close(fig: Any = "all") -> None:
-    """Forget `fig`, or every figure that is open, so that a notebook does not show it."""
+    """Close `fig`, or every open figure, so that a notebook does not show it."""
     plt.close(fig)
 
 
-def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode") -> None:
-    """Draw grouped bars of `frame[y]` over `frame[x]`, one bar a mode in its look.
-
-    Several rows of one group are drawn as their median with the range from least to greatest as a whisker.
+def styles(names: Any) -> dict[Any, ModeStyle]:
+    """The style of each series of `names`, the modes first.
 
     Raises:
-        ValueError: more series than looks, so that two would be taken for one.
+        ValueError: more series than colours, so that two would look the same.
     """
-    groups = sorted(frame[x].unique())
-    series = ordered(frame[by].unique())
-    if len([name for name in series if name not in LOOK]) > len(OTHER):
-        raise ValueError(f"{len(series)} series have {len(OTHER)} looks: draw them in several panels")
-    width = 0.8 / len(series)
-    for n, name in enumerate(series):
-        look = LOOK.get(name) or Look(name, OTHER[n % len(OTHER)], "D", "-", HATCHES[n % len(HATCHES)])
+    names = ordered(set(names))
+    if len(names) > len(OTHER):
+        raise ValueError(f"{len(names)} series have {len(OTHER)} colours: draw them in several panels")
+    free = zip(OTHER, MARKERS, LINES, HATCHES, strict=True)
+    return {name: MODE_STYLE.get(name) or ModeStyle(str(name), *look) for name, look in zip(names, free, strict=False)}
+
+
+def relplot(
+    frame: pd.DataFrame, x: str, y: str, by: str, width: float = TWO_COLUMNS, panel: float = 1.5, ncols: int = 3,
+    **kwargs: Any,
+) -> sns.FacetGrid:  # fmt: skip
+    """`seaborn.relplot` in the kit's style: a line for each value of column `by`, the legend above; see `save`.
+
+    Args:
+        frame: one row a point. Columns `low` and `high`, where there are such, are drawn as whiskers.
+        width: of the figure, `panel`: height of a panel, both in inches. `ncols`: columns of the legend.
+        kwargs: as `seaborn.relplot` takes them, such as `col` and `col_wrap`; `style` is another column than `by`
+            where line and marker mean something of their own.
+    """
+    use()
+    looks = {look.label: look for look in styles(frame[by]).values()}
+    shown = frame.assign(**{by: [MODE_STYLE[name].label if name in MODE_STYLE else str(name) for name in frame[by]]})
+    lines: dict[str, Any] = {"markers": True}
+    if "style" not in kwargs:
+        lines = {
+            "style": by,
+            "style_order": list(looks),
+            "markers": {name: look.marker for name, look in looks.items()},
+        }
+        lines["dashes"] = {name: DASHES[look.linestyle] for name, look in looks.items()}
+    across = kwargs.get("col_wrap") or (frame[kwargs["col"]].nunique() if "col" in kwargs else 1)
+    grid = sns.relplot(
+        shown, x=x, y=y, hue=by, kind="line", errorbar=None, height=panel, aspect=width / across / panel,
+        hue_order=list(looks), palette={name: look.color for name, look in looks.items()},
+        **{"facet_kws": {"legend_out": False, "despine": False}, "legend": "full", **lines, **kwargs},
+    )  # fmt: skip
+    if "low" in frame:
+        grid.map_dataframe(_whiskers, x, y, by, looks)
+    sns.move_legend(grid, "outside upper center", ncols=ncols, title=None, columnspacing=1, handlelength=2.8)
+    grid.figure.set_size_inches(width, grid.figure.get_size_inches()[1] + 0.5)
+    return grid
+
+
+def _whiskers(x: str, y: str, by: str, looks: dict[str, ModeStyle], data: pd.DataFrame, **_: Any) -> None:
+    for label, rows in data.groupby(by, observed=True):
+        spread = [rows[y] - rows["low"], rows["high"] - rows[y]]
+        plt.errorbar(rows[x], rows[y], spread, linestyle="none", color=looks[label].color, elinewidth=0.6, capsize=1.5)
+
+
+def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode") -> None:
+    """Draw grouped bars of `frame[y]` over `frame[x]`, one bar a value of column `by`, such as the mode.
+
+    Several rows of one group are drawn as their median with a whisker from the least to the greatest.
+    """
+    groups, looks = sorted(frame[x].unique()), styles(frame[by])
+    width = 0.8 / len(looks)
+    for n, (name, look) in enumerate(looks.items()):
         rows = frame[frame[by] == name].groupby(x)[y]
         middle = rows.median().reindex(groups)
         spread = np.array([middle - rows.min().reindex(groups), rows.max().reindex(groups) - middle])
-        at = np.arange(len(groups)) + (n - (len(series) - 1) / 2) * width
+        at = np.arange(len(groups)) + (n - (len(looks) - 1) / 2) * width
         whiskers = {"yerr": spread, "error_kw": {"elinewidth": 0.6, "capsize": 1.5}} if (rows.size() > 1).any() else {}
         ax.bar(at, middle, width, label=look.label, color=look.color, hatch=look.hatch, edgecolor="white", **whiskers)
     ax.set_xticks(np.arange(len(groups)), [str(group) for group in groups])
@@ -112,42 +159,39 @@ def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode
     ax.grid(axis="x", visible=False)
 
 
-def line(ax: Any, x: Any, y: Any, mode: str, low: Any = None, high: Any = None, **kwargs: Any) -> None:
-    """Draw one mode's line in its look, with a band from `low` to `high` where they are given."""
-    look = LOOK[mode]
-    look_args = {"color": look.color, "marker": look.marker, "linestyle": look.linestyle, "label": look.label}
-    ax.plot(x, y, **{**look_args, **kwargs})
-    if low is not None:
-        ax.fill_between(x, low, high, color=kwargs.get("color", look.color), alpha=0.2, linewidth=0)
+def line(ax: Any, x: Any, y: Any, mode: str, **kwargs: Any) -> None:
+    """Draw one mode's line in its style; `kwargs` as `ax.plot` takes them."""
+    look = MODE_STYLE[mode]
+    drawn = {"color": look.color, "marker": look.marker, "linestyle": look.linestyle, "label": look.label}
+    ax.plot(x, y, **{**drawn, **kwargs})
 
 
 def legend(ax: Any, ncols: int = 2) -> None:
     """Put the legend of `ax` above the whole figure, where it hides nothing."""
-    handles, labels = ax.get_legend_handles_labels()
-    ax.figure.legend(handles, labels, loc="outside upper center", ncols=ncols, columnspacing=1, handlelength=2.2)
+    handles, names = ax.get_legend_handles_labels()
+    ax.figure.legend(handles, names, loc="outside upper center", ncols=ncols, columnspacing=1, handlelength=2.4)
 
 
-def ordered(names: Any) -> list[str]:
-    """Sort series: the modes in `LOOK`'s order, then the rest by name."""
-    rank = {name: n for n, name in enumerate(LOOK)}
+def ordered(names: Any) -> list[Any]:
+    """Sort series: the modes in the order of `MODE_STYLE`, then the rest by name."""
+    rank = {name: n for n, name in enumerate(MODE_STYLE)}
     return sorted(names, key=lambda name: (rank.get(name, len(rank)), str(name)))
 
 
-def runs_of(rows: pd.DataFrame) -> str:
-    """Name the runs that `rows` are from, for a caption."""
-    return ", ".join(sorted({str(run) for run in rows["run_id"]} - {""})) or "unnamed"
-
-
 def save(fig: Any, run: results.Run | Path | str, name: str, data: pd.DataFrame, caption: str) -> Path:
-    """Save a figure with its data and its caption; return the PDF's path.
+    """Save a figure (or a grid of seaborn) with its data and its caption; return the path of its PDF.
 
-    Writes `<run>/figures/<name>.pdf`, `.png` (300 dpi), `.csv` (what is drawn) and `.txt` (the caption).
+    Writes `<run>/figures/<name>.pdf`, `.png` (300 dpi), `.csv` (what is drawn) and `.txt` (the caption, and below it
+    the runs that the data is from).
 
     Raises:
-        ValueError: there is nothing drawn (`data` is empty) or no caption.
+        ValueError: nothing is drawn (`data` is empty), or there is no caption.
     """
     if data.empty or not caption.strip():
         raise ValueError(f"figure {name} needs data and a caption")
+    if isinstance(fig, sns.FacetGrid):
+        fig = fig.figure
+        fig.set_layout_engine("constrained")  # seaborn's own is in the way of a legend above the panels
     folder = Path(run.directory if isinstance(run, results.Run) else run) / "figures"
     use()
     with mock.patch.dict(os.environ, {"SOURCE_DATE_EPOCH": "0"}):

@@ -143,7 +143,7 @@ def figure(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     left.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
     modes = style.ordered(dirty.index)
     for n, mode in enumerate(modes):
-        look = style.LOOK[mode]
+        look = style.MODE_STYLE[mode]
         right.bar(n, dirty[mode], color=look.color, hatch=look.hatch, edgecolor="white")
         right.text(n, dirty[mode], f"{dirty[mode]:.3g}", ha="center", va="bottom", fontsize=7)
     right.set(ylabel="unaccepted kB left by a step", ylim=(0, 1.15 * dirty.max() or 1))

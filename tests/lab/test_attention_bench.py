@@ -5,13 +5,13 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
+from nwor_lab.microbench.attention_inputs import Shape
 
 from nwor.attention import configs
 from nwor.attention.configs import H200, Config
 from nwor_lab import paths, results
 from nwor_lab.experiments import endtoend
 from nwor_lab.microbench import attention as attention_bench
-from nwor_lab.microbench.attention_inputs import Shape
 from nwor_lab.plots import attention as attention_plots
 
 SHAPE = Shape(32, 8, 16, 512)
@@ -110,14 +110,14 @@ def test_steps_that_tell_where_vllm_was_as_fast_are_those_recorded():
     """
     read = {name: results.read_table(name, paths.RECORDED) for name in ("gpu_steps", "gpu_kernels")}
     table = endtoend.gpu_steps(*read.values()).query("mode == 'stage'")
-    steps = attention_bench.by_shape(table)[[*attention_bench.KEYS, "ratio", "steady"]]
+    steps = attention_bench.by_shape(table)[[*attention_bench.KEYS, "ratio", "stable"]]
     used = pd.read_csv(paths.DATA / "attention" / "h200_steps.csv")
     both = used.merge(steps, how="outer", on=attention_bench.KEYS, indicator=True, suffixes=("", "_recorded"))
     assert set(both._merge) == {"both", "right_only"}
     other = both[both.ratio != both.ratio_recorded.round(4)]
     again, alone = other[other._merge == "both"], other[other._merge == "right_only"]
     assert (again.ratio >= 1).all() and len(again) == 1
-    fell_back = pd.concat([again, alone[alone.steady]])
+    fell_back = pd.concat([again, alone[alone.stable]])
     assert set(fell_back.context) == {8240} and fell_back.ratio_recorded.round(4).between(0.995, 1.005).all()
     assert len(used) - len(again) > 170
 

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bench runs, in which order, and what it makes of it."""
+"""What a bench runs, in which order, what it makes of it, and how it ends when something is wrong."""
 
+import json
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pandas as pd
 import pytest
+from fake_engine import FakeEngine, engines  # noqa: F401
 
-from nwor_lab.engines.engine import EngineSpec, Generation
-from nwor_lab.experiments import bench, bench_table
+from nwor_lab.engines.engine import EngineError, EngineSpec
+from nwor_lab.experiments import acceptance, audit, bench, bench_table, options
 from nwor_lab.experiments.plan import Plan
+
+SPEC = EngineSpec("shape")
 
 
 def test_kernels_of_a_step_are_the_mean_of_the_ranks():
-    """A kind is told by the kernel's name, and a rank that waits for another does so in communication."""
+    """A kind is known by the kernel's name, and a rank that waits for another does so in communication."""
     ranks = [
         {"reshape_and_cache_flash_kernel": 80.0, "ncclDevKernel_AllReduce": 8.0, "nvjet_tst_64x8": 160.0, "rms": 16.0},
         {
@@ -23,8 +26,8 @@ def test_kernels_of_a_step_are_the_mean_of_the_ranks():
         },
     ]
     found = {row["kind"]: row["value"] for row in bench_table.kernel_rows(ranks, steps=8)}
-    told = {"KV write": 10.5, "communication": 3.0, "matmul": 21.0, "other": 1.0, "attention": 0.0, "NWOR": 0.0}
-    assert found == pytest.approx(told)
+    expected = {"KV write": 10.5, "communication": 3.0, "matmul": 21.0, "other": 1.0, "attention": 0.0, "NWOR": 0.0}
+    assert found == pytest.approx(expected)
 
 
 def test_loads_are_those_that_the_caches_hold(capsys):
@@ -37,74 +40,24 @@ def test_loads_are_those_that_the_caches_hold(capsys):
     assert Plan(batches=(1, 8)).loads(longest=200, capacity=1) == [(200, 1), (200, 8)]
 
 
-class Noted:
-    """An engine that notes what it is asked for in `calls`, beside its mode; its steps take 1 ms, paused 2."""
-
-    calls: ClassVar[list[tuple]] = []
-    good_captures: ClassVar[int] = 99
-    bad_batch: ClassVar[int] = 0
-    of_its_own: ClassVar[bool] = False
-
-    def __init__(self, spec, settings) -> None:
-        self.spec, self.mode, self.served_by = spec, settings.mode, settings.mode
-
-    def __getattr__(self, name):
-        def call(*given):
-            self.calls.append((self.mode, name, *given))
-            return 10**6
-
-        return call
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error) -> None:
-        pass
-
-    def report(self):
-        return [{"rank": 0, "mode": self.mode, "serving": self.served_by, "counters": {}, "audit": {}}]
-
-    def metrics(self):
-        return {}
-
-    def pause(self) -> None:
-        self.served_by = "off"
-
-    def resume(self) -> None:
-        self.served_by = self.mode
-
-    def generate(self, prompts, max_tokens, temperature=0.0, seed=0, logprobs=0):
-        self.calls.append(
-            (self.mode, "generate", self.served_by, len(prompts), max_tokens, temperature, seed, logprobs)
-        )
-        counters = {"drafts": 1, "draft_tokens": 1, "accepted_tokens": 1}
-        captures = self.calls.count(("stage", "capture_anew"))
-        broken = self.served_by == "stage" and (captures > self.good_captures or len(prompts) == self.bad_batch)
-        seconds = 1e-3 if self.served_by == self.mode else 2e-3
-        token = 1 + broken + 2 * (self.of_its_own and self.mode == "stage")
-        return Generation([[token]] * len(prompts), [""] * len(prompts), [seconds] * 3, counters, [1])
-
-
-def test_turns_of_a_repeat_differ_in_the_mode_alone(monkeypatch):
-    """A capture's luck, a prefill or a cool chip in the first turn would be taken for the mode's doing."""
-    monkeypatch.setattr(bench, "Engine", Noted)
-    monkeypatch.setattr(Noted, "calls", [])
+def test_variants_of_a_repeat_differ_in_the_mode_alone(engines):  # noqa: F811
+    """A capture's luck, a prefill or a cool chip in the first variant would be taken for the mode's doing."""
     plan = Plan(modes=("cow", "stage"), paused=True, batches=(1, 2), repeats=2, max_tokens=5, audit=False)
     rows, _ = bench.run(EngineSpec("shape", prefix_caching=True), plan, [[1, 2, 3]])
-    asked = [call for call in Noted.calls if call[1] in ("capture_anew", "generate")]
+    asked = [call for call in engines.calls if call[1] in ("capture_anew", "generate")]
 
-    def judged(size: int) -> list[tuple]:
+    def compared(size: int) -> list[tuple]:
         made = [(mode, "generate", mode, size, 1, 0.0, 0, 0) for mode in plan.modes]
         made += [(mode, "generate", mode, size, 5, 0.0, 0, 20) for mode in plan.modes]  # an audit ends before a pause
         return made + [(mode, "generate", "off", size, 5, 0.0, 0, 20) for mode in plan.modes]
 
-    expected = judged(plan.num_prompts)
+    expected = compared(plan.num_prompts)
     for repeat in range(2):
         expected += [(mode, "capture_anew") for mode in plan.modes]
         for size in plan.sizes:
             timed = [(mode, served_by) for mode in plan.modes for served_by in ("off", mode)]
             how = (size, 5, 0.0, 1000 * repeat, 0)
-            expected += judged(size)
+            expected += compared(size)
             expected += [(mode, "generate", by, *how) for mode, by in (timed[::-1] if repeat else timed)]
     assert asked == expected
     steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby(["engine", "mode"]).value.agg(["count", "max"])
@@ -115,32 +68,27 @@ def test_turns_of_a_repeat_differ_in_the_mode_alone(monkeypatch):
     }
 
 
-@pytest.mark.parametrize(("batches", "judged"), [((), 0), ((8,), 0), ((1, 8), 1)])
-def test_a_load_that_the_first_pass_was_not_is_judged_once(batches, judged, monkeypatch):
-    """Engines beside each other: their graphs stay, so that once will do; and not again what the first pass was."""
-    monkeypatch.setattr(bench, "Engine", Noted)
-    monkeypatch.setattr(Noted, "calls", [])
-    plan = Plan(modes=("off", "stage"), batches=batches, repeats=3)
-    bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
-    passes = [call[3] for call in Noted.calls if call[:2] == ("stage", "generate") and call[-1]]
-    assert passes == [8] + [1] * judged
+@pytest.mark.parametrize(("batches", "compared"), [((), 0), ((8,), 0), ((1, 8), 1)])
+def test_a_load_that_the_first_pass_was_not_is_compared_once(batches, compared, engines):  # noqa: F811
+    """Engines beside each other keep their graphs, so that once will do; and not again what the first pass was."""
+    bench.run(SPEC, Plan(modes=("off", "stage"), batches=batches, repeats=3), [[1, 2, 3]])
+    passes = [call[3] for call in engines.calls if call[:2] == ("stage", "generate") and call[7]]
+    assert passes == [8] + [1] * compared
 
 
 @pytest.mark.parametrize(
     ("broken", "without"), [("", []), ("capture", [1, 2, 4]), ("batch", [2]), ("first pass", [1, 2, 4])]
 )
-def test_all_that_is_timed_is_held_to_parity(broken, without, monkeypatch):
-    """A capture that goes wrong later than the first pass costs the mode its times, and so does the first pass
-    itself; one batch that does, its own.
+def test_all_that_is_timed_is_held_to_parity(broken, without, engines, monkeypatch):  # noqa: F811
+    """A capture that goes wrong later than the first pass costs the mode its times, and so does the first pass itself;
+    one batch that does, its own.
 
     Beside each ratio is the parity of that load, in both captures; the first pass has 8 requests.
     """
-    monkeypatch.setattr(bench, "Engine", Noted)
-    monkeypatch.setattr(Noted, "calls", [])
-    monkeypatch.setattr(Noted, "good_captures", 1 if broken == "capture" else 9)
-    monkeypatch.setattr(Noted, "bad_batch", {"batch": 2, "first pass": 8}.get(broken, 0))
+    monkeypatch.setattr(FakeEngine, "good_captures", 1 if broken == "capture" else 9)
+    monkeypatch.setattr(FakeEngine, "bad_batch", {"batch": 2, "first pass": 8}.get(broken, 0))
     plan = Plan(modes=("stage",), paused=True, batches=(1, 2, 4), repeats=2, max_tokens=5, audit=False)
-    rows, report = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
+    rows, report = bench.run(SPEC, plan, [[1, 2, 3]])
     all_of_them = 8 + 2 * (1 + 2 + 4)
     equal = all_of_them - {"": 0, "capture": 7, "batch": 4, "first pass": 8}[broken]
     assert [found["equal"] for found in report["parity"].values()] == [all_of_them, equal]
@@ -150,43 +98,35 @@ def test_all_that_is_timed_is_held_to_parity(broken, without, monkeypatch):
     assert table.step_ms["stage"].dropna().eq(1).all()
 
 
-def test_an_engine_that_pauses_is_its_own_baseline(monkeypatch):
-    """Two engines of one configuration need not say the same, and neither is wrong."""
-    monkeypatch.setattr(bench, "Engine", Noted)
-    monkeypatch.setattr(Noted, "calls", [])
-    monkeypatch.setattr(Noted, "of_its_own", True)
+def test_an_engine_that_pauses_is_its_own_baseline(engines, monkeypatch):  # noqa: F811
+    """Two engines of one configuration need not give the same tokens, and neither is wrong."""
+    monkeypatch.setattr(FakeEngine, "token_of_its_own", True)
     for paused, equal in ((True, 8), (False, 0)):
         plan = Plan(modes=("cow", "stage"), paused=paused, repeats=0, audit=False)
-        _, report = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
-        assert report["parity"]["stage"]["equal"] == equal, "nor is it compared with the first where none is paused"
+        _, report = bench.run(SPEC, plan, [[1, 2, 3]])
+        assert report["parity"]["stage"]["equal"] == equal, "without a pause the first mode is the baseline"
 
 
-def test_a_ratio_is_of_both_orders_of_turns():
-    """The turn that comes second takes a tenth longer, whichever it is; `stage` takes 0.9 times vanilla's."""
+def test_a_ratio_is_of_both_orders():
+    """The variant that comes second takes a tenth longer, whichever it is; `stage` takes 0.9 times vanilla's."""
     plan = Plan(modes=("stage",), paused=True, repeats=3)
     rows = [
-        {**turn.columns, "batch": 8, "repeat": repeat, "metric": "step_ms", "unit": "ms", "value": value * late}
+        {**variant.columns, "batch": 8, "repeat": repeat, "metric": "step_ms", "unit": "ms", "value": value * late}
         for repeat in range(3)
-        for turn, value, late in zip(plan.turns, (10.0, 9.0), (1.1, 1.0) if repeat == 1 else (1.0, 1.1), strict=True)
+        for variant, value, late in zip(
+            plan.variants, (10.0, 9.0), (1.1, 1.0) if repeat == 1 else (1.0, 1.1), strict=True
+        )
     ]
     table = bench_table.summary(pd.DataFrame(rows), plan).set_index("mode")
     assert table.ratio.to_dict() == pytest.approx({"stage paused": 1.0, "stage": 0.9})
 
 
-def test_kernels_are_profiled_in_both_orders(monkeypatch):
-    """A turn that comes first finds a cooler chip, and its kernels are the faster: the table has the mean of both."""
-
-    class Profiled(Noted):
-        def kernel_times(self, prompts, max_tokens):
-            self.calls.append((self.mode, "kernel_times", self.served_by, len(prompts)))
-            return [{"nvjet": 8.0 * len(self.calls), "reshape_and_cache": 4.0}], 4
-
-    monkeypatch.setattr(bench, "Engine", Profiled)
+def test_kernels_are_profiled_in_both_orders(engines, monkeypatch):  # noqa: F811
+    """A variant that comes first finds a cooler chip, and its kernels are the faster: the table has the mean."""
     monkeypatch.setattr(bench, "on_cpu", lambda: False)
-    monkeypatch.setattr(Noted, "calls", [])
     plan = Plan(modes=("stage",), paused=True, repeats=0, profile=True, audit=False)
-    rows, _ = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
-    assert [call[2] for call in Noted.calls if call[1] == "kernel_times"] == ["off", "stage", "stage", "off"]
+    rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
+    assert [call[2] for call in engines.calls if call[1] == "kernel_times"] == ["off", "stage", "stage", "off"]
     found = pd.DataFrame(rows).query("metric == 'kernel_us' and kind == 'KV write'")
     assert found.groupby("mode").size().to_dict() == {"off": 2, "stage": 2} and (found.value == 1).all()
     assert sorted(found.repeat) == [0, 0, 1, 1]
@@ -202,7 +142,7 @@ def test_kernels_are_profiled_in_both_orders(monkeypatch):
         (3.5, (60, 100, 50), 2),
     ],
 )
-def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repeats, monkeypatch, capsys):
+def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repeats, engines, monkeypatch, capsys):  # noqa: F811
     """A lent GPU goes back at its time: what is whole by then is kept. The first repeat is always run."""
     clock, timed = [0.0], bench.Session.timed
 
@@ -212,18 +152,72 @@ def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repea
 
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(bench.Session, "timed", taking)
-    monkeypatch.setattr(bench, "Engine", Noted)
-    monkeypatch.setattr(Noted, "calls", [])
     plan = Plan(modes=("off", "stage"), temperatures=(0.0, 1.0), repeats=3, max_minutes=minutes)
-    rows, _ = bench.run(EngineSpec("shape"), plan, [[1, 2, 3]])
+    rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
     steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby(["mode", "temperature"])["repeat"].nunique()
     assert (steps == repeats).all() and len(steps) == 4
     assert (f"minutes hold {repeats} of 3 repeats" in capsys.readouterr().err) == (repeats < 3)
 
 
-def test_minutes_are_no_debt():
-    with pytest.raises(ValueError, match="max_minutes"):
-        Plan(max_minutes=-1)
+def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # noqa: F811
+    """Engines of one length are up at once, and those of the next after them; rows and reports are told apart."""
+    words = ["--mode", "off,stage", "--k", "2,4", "--batches", "1,8", "--repeats", "2", "--no-audit"]
+    assert bench.main([*words, "--random-prompts", "16", "--run-dir", str(tmp_path)]) == 0
+    order = [(engine.mode, engine.spec.k) for engine in engines.every]
+    assert order == [("off", 2), ("stage", 2), ("off", 4), ("stage", 4)]
+    begins = [call[1] for call in engines.calls if call[1] in ("start", "wait", "close")]
+    assert begins == 2 * (2 * ["start"] + 2 * ["wait"] + 2 * ["close"])
+    table, report = pd.read_parquet(tmp_path / "bench.parquet"), json.loads((tmp_path / "bench.json").read_text())
+    steps = table[table.metric == "step_ms"]
+    assert steps.groupby(["k", "mode", "batch"]).size().eq(6).all() and len(steps) == 8 * 6
+    assert list(report["ranks"]) == ["off, k=2", "stage, k=2", "off, k=4", "stage, k=4"]
+    printed = capsys.readouterr().out
+    assert "starting 2 engines: off, k=2, stage, k=2" in printed and "repeat 1 of 2: off, 8 prompts" in printed
+    assert "NaN" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--mode", "stag"], "'stag' is not a mode; choose of off, cow, stage"),
+        (["--mode", "cow,cow"], "modes must be different values"),
+        (["--k", "0"], "ks must be at least 1, got 0"),
+        (["--tp", "3"], "tp=3: 8 heads and 4 KV heads"),
+        (["--model", "./nowhere"], "nowhere holds no config.json"),
+        (["--prompts", "./nothing.jsonl"], "no prompts at nothing.jsonl"),
+        (["--max-minutes", "-1"], "max_minutes must be at least 0, got -1.0"),
+        (["--profile"], "--profile sees the kernels of a GPU"),
+        (["--shape", "tiny"], "--shape has no tokenizer"),
+        (["--shape", "huge", "--random-prompts", "8"], "shape 'huge' is not one of llama-2-7b"),
+        (["--run-dir", "/proc/nwor"], "/proc/nwor cannot be written to"),
+    ],
+)
+def test_wrong_input_is_one_line_before_an_engine_starts(words, says, engines, tmp_path, capsys):  # noqa: F811
+    assert bench.main(["--run-dir", str(tmp_path / "run"), *words]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("nwor bench: ") and says in printed and printed.count("\n") == 1
+    assert not engines.every and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("error", "status"), [(EngineError("the cow engine failed"), 1), (KeyboardInterrupt(), 130)])
+def test_an_engine_that_fails_and_an_interrupt_leave_one_line_and_no_result(
+    error, status, monkeypatch, tmp_path, capsys
+):
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "run", fail)
+    assert bench.main(["--run-dir", str(tmp_path)]) == status
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [bench, audit, acceptance])
+def test_every_option_has_a_sentence(command, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert "number of" not in capsys.readouterr().err
+    assert all(len(action.help or "") > 10 for action in options.parser("bench", "")._actions)
 
 
 @pytest.mark.parametrize(
@@ -231,5 +225,5 @@ def test_minutes_are_no_debt():
 )
 def test_a_near_tie_is_one_of_the_dtype(words, bound):
     """What bfloat16 excuses would hide a fault in float32."""
-    _, plan, _ = bench.read(bench.parser().parse_args(words))
-    assert plan.logit_gap == bound
+    arguments = options.parser("bench", "").parse_args([*words, "--random-prompts", "8"])
+    assert options.parse_config(arguments)[1].logit_gap == bound

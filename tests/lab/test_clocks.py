@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clock and power beside a turn: hypotheses about a chip's limits are checked with them."""
+"""Clock and power beside each timed pass: hypotheses about a chip's limits are checked with them."""
 
 import time
 
 import pandas as pd
 import pytest
+from fake_engine import engines  # noqa: F401
 
 pytest.importorskip("vllm", reason="vLLM is not installed: it brings NVML")
 
@@ -15,7 +16,6 @@ from nwor_lab.engines import clocks
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.experiments import bench, bench_table
 from nwor_lab.experiments.plan import Plan
-from tests.lab.test_bench import Noted
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_nothing_is_sampled_where_there_is_no_gpu(monkeypatch):
 
 
 def test_a_driver_that_does_not_tell_costs_no_run(chips, monkeypatch, capsys):
-    """Said once, and not with every turn."""
+    """Said once, and not with every pass."""
 
     def refuse(gpu: int) -> int:
         raise pynvml.NVMLError_NotSupported
@@ -81,8 +81,7 @@ def test_a_driver_that_does_not_tell_costs_no_run(chips, monkeypatch, capsys):
     assert capsys.readouterr().err == "clock and power are left out: Not Supported\n"
 
 
-def test_each_timed_turn_of_a_bench_has_its_clock(chips, monkeypatch):
-    monkeypatch.setattr(bench, "Engine", Noted)
+def test_each_timed_pass_of_a_bench_has_its_clock(chips, engines, monkeypatch):  # noqa: F811
     monkeypatch.setattr(bench, "on_cpu", lambda: False)
     plan = Plan(modes=("off", "stage"), batches=(1, 2), repeats=3, audit=False)
     rows = pd.DataFrame(bench.run(EngineSpec("shape", tp=2), plan, [[1, 2, 3]])[0])

@@ -230,7 +230,7 @@ def test_steps_on_a_gpu_beside_the_kernels_they_are_made_of():
     assert (table["gpu_ms"], table["gpu"], table["write_us"], table["nwor_us"]) == pytest.approx(
         (7.0, 0.875, 0.0, 20.0)
     )
-    assert table["steady"]
+    assert table["stable"]
 
 
 def test_profiles_in_both_orders_count_once():
@@ -311,7 +311,9 @@ def test_an_engine_is_compared_with_itself():
     assert table.loc[("stage", "stage"), "step"] == pytest.approx((0.94 * 0.96) ** 0.5)
     assert table.loc[("cow", "cow"), "step"] == pytest.approx(1.01)
     assert (table.xs("off", level="mode")["step"] == 1).all()
-    apart = endtoend.engines_apart(pd.concat([steps, slow, cow, steps[steps["mode"] == "off"].assign(batch=16)]))
+    apart = endtoend.between_engine_spread(
+        pd.concat([steps, slow, cow, steps[steps["mode"] == "off"].assign(batch=16)])
+    )
     assert apart.stack().to_dict() == {(1, 8, "auto", 8, 512, 4): pytest.approx(0.1)}, "of settings of several engines"
 
 

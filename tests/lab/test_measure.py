@@ -11,9 +11,16 @@ import pandas as pd
 import pytest
 
 from nwor_lab import measure, paths, results
-from nwor_lab.experiments import acceptance, bench
+from nwor_lab.experiments import acceptance, options
 from nwor_lab.experiments.plan import Plan
 from nwor_lab.microbench import attention
+
+
+def parse(arguments, monkeypatch):
+    """What the options describe on a machine with two GPUs."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(options.machine, "on_cpu", lambda: False)
+    return options.parse_config(arguments)
 
 
 @pytest.mark.parametrize("name", [name for name in measure.MEASUREMENTS if name not in measure.ALONE])
@@ -22,13 +29,13 @@ def test_every_bench_is_one(name, tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
     words = [word.format(out=tmp_path, name=name) for word in measure.MEASUREMENTS[name]]
     assert words[:2] == ["nwor_lab.cli", "bench"]
-    arguments = bench.parser().parse_args(words[2:])
-    engine, plan, prompts = bench.read(arguments)
+    arguments = options.parser("bench", "").parse_args(words[2:])
+    engine, plan, prompts = parse(arguments, monkeypatch)
     assert engine.llm_arguments()["speculative_config"]["num_speculative_tokens"] == engine.k
     assert engine.acceptance_length <= engine.k + 1
     if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
         assert {size * rows for size in plan.sizes for rows in (1, engine.k + 1)} <= {*engine.cudagraph_capture_sizes}
-    assert len(prompts) >= 1 and plan.turns[0].columns["mode"] == "off"
+    assert len(prompts) >= 1 and plan.variants[0].columns["mode"] == "off"
     left = Plan(**{**vars(plan), "profile": False}).loads(engine.max_model_len, 10**9)
     assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in left if plan.random_prompts)
 
@@ -43,7 +50,8 @@ def test_the_other_commands_are_of_their_modules(name, module):
 def test_a_cache_of_steps_holds_every_load_but_the_largest(name, tmp_path, monkeypatch):
     """No point of the grid is left out but 64 prompts of 8k of 32 KV heads: 131 GiB in fp8."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
-    engine, plan, _ = bench.read(bench.parser().parse_args([*measure.MEASUREMENTS[name][2:], "--name", name]))
+    arguments = options.parser("bench", "").parse_args([*measure.MEASUREMENTS[name][2:], "--name", name])
+    engine, plan, _ = parse(arguments, monkeypatch)
     config = json.loads((Path(engine.model) / "config.json").read_text())
     layers, heads = config["num_hidden_layers"] + 1, config["num_key_value_heads"]  # the drafter has one
     position = 2 * layers * heads * 128 * (1 if engine.kv_cache_dtype == "fp8" else 2)

@@ -33,6 +33,7 @@ def code(path: Path) -> list[nbformat.NotebookNode]:
 def test_the_walk_is_whole() -> None:
     assert [path.stem for path in reproduce.notebooks()] == [path.stem for path in BOOKS]
     assert [path.stem for path in BOOKS] == [
+        "00_tour",
         "01_reference_model",
         "02_kernel_correctness",
         "03_eagle_acceptance",

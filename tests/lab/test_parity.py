@@ -44,7 +44,7 @@ def test_parity_is_of_tokens_and_of_what_the_target_says(other, drafted, parity)
     where tokens may be the drafter's the target's log-probabilities still tell."""
     found = compare(said([7, 1], SURE, TIE), other, drafted)
     assert (found.equal, found.largest_gap, found.largest_shift) == pytest.approx(parity)
-    assert found.explained(0.25) == (max(parity[1:]) <= 0.25)
+    assert found.within(0.25) == (max(parity[1:]) <= 0.25)
 
 
 def test_comparisons_add_up():
@@ -59,5 +59,5 @@ def test_comparisons_add_up():
 def test_what_is_no_number_is_explained_by_nothing(best):
     """`max` passes over a NaN that is not its first."""
     one, other = said([7, 1], SURE, TIE), said([7, 1], best, TIE)
-    assert compare(one, one).explained(0)
-    assert not any(compare(*pair).explained(1e9) for pair in ((one, other), (other, one), (other, other)))
+    assert compare(one, one).within(0)
+    assert not any(compare(*pair).within(1e9) for pair in ((one, other), (other, one), (other, other)))

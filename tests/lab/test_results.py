@@ -40,7 +40,7 @@ def tables(run: results.Run) -> dict[str, pd.DataFrame]:
     ] + [{"metric": "rejected_share", "value": (4 - survival.sum()) / 5, "unit": "share", "k": 4}]
     moved = [
         {"metric": metric, "value": float(n), "unit": "B", "mode": mode, "kind": kind}
-        for n, mode in enumerate(style.LOOK, 1)
+        for n, mode in enumerate(style.MODE_STYLE, 1)
         for metric in ("bytes_read", "bytes_written", "launches")
         for kind in ("attention", "write")
     ]
@@ -306,7 +306,7 @@ def test_a_command_that_fails_raises_with_the_end_of_its_log(run: results.Run) -
 
 
 def test_each_mode_is_told_apart_without_colour() -> None:
-    looks = style.LOOK.values()
+    looks = style.MODE_STYLE.values()
     for part in ("label", "color", "marker", "linestyle", "hatch"):
         assert len({getattr(look, part) for look in looks}) == len(looks), part
 

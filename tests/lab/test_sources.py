@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nwor_lab import paths, results, sources
-from nwor_lab.microbench import nsight
+from nwor_lab.microbench import counters
 
 NAMES = ("kernel_times", "kernel_counters", "attention", "attention_counters", "gpu_acceptance")
 
@@ -47,12 +47,12 @@ def test_with_a_gpu_they_are_measured_and_kept_unless_the_recorded_are_asked_for
 
 def test_counters_that_cannot_be_read_are_the_recorded_ones_unless_asked_for(run, monkeypatch, capsys) -> None:
     def refuse() -> pd.DataFrame:
-        raise nsight.Unreadable("no permission")
+        raise counters.Unreadable("no permission")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert len(sources.obtain(run, "attention_counters", refuse)) > 1
     assert "attention_counters is what was recorded on an H200, since no permission" in capsys.readouterr().out
-    with pytest.raises(nsight.Unreadable, match="no permission"):
+    with pytest.raises(counters.Unreadable, match="no permission"):
         sources.obtain(run, "attention_counters", refuse, "measure")
 
 

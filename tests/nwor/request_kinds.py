@@ -67,7 +67,7 @@ def assert_like(vanilla: Outcome, outcome: Outcome, mode: str, gap: float) -> No
             assert ours.tokens == theirs.tokens, kind
         elif kind != "sampled":
             parity = compare(theirs, ours)
-            assert parity.explained(gap), (kind, parity)
+            assert parity.within(gap), (kind, parity)
     sampled = (made.generations[-1] for made in (vanilla, outcome))
     (was, error), (now, other_error) = (mean_accepted(made.accepted_at, made.counters["drafts"]) for made in sampled)
     assert abs(now - was) <= 4 * math.hypot(error, other_error), (was, now, error, other_error)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches go on once, only where vLLM is the one they were written for, and come off whole."""
 
-import itertools
 from types import ModuleType
 
 import pytest
@@ -190,24 +189,6 @@ def test_what_a_process_is_patched_with(environment, asked, patched):
     assert changed == set(patched)
     unregister()
     assert vllm_methods() == originals
-
-
-@pytest.mark.parametrize("mode", ["off", "stage"])
-def test_the_audit_is_a_plugin_of_its_own(environment, mode):
-    """Whichever of the two vLLM calls first, the audit's hooks come after the modes'."""
-    import nwor
-    from nwor.vllm import unregister
-    from nwor_lab import plugin
-
-    for plugins in itertools.permutations((nwor, plugin)):
-        environment(MODE=mode, AUDIT="1")
-        for one in plugins:
-            one.register()
-        modes = [] if mode == "off" else FRONT_AND_CORE + COUNTS + METRICS
-        assert patch.wrapped() == sorted({*modes, "WorkerWrapperBase.init_device", "Worker.compile_or_warm_up_model"})
-        owners = [module for _, name, module in patch._originals if name == "init_device"]
-        assert owners == ["nwor.vllm.worker", "nwor_lab.audit.hooks"][mode == "off" :]
-        unregister()
 
 
 def test_without_its_variables_the_lab_patches_nothing(environment):

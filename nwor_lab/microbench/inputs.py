@@ -1,26 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `nwor_lab.microbench.attention` times: one layer's windows on a GPU, and each backend's call on them."""
+"""What `nwor_lab.microbench` times: the tensors of a step on a GPU, and each backend's call on them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from nwor import ops
 from nwor.attention.configs import Config
-from nwor_lab.microbench.operators import Call, empty
+from nwor_lab.microbench.timer import Call, empty
+from nwor_lab.model.traffic import Shape
 
 HEAD_SIZE, BLOCK_SIZE = 128, 16
-HIDDEN, LAYERS = 4096, 8  # of `between`
+LAYERS, BLOCKS, QUERY = 32, 1024, 9  # of the operators: layers, blocks of a layer, rows of a window
+HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 BATCHES = (1, 4, 16, 64)
 FLASH_SPLITS = (1, 2, 4, 8, 16)
 
 
+# -- the all-layer operators ---------------------------------------------------------------------------------------
+
+
+def shape_of(kv_heads: int, cache: str) -> Shape:
+    """The cache of a Llama-2-7B (32 KV heads) or of its like with fewer, in bf16 or fp8 (e4m3)."""
+    return Shape(LAYERS, kv_heads, HEAD_SIZE, cache_bytes={"bf16": 2, "fp8": 1}[cache], model_bytes=2)
+
+
+@functools.cache
+def flashinfer_writer() -> Callable[..., None] | None:
+    """FlashInfer's `append_paged_kv_cache`, which is compiled when first used, or None where it is not to be had."""
+    try:
+        from flashinfer.page import append_paged_kv_cache, get_page_module
+
+        get_page_module()
+    except Exception as error:  # noqa: BLE001 - a peer that is missing is a row less
+        print(f"flashinfer is left out: {type(error).__name__}: {error}", flush=True)
+        return None
+    return append_paged_kv_cache
+
+
+class OperatorCase:
+    """The tensors of one step on a pool laid out as vLLM's (layer, block, slot, head, key and value): "NHD"."""
+
+    def __init__(self, kv_heads: int, cache: str, seed: int = 0) -> None:
+        self.shape, self.cache, self.fp8, self.heads = shape_of(kv_heads, cache), cache, cache == "fp8", kv_heads
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = torch.uint8 if self.fp8 else torch.bfloat16
+        width = 2 * HEAD_SIZE * self.shape.cache_bytes  # bytes of a slot and head
+        row = self.shape.row
+        self.pool = torch.empty(LAYERS * BLOCKS * BLOCK_SIZE * row, dtype=torch.uint8, device="cuda")
+        self.pool.view(torch.int64).random_()
+        self.layer_offsets = torch.arange(LAYERS, device="cuda") * (BLOCKS * BLOCK_SIZE * row)
+        self.strides = (BLOCK_SIZE * row, width, row)
+        self.layers = self.pool.view(self.dtype).view(LAYERS, BLOCKS, BLOCK_SIZE, kv_heads, 2 * HEAD_SIZE)
+        self.scale = torch.ones(1, device="cuda")
+
+    def fill(self, rows: int) -> None:
+        """Draw the slots, keys and values of `rows` rows; the mini-cache holds what vLLM's writer makes of them."""
+        requests = rows // QUERY
+        blocks = torch.randperm(BLOCKS, generator=self.generator)[: 2 * requests].view(requests, 2)
+        query = torch.arange(QUERY)
+        first = torch.randint(0, BLOCK_SIZE, (requests, 1), generator=self.generator)
+        self.positions = (first + query).int()
+        self.blocks = blocks
+        self.slots = (
+            blocks.gather(1, (first + query) // BLOCK_SIZE) * BLOCK_SIZE + (first + query) % BLOCK_SIZE
+        ).cuda()
+        self.key, self.value = torch.randn(2, LAYERS, rows, self.heads, HEAD_SIZE, device="cuda").bfloat16()
+        mini = -(-rows // BLOCK_SIZE)
+        packed = torch.empty(LAYERS, mini, BLOCK_SIZE, self.heads, 2 * HEAD_SIZE, dtype=self.dtype, device="cuda")
+        row_slots = torch.arange(rows, device="cuda")
+        for layer in range(LAYERS):
+            self.write(layer, packed[layer], row_slots)
+        self.packed = packed.flatten(1, 2)[:, :rows].flatten(2)  # [L, M, 2 * H * D]
+        self.rows = packed.view(torch.uint8).transpose(2, 3)
+        self.num_rejected, self.kept = torch.zeros(2, requests, dtype=torch.int32, device="cuda")
+        self.num_drafts = torch.full_like(self.kept, QUERY)
+        self.counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+
+    def write(self, layer: int, cache: Tensor, slots: Tensor) -> None:
+        """One layer's keys and values to `cache` [blocks, N, H, 2 * D] at `slots`, by vLLM's writer."""
+        from vllm import _custom_ops
+
+        keys, values = cache.split(HEAD_SIZE, -1)
+        dtype = "fp8" if self.fp8 else "auto"
+        key, value = self.key[layer], self.value[layer]
+        _custom_ops.reshape_and_cache_flash(key, value, keys, values, slots, dtype, self.scale, self.scale)
+
+    def writes(self, layers: int, slots: Tensor) -> Call:
+        """vLLM's writer on the first `layers` layers, a launch each."""
+
+        def each_layer() -> None:
+            for layer in range(layers):
+                self.write(layer, self.layers[layer], slots)
+
+        return each_layer
+
+    def calls(self, kept: int) -> dict[str, Call]:
+        """Every operator and peer at hand on the present window, each request keeping its first `kept` rows."""
+        self.num_rejected.fill_(QUERY - kept)
+        where = (self.pool, self.layer_offsets, self.strides, self.slots, None, self.rows)
+        decisions = (self.num_drafts, self.num_rejected, self.kept, self.counts)
+        found: dict[str, Call] = {
+            "empty": empty,
+            "commit": functools.partial(ops.commit_all_layers, *where, *decisions),
+            "restore": functools.partial(ops.restore_all_layers, *where, *decisions),
+            "log": functools.partial(ops.log_all_layers, *where),
+        }
+        accepted = torch.arange(QUERY) < kept
+        masked = torch.where(accepted.cuda(), self.slots, -1).flatten()
+        found["vllm"] = self.writes(LAYERS, masked)
+        found["vllm triton"] = self._triton(masked)
+        if not kept:
+            return found  # the others launch nothing for no rows
+        index = self.slots[:, :kept].flatten()
+        chosen = torch.arange(self.slots.numel()).view(-1, QUERY)[:, :kept].flatten().cuda()
+        flat, source = self.layers.flatten(3).flatten(1, 2), self.packed[:, chosen].contiguous()
+        found["index_copy"] = lambda: [to.index_copy_(0, index, rows) for to, rows in zip(flat, source, strict=True)]
+        found["index_put"] = lambda: [to.index_put_((index,), rows) for to, rows in zip(flat, source, strict=True)]
+        words = self.pool.view(torch.int32)[: 2 * source.view(torch.uint8).numel() // 4].chunk(2)
+        found["stream"] = functools.partial(torch.bitwise_not, words[0], out=words[1])
+        if flashinfer := self._flashinfer(kept, chosen):
+            found["flashinfer"] = flashinfer
+        return found
+
+    def _triton(self, slots: Tensor) -> Call:
+        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash as write
+
+        def all_layers() -> None:
+            for key, value, cache in zip(self.key, self.value, self.layers, strict=True):
+                write(key, value, *cache.split(HEAD_SIZE, -1), slots, "fp8" if self.fp8 else "auto", *2 * [self.scale])
+
+        return all_layers
+
+    def _flashinfer(self, kept: int, chosen: Tensor) -> Call | None:
+        if not (append_paged_kv_cache := flashinfer_writer()):
+            return None
+        requests = len(self.blocks)
+        request = torch.arange(requests).repeat_interleave(kept).int().cuda()
+        positions = self.positions[:, :kept].flatten().contiguous().cuda()
+        pages = self.blocks.flatten().int().cuda()
+        indptr = (2 * torch.arange(requests + 1)).int().cuda()
+        last = torch.full((requests,), BLOCK_SIZE, dtype=torch.int32, device="cuda")
+        dtype = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
+        keys, values = (tensor[:, chosen].to(dtype).contiguous() for tensor in (self.key, self.value))
+
+        def all_layers() -> None:
+            for key, value, cache in zip(keys, values, self.layers.view(dtype), strict=True):
+                pair = cache.split(HEAD_SIZE, -1)
+                append_paged_kv_cache(key, value, request, positions, pair, pages, indptr, last)
+
+        return all_layers
+
+    def differing(self, call: Call, kept: int) -> int:
+        """Bytes of the accepted slots that are not what vLLM's writer makes, after `call` on a pool without them."""
+        slots = self.slots[:, :kept].flatten()
+        flat = self.layers.flatten(3).flatten(1, 2).view(torch.uint8)
+        for layer in flat:
+            layer[slots] = 0x55
+        call()
+        wanted = self.packed.view(torch.uint8).unflatten(1, (-1, QUERY))[:, :, :kept].flatten(1, 2)
+        return sum(int((layer[slots] != rows).sum()) for layer, rows in zip(flat, wanted, strict=True))
+
+
+# -- the attention of one layer ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """One layer's attention of `batch` windows of a token and k drafts.
 
     cache: bf16 or fp8 (e4m3, with the query in fp8 as vLLM has it).
@@ -56,14 +207,14 @@ class Shape:
         return self.batch * (self.context * row * self.element + self.query * row * (2 + self.element) + query)
 
 
-KEYS = [name for name in Shape.__dataclass_fields__ if name != "head_size"]
-"""Columns that tell a shape in a table; all shapes of a table have heads of one size."""
+KEYS = [name for name in AttentionShape.__dataclass_fields__ if name != "head_size"]
+"""Columns that identify a shape in a table; all shapes of a table have heads of one size."""
 
 
-class Windows:
+class AttentionCase:
     """The tensors of one layer and step, the cache laid out as vLLM's (block, slot, head, key and value): "NHD"."""
 
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, shape: AttentionShape, seed: int = 0) -> None:
         from nwor.attention.verify import Workspace
 
         generator = torch.Generator(device="cuda").manual_seed(seed)
@@ -255,4 +406,4 @@ def weights(heads: int, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
     """Weights before and after the attention, of each layer of `between`."""
     widths = (HIDDEN, (heads + 2 * kv_heads) * HEAD_SIZE), (heads * HEAD_SIZE, HIDDEN)
     random = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
-    return [tuple(random(*width).normal_(std=0.02) for width in widths) for _ in range(LAYERS)]
+    return [tuple(random(*width).normal_(std=0.02) for width in widths) for _ in range(CHAIN)]

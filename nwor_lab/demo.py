@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make demo`: vanilla vLLM and `stage` side by side under the cache auditor, and what each leaves in the cache."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nwor.settings import Settings
+from nwor_lab import pair, paths
+from nwor_lab.engines.engine import Engine, EngineSpec, Generation
+
+MODES = ("off", "stage")
+
+
+@dataclass
+class Audited:
+    """What one mode generated, and what rank 0 reported of it: the audit among it (`nwor_lab.audit.hooks.report`)."""
+
+    generation: Generation
+    report: dict[str, Any]
+
+
+def side_by_side(
+    prompts: Sequence[str],
+    *,
+    model: str | Path = paths.PAIR_TARGET,
+    draft: str | Path = paths.PAIR_EAGLE,
+    k: int = 4,
+    max_tokens: int = 64,
+    dtype: str = "float32",
+    modes: Sequence[str] = MODES,
+) -> dict[str, Audited]:
+    """Decode `prompts` greedily with an engine of each mode, all steps audited; prints what it is doing.
+
+    What vLLM logs goes to a file, whose name is printed.
+
+    Raises:
+        RuntimeError: an engine does not start; the message holds its traceback.
+    """
+    batch = min(8, len(prompts))
+    spec = EngineSpec(str(model), str(draft), k=k, dtype=dtype, batch=batch, num_blocks=17 * batch, block_size=32)
+    log = Path(tempfile.mkstemp(prefix="nwor-demo-", suffix=".log")[1])
+    print(f"starting {len(modes)} vLLM engines, half a minute ({', '.join(modes)}; their log: {log})", flush=True)
+    with contextlib.ExitStack() as stack:
+        with output_to(log):
+            engines = {mode: stack.enter_context(Engine(spec, Settings(mode=mode, audit=True))) for mode in modes}
+        found = {}
+        for mode, engine in engines.items():
+            engine.wait()
+            ids = engine.encode(prompts)
+            print(f"{mode:5} decodes {max_tokens} tokens after each of {len(ids)} prompts, audited", flush=True)
+            generation = engine.generate(ids, max_tokens)
+            found[mode] = Audited(generation, engine.report()[0])
+    return found
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Send the standard output and error of processes started in this block to the file `path`."""
+    sys.stdout.flush()
+    saved = [os.dup(stream) for stream in (1, 2)]
+    with path.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    try:
+        yield
+    finally:
+        for stream, old in zip((1, 2), saved, strict=True):
+            os.dup2(old, stream)
+            os.close(old)
+
+
+def pages(runs: dict[str, Audited], block_size: int = 32) -> pd.DataFrame:
+    """The pages of the batch's first request after its first step with a rejection, from each mode's audit.
+
+    Returns:
+        A row for each mode and slot: `mode, line` (the request's block, in order), `block`, `column`, `state`.
+
+    Raises:
+        ValueError: no draft of the request was rejected in the steps that the audit remembers.
+    """
+    rows = []
+    for mode, run in runs.items():
+        state: dict[int, str] = {}
+        for step in run.report["history"]:
+            state = {slot: "context" for slot, held in state.items() if held != "empty"}
+            kept = len(step["slots"]) - step["num_rejected"]
+            for n, (slot, changed) in enumerate(zip(step["slots"], step["changed"], strict=True)):
+                state[slot] = "empty" if not changed else "kept" if n < kept else "rejected"
+            if step["num_rejected"]:
+                break
+        else:
+            raise ValueError(f"{mode}: every draft of the first request was accepted; decode more tokens")
+        blocks = list(dict.fromkeys(slot // block_size for slot in state))
+        rows += [
+            {"mode": mode, "line": n, "block": block, "column": c, "state": state.get(block * block_size + c, "empty")}
+            for n, block in enumerate(blocks)
+            for c in range(block_size)
+        ]
+    return pd.DataFrame(rows)
+
+
+def verdict(runs: dict[str, Audited]) -> list[str]:
+    """What the modes left in the cache and generated, in plain words."""
+    lines = []
+    for mode, run in runs.items():
+        name, audit, counters = "vanilla" if mode == "off" else mode, run.report["audit"], run.generation.counters
+        drafts, rejected = counters["draft_tokens"], counters["draft_tokens"] - counters["accepted_tokens"]
+        layers, written = audit["layer_steps"] // audit["steps"], audit["kept_rows"] - audit["unwritten_rows"]
+        left = f"{audit['dirty_slots'] or 'No'} rejected rows are left in the KV cache"
+        lines.append(f"{name}: the verifier rejected {rejected} of {drafts} drafts, in each of {layers} layers.")
+        lines.append(f"{'':{len(name)}}  {left}; {written} of {audit['kept_rows']} rows to be kept were written.")
+    texts = [run.generation.tokens for run in runs.values()]
+    same = sum(ours == theirs for ours, theirs in zip(*texts, strict=True))
+    return [*lines, f"{same} of {len(texts[0])} texts are equal, token for token."]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo on the shipped pair; 0 when `stage` left nothing behind and every text is vanilla's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nwor_lab.demo", description="vanilla beside stage, audited, no GPU"
+    )
+    parser.add_argument("--num-prompts", type=int, default=4, help="prompts decoded, at most 8 at a time")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens decoded after each prompt")
+    parser.add_argument("--k", type=int, default=4, help="drafts a request brings to a step")
+    arguments = parser.parse_args(argv)
+    try:
+        prompts = pair.load_prompts(count=arguments.num_prompts)
+        print("A drafter proposes, the target verifies; what it rejects should not stay in the KV cache.", flush=True)
+        runs = side_by_side(prompts, k=arguments.k, max_tokens=arguments.max_tokens)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("demo: stopped; `make demo` starts it again", file=sys.stderr)
+        return 130
+    print("\n" + "\n".join(verdict(runs)))
+    off, stage = (runs[mode] for mode in MODES)
+    clean = stage.report["audit"]["dirty_slots"] == stage.report["audit"]["unwritten_rows"] == 0
+    return 0 if clean and off.generation.tokens == stage.generation.tokens else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

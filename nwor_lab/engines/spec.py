@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine's configuration, and what can be found wrong with it before an engine starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nwor_lab.engines.random_weights import ASKED, FORMAT
+from nwor_lab.machine import on_cpu
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine's configuration but for its mode; field names are vLLM's own where it has them.
+
+    model: target model, a folder or a name on the hub.
+    draft: draft model, a folder or a name on the hub; empty for methods without one (``ngram``).
+    method: vLLM's speculative method.
+    k: drafts a request brings to a step, vLLM's ``num_speculative_tokens``.
+    tp: tensor-parallel ranks.
+    dtype: of the weights, by vLLM's name.
+    kv_cache_dtype: of the cache: auto, fp8, fp8_e4m3 or fp8_e5m2.
+    batch: requests that run at once, at most.
+    max_num_batched_tokens: tokens of a step, at most.
+    max_model_len: tokens of a request, prompt and answer, at most.
+    num_blocks: cache blocks, or 0 for as many as vLLM finds room for.
+    block_size: slots of a cache block, or 0 for vLLM's own choice.
+    enforce_eager: run without CUDA graphs.
+    prefix_caching: reuse the cache of prompts that begin alike.
+    async_scheduling: whether the scheduler runs a step ahead; left out, vLLM's own choice.
+    kv_cache_memory: MiB of cache on each GPU, or 0 for what gpu_memory_utilization leaves; given, vLLM measures
+        nothing at start-up, so engines may start side by side.
+    load_format: ``auto``, or ``nwor_random`` for random weights of the model's shape.
+    gpu_memory_utilization: share of a GPU for each engine; the engines of all modes are up at once.
+    cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
+    acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
+    runner: vLLM's model runner, v1 or v2; empty for its own choice: V2 on a GPU, V1 on a CPU.
+    attention_backend: FLASH_ATTN, TRITON_ATTN or another of vLLM's; empty for its own choice.
+    cudagraph_mode: FULL, PIECEWISE or another of vLLM's; empty for its own choice, FULL_AND_PIECEWISE.
+    cudagraph_capture_sizes: tokens of a batch for which graphs are captured; empty for vLLM's own choice, which on an
+        H200 ends at 512.
+    seed: of the engine, and of sampled requests.
+    """
+
+    model: str
+    draft: str = ""
+    method: str = "eagle"
+    k: int = 4
+    tp: int = 1
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    batch: int = 8
+    max_num_batched_tokens: int = 256
+    max_model_len: int = 512
+    num_blocks: int = 0
+    block_size: int = 0
+    enforce_eager: bool = True
+    prefix_caching: bool = False
+    async_scheduling: bool | None = None
+    kv_cache_memory: int = 0
+    load_format: str = "auto"
+    gpu_memory_utilization: float = 0.3
+    cpu_threads: int = 1
+    acceptance_length: float = 0.0
+    runner: str = ""
+    attention_backend: str = ""
+    cudagraph_mode: str = ""
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("k", "tp", "batch", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.runner not in ("", "v1", "v2"):
+            raise ValueError(f"runner must be v1, v2 or empty for vLLM's own choice, got {self.runner!r}")
+        if self.enforce_eager and (self.cudagraph_mode or self.cudagraph_capture_sizes):
+            raise ValueError("graphs are asked for and ruled out: leave out enforce_eager (--no-enforce-eager)")
+        for path in filter(None, (self.model, self.draft)):
+            if path.startswith((".", "/")) or Path(path).is_dir():
+                config = check_checkpoint(Path(path), weights=self.load_format == "auto")
+                check_ranks(config, self.tp, path)
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM``; what is empty or 0 here is left to vLLM."""
+        speculative: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.k}
+        if self.draft:
+            speculative["model"] = self.draft
+        if self.method == "ngram":
+            speculative["prompt_lookup_max"] = 3
+        if self.acceptance_length:
+            speculative["rejection_sample_method"] = "synthetic"
+            speculative["synthetic_acceptance_length"] = self.acceptance_length
+        graphs = {"cudagraph_mode": self.cudagraph_mode, "cudagraph_capture_sizes": list(self.cudagraph_capture_sizes)}
+        chosen = {
+            "num_gpu_blocks_override": self.num_blocks,
+            "block_size": self.block_size,
+            "kv_cache_memory_bytes": self.kv_cache_memory << 20,
+            "attention_backend": self.attention_backend,
+            "compilation_config": {name: value for name, value in graphs.items() if value},
+        }
+        arguments = {name: value for name, value in chosen.items() if value}
+        if self.async_scheduling is not None:
+            arguments["async_scheduling"] = self.async_scheduling
+        return arguments | {
+            "model": self.model,
+            "speculative_config": speculative,
+            "tensor_parallel_size": self.tp,
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "max_num_seqs": self.batch,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "enforce_eager": self.enforce_eager,
+            "enable_prefix_caching": self.prefix_caching,
+            "load_format": self.load_format,
+            "skip_tokenizer_init": self.load_format == FORMAT,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "seed": self.seed,
+            "disable_log_stats": False,
+            "use_tqdm_on_load": False,
+        }
+
+    def environ(self, core: int = 0) -> dict[str, str]:
+        """Environment of the engine's process.
+
+        Repeatable batches, and on a CPU a small cache and cores of its own for each rank, the first of them `core`
+        counted on from the first that this process may use.
+        """
+        env = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's own, of torch's names, from every process
+        }
+        if self.load_format == FORMAT:
+            env[ASKED] = "1"
+        if self.runner:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
+        if Path(self.model).is_dir():
+            env["HF_HUB_OFFLINE"] = "1"
+        if on_cpu():
+            env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+            cores = sorted(os.sched_getaffinity(0))
+            cores = cores[core % len(cores) :] + cores[: core % len(cores)]
+            share = self.cpu_threads or max(1, len(cores) // self.tp)
+            parts = [cores[rank * share : (rank + 1) * share] for rank in range(self.tp)]
+            if all(len(part) == share for part in parts):
+                env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
+        return env
+
+
+def check_checkpoint(folder: Path, weights: bool = True) -> dict[str, Any]:
+    """Return the config of the model in `folder`, once its files are known to be readable.
+
+    weights: look for them too: each ``*.safetensors`` that there is to be must be there, and as long as it says.
+
+    Raises:
+        ValueError: a file is missing or damaged; the message names it.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json; give a model's folder or its name on the hub")
+    config = _read_json(folder / "config.json")
+    if (folder / "tokenizer.json").is_file():
+        _read_json(folder / "tokenizer.json")
+    if not weights:
+        return config
+    index = folder / "model.safetensors.index.json"
+    names = {path.name for path in folder.glob("*.safetensors")}
+    if index.is_file():
+        names = set(_read_json(index).get("weight_map", {}).values())
+    if not names and not list(folder.glob("*.bin")):
+        raise ValueError(f"{folder} holds no weights (*.safetensors)")
+    for name in sorted(names):
+        try:
+            with safe_open(folder / name, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{folder / name} is missing or damaged: {error}") from error
+    return config
+
+
+def check_ranks(config: dict[str, Any], tp: int, model: str) -> None:
+    """Raise `ValueError` unless the heads of the model with this config divide over `tp` ranks, as vLLM asks."""
+    heads = config.get("num_attention_heads") or tp
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        fit = [n for n in range(1, heads + 1) if not (heads % n or (kv_heads % n and n % kv_heads))]
+        raise ValueError(
+            f"tp={tp}: {heads} heads and {kv_heads} KV heads of {model} do not divide over {tp} ranks; "
+            f"choose one of {', '.join(map(str, fit))}"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps on a GPU: from bench tables to ratios to vanilla, by setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import pandas as pd
+
+from nwor_lab.experiments.parity import of_rows
+from nwor_lab.model.ratios import abba_ratio, is_stable
+from nwor_lab.results import tidy
+
+SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
+"""Columns that identify a measured setting of whole steps on a GPU."""
+BESIDE = [*SETTING, "engine"]
+"""The same, and the engine where it is compared with itself, its mode paused."""
+PARITY_TOLERANCE_NATS = {"auto": 0.15, "fp8": 0.75}
+"""Nats of a near tie under random weights, by `kv_cache_dtype`: FlashAttention rounds attention weights to fp8 too."""
+
+
+def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Tables `gpu_steps`, `gpu_kernels` and `kv_write_share` from bench tables of whole steps on a GPU.
+
+    The share is that of the paged write's GPU time in the median step of vanilla, of the same run and setting; there is
+    none where vanilla's repeats are not stable.
+    """
+    every = pd.concat(benches, ignore_index=True)
+    profiled = every["metric"] == "kernel_us"
+    kernels = every[profiled].drop(columns=["step", "position", "rank", "temperature"], errors="ignore")
+    steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
+    keys = ["run_id", "mode", "model", "seed", *BESIDE]
+    writes = kernels[(kernels["mode"] == "off") & (kernels["kind"] == "KV write")].groupby(keys)["value"].mean()
+    runs = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
+    whole = runs.median()
+    stable = is_stable(pd.DataFrame({"low": runs.min() / whole, "high": runs.max() / whole}))
+    share = (writes / (1e3 * whole[stable])).dropna().rename("value").reset_index()
+    share = tidy(share.assign(metric="kv_write_share", unit="share"))
+    return {"gpu_steps": steps, "gpu_kernels": kernels, "kv_write_share": share}
+
+
+def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """One line a setting, engine and mode: the step's time over vanilla's, and where profiled its GPU time.
+
+    Args:
+        steps, kernels: tables `gpu_steps` and `gpu_kernels`, of the same settings.
+
+    Returns:
+        `step` is the `ratios.abba_ratio` of the ratios of median steps, NaN where the mode is not at parity by
+        `PARITY_TOLERANCE_NATS`, `low` and `high` their range over repeats; `stable` says whether every mode of the
+        setting is, by `ratios.is_stable`; `equal_requests`, `requests`, `largest_gap` and `largest_shift` are
+        `parity`'s, NaN where the setting was not compared; `gpu_ms` is the sum of all kernels of a decode step, `gpu`
+        its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
+    """
+    medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
+    every = medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"])
+    ratios = pd.DataFrame(
+        {
+            "step": every.apply(lambda setting: abba_ratio(setting.droplevel([*BESIDE, "mode"]))),
+            "low": every.min(),
+            "high": every.max(),
+        }
+    )
+    ratios["stable"] = is_stable(ratios).groupby(BESIDE).transform("all")
+    compared = steps.groupby([*BESIDE, "mode"])[["metric", "value"]].apply(of_rows)
+    found = pd.DataFrame(map(asdict, compared), compared.index).rename(columns={"equal": "equal_requests"})
+    ratios = ratios.join(found[found["requests"] > 0])
+    bound = ratios.index.get_level_values("kv_cache_dtype").map(PARITY_TOLERANCE_NATS)
+    ratios["step"] = ratios["step"].mask(ratios[["largest_gap", "largest_shift"]].max(axis=1) > bound)
+    parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value")
+    total = parts.sum(axis=1).unstack("mode")
+    kinds = pd.DataFrame(
+        {
+            "gpu_ms": total.stack() / 1e3,
+            "gpu": total.div(total["off"], axis=0).stack(),
+            "write_us": parts["KV write"],
+            "attention_us": parts["attention"],
+            "nwor_us": parts["NWOR"],
+        }
+    )
+    return ratios.join(kinds).reset_index().astype({"prompt": int})  # beside rows without one it is read as a float
+
+
+def step_table(table: pd.DataFrame) -> pd.DataFrame:
+    """`gpu_steps` as one line a mode, cache, k and prompt, one column a batch; ratios of stable settings alone."""
+    treated = table[table["mode"] != "off"]
+    columns = [name for name in SETTING if name != "batch"]
+    return (
+        treated.assign(step=treated["step"].where(treated["stable"]))
+        .pivot_table(index=["mode", *columns], columns="batch", values="step", dropna=False)
+        .dropna(how="all")
+    )
+
+
+def between_engine_spread(steps: pd.DataFrame) -> pd.DataFrame:
+    """How far apart vanilla's median steps lie in the engines of one setting: largest over least, less 1.
+
+    Args:
+        steps: table `gpu_steps`, of settings that more than one engine ran, each with its mode paused.
+    """
+    vanilla = steps[(steps["metric"] == "step_ms") & (steps["mode"] == "off")]
+    medians = vanilla.groupby([*BESIDE, "repeat"])["value"].median().groupby(BESIDE).median().unstack("engine")
+    several = medians[medians.notna().sum(axis=1) > 1]
+    return (several.max(axis=1) / several.min(axis=1) - 1).unstack("batch")
+
+
+def clocks(steps: pd.DataFrame) -> pd.DataFrame:
+    """Median SM clock (MHz) and power (W) of timed passes, by ranks, engine and mode, and by batch."""
+    rows = steps[steps["metric"].isin(["sm_clock", "power"])]
+    return rows.pivot_table("value", ["tp", "engine", "mode"], ["metric", "batch"], "median").round()

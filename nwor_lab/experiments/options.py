@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of `nwor bench` and its fronts: a sentence each, made of the fields of `EngineSpec` and `Plan`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from nwor_lab import machine, pair, paths
+from nwor_lab.engines import shapes
+from nwor_lab.engines.engine import EngineSpec
+from nwor_lab.engines.random_weights import FORMAT
+from nwor_lab.experiments.parity import near_tie
+from nwor_lab.experiments.plan import Plan
+
+T = TypeVar("T")
+OPTIONS = {"modes": "--mode", "ks": "--k", "temperatures": "--temperature"}
+"""Options that are not named as their field is."""
+DEFAULTS = {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE), "dtype": "", "logit_gap": 0.0}
+"""Defaults that are not those of their field."""
+
+
+def parser(command: str, description: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The parser of a command; `defaults` win over those of the fields."""
+    made = argparse.ArgumentParser(
+        prog=f"nwor {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
+    made.add_argument("--shape", default="", help=f"random weights of a shape instead: {', '.join(shapes.SHAPES)}")
+    made.add_argument("--run-dir", default="", help="folder to write to (default: results/ and the name)")
+    made.add_argument(
+        "--name", default=defaults.get("name", command), help="name of the table and report (default: %(default)s)"
+    )
+    _add_fields(made, EngineSpec, {**DEFAULTS, **defaults})
+    _add_fields(made, Plan, {**DEFAULTS, **defaults})
+    return made
+
+
+def _add_fields(made: argparse.ArgumentParser, kind: type, defaults: Mapping[str, Any]) -> None:
+    """An option for each field of a dataclass, but for the spec's k: the plan has a list of them."""
+    hints, sentences = get_type_hints(kind), _sentences(kind)
+    for field in fields(kind):
+        if field.name == "k":
+            continue
+        option = OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
+        default, hint = defaults.get(field.name, field.default), hints[field.name]
+        how: dict[str, Any] = {"dest": field.name, "default": default, "help": sentences[field.name]}
+        if hint in (bool, bool | None):
+            how["action"] = argparse.BooleanOptionalAction
+        elif get_origin(hint) is tuple:
+            how |= {"type": _list_of(get_args(hint)[0]), "metavar": "A,B,..."}
+            how["help"] += f" (default: {','.join(map(str, default)) or 'none'})"
+        else:
+            how |= {"type": hint, "metavar": hint.__name__.upper()}
+            how["help"] += " (default: %(default)s)" if default != "" else ""
+        made.add_argument(option, **how)
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """What reads a comma-separated list of values."""
+
+    def values(text: str) -> tuple[Any, ...]:
+        return tuple(kind(value) for value in text.split(",") if value)
+
+    return values
+
+
+def _sentences(kind: type) -> dict[str, str]:
+    """What the docstring of a dataclass says of each of its fields."""
+    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", kind.__doc__ or "", re.MULTILINE)
+    return {name: " ".join(text.split()).rstrip(".").replace("%", "%%") for name, text in found}
+
+
+def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[list[int]]]:
+    """The spec, the plan and the prompts (token ids) that the options describe.
+
+    An empty dtype is that of this machine, and a `logit_gap` of 0 what rounding in the dtype explains.
+
+    Raises:
+        ValueError, OSError: an option is impossible here, or a file cannot be read.
+    """
+    given = vars(arguments) | {"dtype": machine.model_dtype(arguments.dtype)}
+    if refused := machine.refuse_cache(given["kv_cache_dtype"]):
+        raise ValueError(f"--kv-cache-dtype {given['kv_cache_dtype']}: {refused}")
+    if not machine.on_cpu() and given["tp"] > (gpus := _gpus()):
+        raise ValueError(f"--tp {given['tp']}: there {'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)} here")
+    if given["profile"] and machine.on_cpu():
+        raise ValueError("--profile sees the kernels of a GPU: leave it out here")
+    if given["shape"]:
+        if not given["random_prompts"]:
+            raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
+        target, head = shapes.write_shape(given["shape"], paths.RESULTS / "shapes", given["max_model_len"])
+        given |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
+    if given["count"]:
+        given |= {"modes": ("off",), "audit": False}
+    given["logit_gap"] = given["logit_gap"] or near_tie(given["dtype"])
+    plan = from_options(Plan, given)
+    spec = from_options(EngineSpec, given | {"k": plan.ks[0]})
+    prompts = (
+        random_prompts(plan) if plan.random_prompts else tokenized(spec, plan, pair.load_prompts(given["prompts"]))
+    )
+    return spec, replace(plan, num_prompts=plan.num_prompts or len(prompts)), prompts
+
+
+def from_options(kind: type[T], given: Mapping[str, Any]) -> T:
+    """A dataclass from a mapping; fields that are not in it keep their defaults."""
+    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})  # type: ignore[arg-type]
+
+
+def random_prompts(plan: Plan) -> list[list[int]]:
+    """Prompts of random token ids, the longest that the plan asks for."""
+    draw, number = random.Random(0), max(plan.num_prompts, *plan.sizes)
+    return [[draw.randrange(10, 250) for _ in range(max(plan.random_prompts))] for _ in range(number)]
+
+
+def tokenized(spec: EngineSpec, plan: Plan, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of the texts by the model's own tokenizer, each in its chat template where the plan says so.
+
+    Raises:
+        ValueError: acceptance is to be counted, and a prompt is missing or does not fit beside its answer.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    if plan.chat:
+        users = [[{"role": "user", "content": text}] for text in texts]
+        texts = [tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True) for user in users]
+    prompts = [tokenizer.encode(text, add_special_tokens=not plan.chat) for text in texts]
+    if plan.count:
+        if plan.num_prompts > len(prompts) or not prompts:
+            raise ValueError(f"{plan.num_prompts or 'some'} prompts asked for, {len(prompts)} given")
+        room, longest = spec.max_model_len - plan.max_tokens - max(plan.ks), max(map(len, prompts))
+        if longest > room:
+            limit = f"max_model_len {spec.max_model_len} leaves room for {room}"
+            raise ValueError(f"a prompt has {longest} tokens, {limit}")
+    return prompts
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one timer: replays of CUDA graphs with a cold L2 cache, everything that is compared interleaved.
+
+`triton.testing.do_bench_cudagraph` times one call after another, so that a clock that moves meanwhile moves their
+ratio. Here each repeat samples every call once, and the ratios are of neighbours. Every sample is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pandas as pd
+import torch
+
+Call = Callable[[], object]
+
+
+def empty() -> None:
+    """A kernel of one thread that does nothing."""
+    torch.cuda._sleep(0)
+
+
+def capture(call: Call) -> torch.cuda.CUDAGraph:
+    """`call` as a graph; it runs twice before, so that nothing is compiled or loaded in the capture."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(), call()
+        graph.capture_begin()
+        call()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def interleaved(calls: dict[str, Call], repeats: int, clean: bool = False) -> Iterator[tuple[str, int, float]]:
+    """Yield (name, repeat, microseconds): two repeats of warm-up, then in each of `repeats` every call once.
+
+    Args:
+        clean: before each sample the L2 cache is filled by reading 256 MiB, so that none of its lines is written back
+            in a sample's time; else by writing them.
+    """
+    flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
+    graphs = {name: capture(call) for name, call in calls.items()}
+    for repeat in range(-2, repeats):
+        events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in graphs}
+        torch.cuda._sleep(2_000_000)  # a millisecond in which the repeat is queued: no sample waits for the host
+        for name, (begin, end) in events.items():
+            flush.sum() if clean else flush.zero_()
+            begin.record()
+            graphs[name].replay()
+            end.record()
+        torch.cuda.synchronize()
+        if repeat >= 0:
+            yield from ((name, repeat, 1e3 * begin.elapsed_time(end)) for name, (begin, end) in events.items())
+
+
+def compact(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same with words as categories and values in single precision, for a small file."""
+    words = [column for column in frame if frame[column].dtype == object]
+    return frame.astype(dict.fromkeys(words, "category") | {"value": "float32"})

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that notes what it is asked for, for tests of what an experiment runs and in which order."""
+
+from typing import Any, ClassVar, Self
+
+import pytest
+
+from nwor_lab.engines.engine import EngineSpec, Generation
+from nwor_lab.experiments import bench
+
+ACCEPTED = {1: 40, 2: 25, 3: 10}
+"""Windows of a pass that accept that many drafts, beside 25 that accept none; cut at k."""
+
+
+class FakeEngine:
+    """Notes each call in `calls`, beside its mode; a step takes 1 ms, under a paused mode 2.
+
+    From the capture after `good_captures` on, and for `bad_batch` prompts, mode stage gives another token than vanilla;
+    with `token_of_its_own` its whole engine does.
+    """
+
+    calls: ClassVar[list[tuple]] = []
+    every: ClassVar[list["FakeEngine"]] = []
+    good_captures: ClassVar[int] = 99
+    bad_batch: ClassVar[int] = 0
+    token_of_its_own: ClassVar[bool] = False
+
+    def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
+        self.spec, self.settings, self.mode, self.served_by = spec, settings, settings.mode, settings.mode
+        self.every.append(self)
+        self.calls.append((self.mode, "start"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.calls.append((self.mode, "close"))
+
+    def wait(self) -> None:
+        self.calls.append((self.mode, "wait"))
+
+    def capacity(self) -> int:
+        return 10**6
+
+    def stop_audit(self) -> None:
+        pass
+
+    def capture_anew(self) -> None:
+        self.calls.append((self.mode, "capture_anew"))
+
+    def report(self) -> list[dict[str, Any]]:
+        return [{"rank": 0, "mode": self.mode, "serving": self.served_by, "counters": {}, "audit": {}}]
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def pause(self) -> None:
+        self.served_by = "off"
+
+    def resume(self) -> None:
+        self.served_by = self.mode
+
+    def kernel_times(self, prompts: list, max_tokens: int) -> tuple[list[dict[str, float]], int]:
+        self.calls.append((self.mode, "kernel_times", self.served_by))
+        return [{"nvjet": 8.0 * len(self.calls), "reshape_and_cache": 4.0}], 4
+
+    def generate(
+        self,
+        prompts: list,
+        max_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        logprobs: int = 0,
+        sampling: Any = (),
+    ) -> Generation:
+        how = (len(prompts), max_tokens, temperature, seed, logprobs, *sampling)
+        self.calls.append((self.mode, "generate", self.served_by, *how))
+        captures = self.calls.count(("stage", "capture_anew"))
+        broken = self.served_by == "stage" and (captures > self.good_captures or len(prompts) == self.bad_batch)
+        token = 1 + broken + 2 * (self.token_of_its_own and self.mode == "stage")
+        cut = [min(self.spec.k, n) for n, windows in ACCEPTED.items() for _ in range(windows)]
+        at = [sum(n > position for n in cut) for position in range(self.spec.k)]
+        counters = {"drafts": 100, "draft_tokens": 100 * self.spec.k, "accepted_tokens": sum(cut)}
+        seconds = 1e-3 if self.served_by == self.mode else 2e-3
+        return Generation([[token]] * len(prompts), [""] * len(prompts), [seconds] * 3, counters, at)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
+    """`FakeEngine` in place of the bench's engines, nothing noted yet."""
+    monkeypatch.setattr(bench, "Engine", FakeEngine)
+    for name, value in (("calls", []), ("every", []), ("good_captures", 99), ("bad_batch", 0)):
+        monkeypatch.setattr(FakeEngine, name, value)
+    return FakeEngine

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small window of notebook 00, and what `make demo` says of two engines."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nwor_lab import demo, paths
+from nwor_lab.engines.engine import Generation
+from nwor_lab.plots import tour
+from nwor_lab.reference.tour import MOMENTS, TinyWindow
+
+
+def test_positions_become_slots_by_the_block_table() -> None:
+    assert TinyWindow(k=4).slot_mapping()["slot"].tolist() == [11, 0, 1, 2, 3]
+    with pytest.raises(ValueError, match="give 1 to 4"):
+        TinyWindow(k=5)
+
+
+@pytest.mark.parametrize("rejected", [0, 1, 3])
+def test_four_policies_leave_and_see_what_they_are_said_to(rejected: int) -> None:
+    frame = TinyWindow(k=3).run_all(rejected)
+    last = frame[frame["moment"] == MOMENTS[2]]
+    left = last[last["state"] == "rejected"].groupby("mode").size().to_dict()
+    assert left == ({"off": rejected} if rejected else {})
+    assert (last[last["state"] == "kept"].groupby("mode").size() == 4 - rejected).all()
+    sees = frame.groupby("mode")["sees"].first()
+    assert sees["off"] == sees["cow"] == sees["stage"] == "0 1 2 3 4 5 6"
+    assert sees["blind"] == "0 1 2 ? ? ? ?"
+
+
+def test_figures_are_drawn(tmp_path) -> None:
+    window = TinyWindow(k=2)
+    drawn = [
+        tour.addresses(tmp_path, window.run("off", 0), window.block_table, window.block_size),
+        tour.policies(tmp_path, window.run_all(1), window.num_blocks),
+    ]
+    assert all(path.stat().st_size > 0 for path in drawn)
+
+
+def audited(changed: list[bool], dirty: int) -> demo.Audited:
+    history = [
+        {"slots": [64, 65, 66], "num_rejected": 0, "changed": [True] * 3},
+        {"slots": [67, 68, 69], "num_rejected": 2, "changed": changed},
+    ]
+    audit = {"steps": 2, "layer_steps": 10, "dirty_slots": dirty, "unwritten_rows": 0, "kept_rows": 20}
+    counters = {"drafts": 1, "draft_tokens": 2, "accepted_tokens": 0}
+    return demo.Audited(Generation([[1, 2]], [""], [], counters, []), {"audit": audit, "history": history})
+
+
+def test_the_verdict_and_the_pages_follow_the_audit(tmp_path) -> None:
+    runs = {"off": audited([True] * 3, 10), "stage": audited([True, False, False], 0)}
+    said = demo.verdict(runs)
+    assert "rejected 2 of 2 drafts, in each of 5 layers" in said[0] == said[2].replace("stage", "vanilla")
+    assert said[1].endswith("  10 rejected rows are left in the KV cache; 20 of 20 rows to be kept were written.")
+    assert said[3].lstrip().startswith("No rejected rows are left")
+    assert said[4] == "1 of 1 texts are equal, token for token."
+    pages = demo.pages(runs)
+    states = {mode: rows["state"].tolist()[:7] for mode, rows in pages.groupby("mode")}
+    assert states["off"] == ["context"] * 3 + ["kept", "rejected", "rejected", "empty"]
+    assert states["stage"] == ["context"] * 3 + ["kept", "empty", "empty", "empty"]
+    assert set(pages["block"]) == {2}
+    assert tour.pages(tmp_path, pages).is_file()
+
+
+def test_bad_input_is_one_line() -> None:
+    command = [sys.executable, "-m", "nwor_lab.demo", "--num-prompts", "65"]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("demo: 65 prompts asked for")
