@@ -76,13 +76,13 @@ def lost(mode: str) -> list[Any]:
 def lost_sentence(repeats: bool = False) -> str:
     """The settings in which `stage` served and lost, each with its ratio, and on request the range over repeats."""
     caches = {"auto": "bf16", "fp8": "fp8"}
-    return "; ".join(
-        f"{line.kv_heads} KV heads, {caches[line.kv_cache_dtype]} cache, TP={line.tp}, k={line.k}, "
-        f"prompts of {line.prompt:,}, batch {line.batch} took {line.step:.3f}"
-        + f" ({line.low:.3f} to {line.high:.3f})"
-        * repeats
-        for line in lost("stage")
-    )
+    found = []
+    for line in lost("stage"):
+        cache, prompt = caches[line.kv_cache_dtype], f"{line.prompt:,}"
+        where = f"{line.kv_heads} KV heads, {cache} cache, TP={line.tp}, k={line.k}, prompts of {prompt}"
+        spread = f" ({line.low:.3f} to {line.high:.3f})" if repeats else ""
+        found.append(f"{where}, batch {line.batch} took {line.step:.3f}{spread}")
+    return "; ".join(found) or "none"
 
 
 def shift(kv_cache_dtype: str) -> float:
