@@ -17,8 +17,8 @@ NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "
 COUNTS = ["windows", "draft_tokens", "accepted_tokens"]
 """Metrics that give the mean window of a step."""
 FELL_BACK = {
-    (32, 2, "auto", 8, 16), (32, 1, "auto", 1, 16), (8, 1, "auto", 3, 64),
-    (8, 1, "auto", 1, 64), (32, 1, "auto", 8, 16), (8, 1, "fp8", 8, 64),
+    (32, 1, "auto", 1, 16), (32, 1, "auto", 8, 16),
+    (8, 1, "auto", 1, 64), (8, 1, "auto", 3, 64), (8, 1, "fp8", 8, 64),
 }  # fmt: skip
 """(kv_heads, tp, kv_cache_dtype, k, batch) of prompts of 8,192 tokens at which the recorded run `steps-12` left the
 step to vLLM, as `stage` did then where its attention was known to be slower. It serves all of them now."""

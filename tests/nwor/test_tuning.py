@@ -18,7 +18,7 @@ from nwor.attention import configs
 from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row_tiles, tuned
 from nwor.settings import Settings
 from nwor_lab.microbench import tune
-from nwor_lab.microbench.inputs import AttentionShape as Shape
+from nwor_lab.microbench.inputs import AttentionShape
 
 A100 = Device("NVIDIA A100-SXM4-80GB", multiprocessors=108, shared_memory=163 << 10)
 L40S = Device("NVIDIA L40S", multiprocessors=142, shared_memory=99 << 10)
@@ -113,7 +113,7 @@ def test_tiles_fit_into_a_smaller_devices_shared_memory(device):
 @pytest.mark.parametrize("device", SMALLER)
 def test_a_sweep_tries_what_fits_the_device(device):
     for heads, cache, head_size in itertools.product((8, 32), ("bf16", "fp8"), HEAD_SIZES):
-        shape = Shape(32, heads, 4, 512, cache, head_size=head_size)
+        shape = AttentionShape(32, heads, 4, 512, cache, head_size=head_size)
         rows, _ = tune.rows_of(shape, device)
         width = configs.next_power_of_2(head_size)
         tried = tune.kernels(shape, device)
@@ -126,7 +126,7 @@ def test_a_sweep_tries_what_fits_the_device(device):
 
 def test_a_sweep_on_an_h200_tries_what_it_tried():
     assert tune.filled(H200) == 128
-    shape = Shape(32, 8, 4, 512)
+    shape = AttentionShape(32, 8, 4, 512)
     tried = {(one.tile, one.warps, one.stages) for one in tune.kernels(shape, H200)}
     assert tried == {(32, 4, 3), (32, 4, 4), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)}
 
@@ -177,29 +177,6 @@ def test_what_is_compiled_fits_the_device(capability, device, kv_cache_dtype, he
         )  # fmt: skip
         assert 0 < taken[-1] <= device.shared_memory, head_size
     assert len(taken) == len(head_sizes)
-
-
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("splits", [1, 2, 3, 8, 33, 64, 100])
-@pytest.mark.parametrize("rows", [2, 16, 36, 128])
-def test_sums_that_are_added_at_a_time(rows, splits, head_size):
-    """As many as registers hold, of every split and of at least a row; splits meet where all run at once."""
-    found, meet, most, chunk = configs.plan_split_combine(splits, 8, rows, head_size, 132)
-    width = configs.next_power_of_2(head_size)
-    assert found == min(splits, 64) <= most < 2 * found and meet is (1 < splits <= 16)
-    assert 1 <= chunk <= 8 and most * chunk * width <= configs.COMBINED
-    assert chunk >= 4 or most * 4 * width > configs.COMBINED, "a sum would go from warp to warp"
-
-
-@pytest.mark.parametrize(
-    ("heads", "k", "head_size", "apart"),
-    [(32, 8, 128, True), (8, 3, 128, True), (8, 8, 128, False), (32, 8, 256, False)],
-)
-def test_warps_keep_keys_of_their_own_where_their_sums_fit(heads, k, head_size, apart, monkeypatch):
-    """And not where the nearest tuned shape was smaller than the one at hand."""
-    table = [entry | {"apart": True, "tile": 64} for entry in tuned(H200)]
-    monkeypatch.setattr(configs, "tuned", lambda device: table)
-    assert choose(H200, 4, heads, 32 // heads, head_size, 2, k + 1).apart is apart
 
 
 # -- nwor tune -------------------------------------------------------------------------------------------
