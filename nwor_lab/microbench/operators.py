@@ -14,7 +14,6 @@ get the same rows to write and nothing else: rejected rows have slot -1, or are 
     vllm                   `reshape_and_cache_flash`, one launch a layer
     vllm triton            `triton_reshape_and_cache_flash`, one launch a layer
     flashinfer             `append_paged_kv_cache`, one launch a layer; rejected rows left out beforehand
-    index_copy, index_put  torch's, on a view [slots, row], one call a layer; rejected rows left out beforehand
     stream                 one kernel of torch (`bitwise_not`) that reads and writes as many bytes, side by side
     empty                  one kernel of one thread that does nothing
     copy                   a device-to-device copy of 4 GiB: the copy bandwidth
@@ -44,7 +43,7 @@ ROWS = tuple(QUERY * batch for batch in BATCHES)
 SHAPES = tuple((kv_heads, cache) for kv_heads in (32, 8) for cache in ("bf16", "fp8"))
 KEPT = (0, 3, 9)
 OURS = ("commit", "restore", "log")
-PEERS = ("vllm", "vllm triton", "flashinfer", "index_copy", "index_put")
+PEERS = ("vllm", "vllm triton", "flashinfer", "index_copy", "index_put")  # the last two, torch's, are recorded alone
 METRICS = {"dram__bytes_read.sum": "dram_read", "dram__bytes_write.sum": "dram_written"}
 COUNTS = ("kv_heads", "rows", "kept", "launches", "bytes")
 

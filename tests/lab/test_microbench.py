@@ -96,7 +96,6 @@ def test_counters_cover_every_case_that_exceeds_the_cache() -> None:
 
 def test_figures_are_drawn_from_the_recorded_samples(times: pd.DataFrame, tmp_path) -> None:
     drawn = [kernels.over_share(tmp_path, times), kernels.launches(tmp_path, times)]
-    drawn.append(kernels.counters(tmp_path, results.read_table("kernel_counters", paths.RECORDED)))
     table = attention_plots.frame(pd.concat([samples(0.7), samples(0.9, batch=64)]), bandwidth=4.0)
     drawn += [draw(tmp_path, table) for draw in (attention_plots.ratios, attention_plots.over_floor)]
     drawn.append(attention_plots.kernel_picture(tmp_path, k=5, context=20, splits=1))
