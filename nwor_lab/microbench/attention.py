@@ -69,10 +69,11 @@ def measure(chosen: Sequence[AttentionShape] | None = None, repeats: int = 30, s
         calls = case.calls()
         chains = between(case, calls, layers(shape.heads, shape.kv_heads))
         common = asdict(shape) | {"bytes": shape.bytes}
-        found += [
+        timed = [
             common | {"op": op, "repeat": repeat, "metric": "time", "unit": "us", "value": value}
             for op, repeat, value in interleaved(calls, repeats, clean=True)
         ]
+        found += timed
         found += [
             common | {"op": op, "metric": "error", "unit": "relative", "value": case.error(call)}
             for op, call in calls.items()
@@ -82,8 +83,7 @@ def measure(chosen: Sequence[AttentionShape] | None = None, repeats: int = 30, s
             common | {"op": op, "repeat": repeat, "metric": "between", "unit": "us", "value": value / CHAIN}
             for op, repeat, value in interleaved(chains, repeats, clean=True)
         ]
-        times = net(pd.DataFrame(found[-len(calls) * repeats * 3 :]))  # this shape is among the last rows
-        print(shape, f"nwor / vLLM's faster: {times['ratio'].iloc[-1]:.3f}", flush=True)
+        print(f"{shape}: nwor over vLLM's faster {net(pd.DataFrame(timed))['ratio'].item():.3f}", flush=True)
         del case, calls, chains
     return results.tidy(found, mode="", model="", seed=seed)
 
