@@ -160,7 +160,7 @@ def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repea
 
 
 def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # noqa: F811
-    """Engines of one length are up at once, and those of the next after them; rows and reports are told apart."""
+    """Engines of one length are up at once, and those of the next after them; rows and reports name theirs."""
     words = ["--mode", "off,stage", "--k", "2,4", "--batches", "1,8", "--repeats", "2", "--no-audit"]
     assert bench.main([*words, "--random-prompts", "16", "--run-dir", str(tmp_path)]) == 0
     order = [(engine.mode, engine.spec.k) for engine in engines.every]
