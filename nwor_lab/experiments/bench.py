@@ -279,7 +279,7 @@ def main(
     logs = directory.resolve() / "logs" / arguments.name
     try:
         spec, plan, prompts = options.parse_config(arguments)
-        probe_writable(directory)
+        results.check_folder(directory)
         say(f"weights and cache in {machine.summary(arguments.dtype)}; engines' logs: {logs}-*.log")
         rows, report = run(spec, plan, prompts, str(logs))
         frame, path = write_results(directory, vars(arguments), spec, plan, rows, report)
@@ -299,19 +299,6 @@ def show_summary(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> 
     table = survival.summary(survival.survival(frame)).reset_index() if plan.count else summary(frame, plan)
     print(table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3f}"))
     return 0
-
-
-def probe_writable(directory: Path) -> None:
-    """Raise `ValueError` unless results can be written to `directory`, which is made; nothing stays in it."""
-    probe = directory / f".{os.getpid()}.part"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(bytes(1 << 20))
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"{directory} cannot be written to ({error.strerror}): choose another --run-dir") from error
 
 
 def write_results(

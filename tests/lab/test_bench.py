@@ -189,7 +189,7 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # no
         (["--profile"], "--profile sees the kernels of a GPU"),
         (["--shape", "tiny"], "--shape has no tokenizer"),
         (["--shape", "huge", "--random-prompts", "8"], "shape 'huge' is not one of llama-2-7b"),
-        (["--run-dir", "/proc/nwor"], "/proc/nwor cannot be written to"),
+        (["--run-dir", "/proc/nwor"], "cannot write results to /proc/nwor"),
     ],
 )
 def test_wrong_input_is_one_line_before_an_engine_starts(words, says, engines, tmp_path, capsys):  # noqa: F811

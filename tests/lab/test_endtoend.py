@@ -202,7 +202,7 @@ def test_shape_of_the_shipped_pair(dtype, kv_cache_dtype, tp, row):
 
 
 def gpu_tables(stage: tuple[float, float]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """One setting, two repeats: vanilla takes 10 ms, `stage` as given; of the kernels vanilla's take 8 ms, stage's 7."""
+    """One setting, two repeats: vanilla takes 10 ms, `stage` as given; vanilla's kernels take 8 ms, stage's 7."""
     common = {"tp": 1, "kv_heads": 8, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4, "engine": "stage"}
     steps = [
         common | {"mode": mode, "repeat": repeat, "metric": "step_ms", "value": value}
