@@ -23,6 +23,7 @@ from nwor_lab.experiments import options
 from nwor_lab.experiments.parity import compare
 from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
+from tests.checkpoints import random_pair
 from tests.engines import PROMPTS, Engines, Outcome
 from tests.nwor import faults, request_kinds
 
@@ -65,7 +66,7 @@ def engines():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("pair")
-    pair.random_pair(path, noise=0.3, num_hidden_layers=LAYERS, head_dim=64)
+    random_pair(path, noise=0.3, num_hidden_layers=LAYERS, head_dim=64)
     return path
 
 
@@ -315,7 +316,7 @@ def assert_parity(vanilla: Outcome, outcome: Outcome, mode: str) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
 def test_other_architectures(engines, tmp_path_factory, architecture, mode):
     path = tmp_path_factory.mktemp(architecture)
-    pair.random_pair(path, architecture=architecture, noise=0.3, head_dim=64)
+    random_pair(path, architecture=architecture, noise=0.3, head_dim=64)
     plain = engines.run(spec_of(path), Settings(), logprobs=5)
     assert not plain.error, plain.error
     outcome = treated(engines, path, mode, "v2 FA eager")

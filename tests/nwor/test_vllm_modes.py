@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from nwor.settings import Settings
-from nwor_lab import pair
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
@@ -22,6 +21,7 @@ from nwor_lab.experiments import options
 from nwor_lab.experiments.parity import compare
 from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
+from tests.checkpoints import random_pair
 from tests.devices import needs_fp8_cache
 from tests.engines import PROMPTS, Engines, Outcome
 from tests.nwor import faults, request_kinds
@@ -48,7 +48,7 @@ def engines():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("pair")
-    pair.random_pair(path, noise=0.3)
+    random_pair(path, noise=0.3)
     return path
 
 
@@ -314,7 +314,7 @@ def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fa
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_other_architectures(engines, tmp_path_factory, architecture, mode):
     path = tmp_path_factory.mktemp(architecture)
-    pair.random_pair(path, architecture=architecture, noise=0.3)
+    random_pair(path, architecture=architecture, noise=0.3)
     vanilla = engines.run(spec_of(path), Settings())
     assert not vanilla.error, vanilla.error
     outcome = treated(engines, path, mode)
@@ -340,7 +340,7 @@ def test_requests_of_every_kind(engines, model):
 
 def test_eagle3(engines, tmp_path):
     """Hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
-    target, _ = pair.random_pair(tmp_path, noise=0.3, head_dim=64)
+    target, _ = random_pair(tmp_path, noise=0.3, head_dim=64)
     head = checkpoints.random_eagle3(tmp_path / "eagle3", target, draft_vocab_size=288)
     spec = replace(spec_of(tmp_path), draft=str(head), method="eagle3")
     vanilla = engines.run(spec, Settings())
