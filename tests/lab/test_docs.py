@@ -15,7 +15,6 @@ from nwor_lab import cli, paths
 PAGES = [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text().splitlines()
 TEMPLATES = generate.pages()
-COMING = {"headline.png", "reproduce", "demo"}  # named before they are there
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
@@ -56,7 +55,7 @@ def test_links_and_paths_exist(page: Path) -> None:
     links = [page.parent / link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     folders = "nwor|nwor_lab|notebooks|data|tests|kernels|docs"
     named = [paths.ROOT / name for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", text)]
-    assert [path for path in links + named if not path.exists() and path.name not in COMING] == []
+    assert [path for path in links + named if not path.exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -65,7 +64,7 @@ def test_commands_exist(page: Path) -> None:
     targets = re.findall(r"^([a-z]+):", (paths.ROOT / "Makefile").read_text(), re.MULTILINE)
     commands = set(re.findall(r"`(?:\.venv/bin/)?nwor ([a-z]+)", text))
     made = set(re.findall(r"(?:`|^    )make ([a-z]+)", text, re.MULTILINE)) - {"help"}
-    assert commands - COMING <= cli.COMMANDS.keys() and made - COMING <= set(targets)
+    assert commands <= cli.COMMANDS.keys() and made <= set(targets)
 
 
 def test_settings_that_fell_back_are_those_of_the_engines_that_counted_it() -> None:
