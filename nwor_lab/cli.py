@@ -17,7 +17,6 @@ COMMANDS = {
     "tune": ("nwor_lab.microbench.tune", "find the fastest configurations of stage's attention on this GPU"),
     "figures": ("nwor_lab.plots.paper", "redraw the paper figures"),
     "measure": ("nwor_lab.measure", "measure what data/recorded holds, and record it there"),
-    "pair": ("nwor_lab.pair", "train the target and its EAGLE head, or write a random pair"),
 }
 
 

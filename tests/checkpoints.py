@@ -1,15 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that vLLM must load, made from those of `nwor_lab.pair`: heads with a bias, EAGLE-3 heads."""
+"""Checkpoints that vLLM must load: small random-weight pairs, heads with a bias, EAGLE-3 heads."""
 
+import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from nwor_lab.pair import hf_config, random_weights, save_checkpoint
-from nwor_lab.pair.llama import LlamaConfig, load_weights
+from nwor_lab.pair.model import load_weights
+
+END_OF_TEXT = "<|endoftext|>"
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+def random_pair(
+    out: str | Path,
+    seed: int = 0,
+    architecture: str = "llama",
+    noise: float = 0.5,
+    dtype: torch.dtype = torch.bfloat16,
+    **shape: Any,
+) -> tuple[Path, Path]:
+    """Write a small random-weight pair to `out/target` and `out/eagle`, and return the two paths.
+
+    The target's `lm_head` is random and its layers only perturb the embedding, so the next token is mostly a fixed
+    function of the last one, which the head computes too: some drafts are accepted, some not, more with less `noise`.
+
+    architecture: one of `ARCHITECTURES`, of the target; the head is always Llama-shaped.
+    noise: scale of the layers' weights; at 0 only the norms' random weights make drafts differ.
+    shape: entries of `CONFIG` to replace, `num_hidden_layers` the target's.
+    """
+    config = {**CONFIG, **shape}
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    layers = range(config["num_hidden_layers"])
+    shapes: dict[str, Sequence[int]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for n in layers:
+        norm = {f"model.layers.{n}.input_layernorm.weight": (hidden,)}
+        shapes |= norm | {f"model.layers.{n}.{name}": size for name, size in layer_shapes(config).items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    for n in layers:
+        attention = f"model.layers.{n}.self_attn."
+        if architecture == "qwen2":
+            shapes |= {f"{attention}{x}_proj.bias": shapes[f"{attention}{x}_proj.weight"][:1] for x in "qkv"}
+        if architecture == "qwen3":
+            shapes |= {f"{attention}{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+    generator = torch.Generator().manual_seed(seed)
+    target = random_weights(shapes, noise, generator)
+    own = {f"layers.0.{name}": size for name, size in layer_shapes(config).items()}
+    head = random_weights({"fc.weight": (hidden, 2 * hidden), **own}, noise, generator)
+    head["fc.weight"] = torch.cat((torch.eye(hidden), 0.1 * head["fc.weight"][:, hidden:]), 1)
+
+    paths = Path(out) / "target", Path(out) / "eagle"
+    named = {"architectures": [ARCHITECTURES[architecture]], "model_type": architecture}
+    save_checkpoint(paths[0], {**config, **named}, target, dtype)
+    save_checkpoint(paths[1], {**config, "num_hidden_layers": 1}, head, dtype)
+    save_byte_tokenizer(paths[0], config)
+    return paths
+
+
+def layer_shapes(config: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """The weights of a decoder layer but for its input norm, which an EAGLE head's first layer lacks."""
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    return {
+        "self_attn.q_proj.weight": (heads, hidden),
+        "self_attn.k_proj.weight": (kv_heads, hidden),
+        "self_attn.v_proj.weight": (kv_heads, hidden),
+        "self_attn.o_proj.weight": (hidden, heads),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+
+
+def random_weights(shapes: Mapping[str, Sequence[int]], noise: float, generator: torch.Generator) -> dict[str, Tensor]:
+    """Norms near 1, embeddings and `lm_head` of unit variance, and all else small:
+    outputs of variance `noise` squared."""
+    weights = {}
+    for name, shape in shapes.items():
+        unit = torch.randn(tuple(shape), generator=generator)
+        if name.endswith("norm.weight"):
+            weights[name] = 1 + 0.1 * unit
+        elif name.startswith(("model.embed_tokens", "lm_head")):
+            weights[name] = unit
+        else:
+            weights[name] = noise * unit / shape[-1] ** 0.5
+    return weights
+
+
+def save_checkpoint(
+    path: str | Path, config: Mapping[str, Any], weights: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Write `model.safetensors` and `config.json` into `path`, weights but whole numbers cast to `dtype`."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: x.to(dtype if x.is_floating_point() else x.dtype).contiguous() for name, x in weights.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
+
+
+def save_byte_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a tokenizer of single bytes that transformers' `AutoTokenizer` loads; ids above 256 are reserved names."""
+    names = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<|reserved_{i}|>" for i in range(config["vocab_size"] - len(names))]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(path / "tokenizer.json"))
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": config["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(options))
 
 
 def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = None) -> Path:
@@ -47,9 +188,9 @@ def random_eagle3(
 
     target: its checkpoint folder. draft_vocab_size: how many of its tokens the head can draft, all of them if 0.
     """
-    config, weights = LlamaConfig.from_pretrained(target), load_weights(target)
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    config, weights = json.loads((Path(target) / "config.json").read_text()), load_weights(target)
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads, vocabulary = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
     shapes = {
         "fc.weight": (hidden, 3 * hidden),
         "norm.weight": (hidden,),
@@ -75,16 +216,17 @@ def random_eagle3(
     output *= 0.1
     first = output.view(hidden, kv_heads, -1, head_dim)[:, :, 0]  # a KV head's first query head carries its value
     first += torch.eye(hidden, kv_heads * head_dim).view(hidden, kv_heads, head_dim)
-    lm_head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    drafted = torch.linspace(0, config.vocab_size - 1, draft_vocab_size or config.vocab_size).round().long()
+    lm_head = weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+    drafted = torch.linspace(0, vocabulary - 1, draft_vocab_size or vocabulary).round().long()
     head["lm_head.weight"] = lm_head[drafted]
-    if len(drafted) < config.vocab_size:
+    if len(drafted) < vocabulary:
         head["d2t"] = drafted - torch.arange(len(drafted))
     own = {
         "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
         "num_hidden_layers": 1,
         "draft_vocab_size": len(drafted),
         "norm_before_residual": True,
     }
-    save_checkpoint(out, {**hf_config(config), **own}, head, dtype)
+    save_checkpoint(out, {**config, **own}, head, dtype)
     return Path(out)

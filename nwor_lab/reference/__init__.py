@@ -2,22 +2,23 @@
 """The reference model: NWOR's parts in plain PyTorch on the CPU, to be read and to be compared with.
 
 cache      pages, one layer's context, one step's batch
-staging    `StagingBuffer` and `KVCacheInterceptor`
+staging    `StagingBuffer`, where a window waits
 policies   four ways to write draft tokens: `off`, `blind`, `cow`, `stage`
 decoder    a speculative decoder that runs a real pair through any of them
+compare    the four policies side by side, as tables and a figure
+tour       one layer, one request, two blocks
 """
 
 from nwor_lab.reference.cache import Batch, LayerContext, PagedCache
 from nwor_lab.reference.decoder import Generation, SpeculativeDecoder
 from nwor_lab.reference.policies import POLICIES, make_policy
-from nwor_lab.reference.staging import Counts, KVCacheInterceptor, StagingBuffer
+from nwor_lab.reference.staging import Counts, StagingBuffer
 
 __all__ = [
     "POLICIES",
     "Batch",
     "Counts",
     "Generation",
-    "KVCacheInterceptor",
     "LayerContext",
     "PagedCache",
     "SpeculativeDecoder",

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy speculative decoding with a chain of k drafts, batched as vLLM batches it: prefill chunks beside verifies."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from nwor_lab.model.traffic import Shape, Traffic, Window, step_traffic
-from nwor_lab.pair.llama import Attend, EagleHead, LlamaTarget
+from nwor_lab.pair.model import Attend, EagleHead, hidden_states
 from nwor_lab.reference.cache import Batch, PagedCache
 from nwor_lab.reference.policies import WriteAll, make_policy
 from nwor_lab.reference.staging import Counts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -35,6 +40,7 @@ class Step:
     """What one step did.
 
     Attributes:
+        window: its rows, as the closed formula takes them.
         accepted: accepted drafts of each request that verified some.
         traffic: what the target's cache counted.
         dirty_bytes: bytes of the target's pages, outside kept rows, that the step changed and left so.
@@ -86,19 +92,19 @@ class Generation:
 
 
 class Drafter(Protocol):
-    def propose(self, requests: list[Request], batch: Batch, hidden_states: Tensor, num_rejected: Tensor) -> None:
+    def propose(self, requests: list[Request], batch: Batch, hidden: Tensor, num_rejected: Tensor) -> None:
         """Set `drafts` of every request that has a sampled token; called after the window is closed.
 
-        `hidden_states [T, hidden]` are the target's for `batch`; `num_rejected` is int64 `[R]`.
+        `hidden [T, hidden]` is the target's for `batch`; `num_rejected` is int64 `[R]`.
         """
 
 
 def attend_through(policy: WriteAll) -> Attend:
-    """A model's attention over `policy`'s cache."""
+    """A model's attention over `policy`'s cache; the rows of all requests are one sequence of the model's batch."""
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        policy.stage(layer, key, value)
-        return policy.attend(layer, query)
+        policy.stage(layer, key[0], value[0])
+        return policy.attend(layer, query[0])[None]
 
     return attend
 
@@ -130,7 +136,7 @@ class EagleDrafter:
         self.head, self.cache, self.k = head, cache, k
         self.policy = WriteAll(cache)
 
-    def propose(self, requests: list[Request], batch: Batch, hidden_states: Tensor, num_rejected: Tensor) -> None:
+    def propose(self, requests: list[Request], batch: Batch, hidden: Tensor, num_rejected: Tensor) -> None:
         kept = batch.kept(num_rejected)
         lens = torch.bincount(batch.row_request[kept], minlength=len(requests)).tolist()
         for request in requests:
@@ -138,16 +144,16 @@ class EagleDrafter:
         # The head's row p holds the target's feature of token p and the embedding of token p + 1.
         starts = [request.num_computed_tokens - n for request, n in zip(requests, lens, strict=True)]
         ids = [r.tokens[start + 1 : start + 1 + n] for r, start, n in zip(requests, starts, lens, strict=True)]
-        hidden = self._forward(requests, starts, ids, hidden_states[kept])[torch.tensor(lens).cumsum(0) - 1]
+        features = self._forward(requests, starts, ids, hidden[kept])[torch.tensor(lens).cumsum(0) - 1]
 
         sampled = [n for n, request in enumerate(requests) if len(request.tokens) > request.num_prompt_tokens]
-        active, hidden = [requests[n] for n in sampled], hidden[sampled]
+        active, features = [requests[n] for n in sampled], features[sampled]
         chains: list[list[int]] = [[] for _ in active]
         for step in range(self.k if active else 0):
             if step:
                 starts = [request.num_computed_tokens - 1 + step for request in active]
-                hidden = self._forward(active, starts, [chain[-1:] for chain in chains], hidden)
-            for chain, token in zip(chains, self.head.logits(hidden).argmax(-1).tolist(), strict=True):
+                features = self._forward(active, starts, [chain[-1:] for chain in chains], features)
+            for chain, token in zip(chains, self.head.lm_head(features).argmax(-1).tolist(), strict=True):
                 chain.append(token)
         for request, chain in zip(active, chains, strict=True):
             request.drafts = chain
@@ -155,28 +161,27 @@ class EagleDrafter:
     def _forward(self, requests: list[Request], starts: list[int], ids: list[list[int]], hidden: Tensor) -> Tensor:
         batch = make_batch(self.cache, requests, starts, ids)
         self.policy.begin(batch)
-        return self.head(batch.input_ids, batch.positions, hidden, attend_through(self.policy))
+        return self.head(batch.input_ids[None], batch.positions[None], hidden[None], attend_through(self.policy))[0]
 
 
 class SpeculativeDecoder:
     """Target, drafter, paged cache and write policy. Blocks are handed out in a shuffled order, so layout errors show.
 
     Args:
-        target: the model that verifies.
+        target: the model that verifies (`nwor_lab.pair.model.load_target`).
         mode: `off`, `blind`, `cow` or `stage`.
         head: an EAGLE head for `target`; or give `drafter`.
         k: drafts a request brings to a step.
         block_size, num_blocks: of the paged cache; `num_blocks=0` makes as many as `generate` needs.
         prefill_chunk: most prompt tokens a request computes in a step.
-        cache_dtype: the target's cache; fp8 dtypes use `scale`.
+        cache_dtype: the target's cache; fp8 dtypes use a scale of 1.
         poison: fill pages with NaN before the first write, instead of the zeros vLLM begins with.
-        audit: compare the target's pages before and after each step, byte for byte.
         seed: of the shuffle.
     """
 
     def __init__(
         self,
-        target: LlamaTarget,
+        target: PreTrainedModel,
         mode: str,
         *,
         head: EagleHead | None = None,
@@ -186,9 +191,7 @@ class SpeculativeDecoder:
         num_blocks: int = 0,
         prefill_chunk: int = 64,
         cache_dtype: torch.dtype | None = None,
-        scale: float = 1.0,
         poison: bool = True,
-        audit: bool = True,
         seed: int = 0,
     ) -> None:
         if (head is None) == (drafter is None):
@@ -197,7 +200,7 @@ class SpeculativeDecoder:
             raise ValueError(f"k, prefill_chunk and block_size must be at least 1: {k}, {prefill_chunk}, {block_size}")
         self.target, self.mode, self.head, self.drafter, self.k = target, mode, head, drafter, k
         self.block_size, self.num_blocks, self.prefill_chunk = block_size, num_blocks, prefill_chunk
-        self.scale, self.poison, self.audit, self.seed = scale, poison, audit, seed
+        self.poison, self.seed = poison, seed
         config, weight = target.config, target.lm_head.weight
         self.cache_dtype = cache_dtype or weight.dtype
         sizes = config.num_key_value_heads, config.head_dim, self.cache_dtype.itemsize, weight.element_size()
@@ -212,7 +215,7 @@ class SpeculativeDecoder:
         """
         requests, num_blocks = self._admit(prompts, max_tokens)
         size = num_blocks, self.block_size
-        cache = PagedCache(self.shape, *size, self.cache_dtype, poison=self.poison, scale=self.scale)
+        cache = PagedCache(self.shape, *size, self.cache_dtype, poison=self.poison)
         drafter = self.drafter or self._eagle_drafter(size)
         policy = make_policy(self.mode, cache, capacity=len(requests) * (1 + self.k))
         steps = []
@@ -224,32 +227,34 @@ class SpeculativeDecoder:
     def _step(self, requests: list[Request], cache: PagedCache, policy: WriteAll, drafter: Drafter) -> Step:
         starts = [request.num_computed_tokens for request in requests]
         batch = make_batch(cache, requests, starts, [self._next_ids(request) for request in requests])
-        before = cache.pool.clone() if self.audit else None
+        before = cache.pool.clone()
         cache.traffic.clear()
 
         policy.begin(batch)
         try:
-            hidden = self.target(batch.input_ids, batch.positions, attend_through(policy))
+            ids, positions = batch.input_ids[None], batch.positions[None]
+            hidden = hidden_states(self.target, ids, positions, attend_through(policy))[0]
         except BaseException:
             policy.cancel()
             raise
         num_rejected, sampled = self._verify(batch, requests, hidden)
         policy.commit(num_rejected)
 
-        kept = batch.kept(num_rejected)
-        dirty = 0 if before is None else cache.changed_bytes(before, batch.slot_mapping[kept])
-        for request, new, query_len, rejected in zip(
-            requests, sampled, batch.query_lens.tolist(), num_rejected.tolist(), strict=True
-        ):
-            request.num_computed_tokens += query_len - rejected
+        dirty = cache.changed_bytes(before, batch.slot_mapping[batch.kept(num_rejected)])
+        kept_lens = (batch.query_lens - num_rejected).tolist()
+        for request, new, kept in zip(requests, sampled, kept_lens, strict=True):
+            request.num_computed_tokens += kept
             request.tokens += new
         drafter.propose(requests, batch, hidden, num_rejected)
 
         verified = batch.num_drafts > 0
-        drafts, rejected_rows = int(batch.num_drafts.sum()), int(num_rejected.sum())
-        context_rows = sum(len(slots) for slots in batch.sequence_slots)
-        prefill_rows = len(batch.input_ids) - len(batch.window_rows)
-        window = Window(int(verified.sum()), drafts, rejected_rows, context_rows, prefill_rows)
+        window = Window(
+            requests=int(verified.sum()),
+            draft_rows=int(batch.num_drafts.sum()),
+            rejected_rows=int(num_rejected.sum()),
+            context_rows=sum(len(slots) for slots in batch.sequence_slots),
+            prefill_rows=len(batch.input_ids) - len(batch.window_rows),
+        )
         return Step(window, (batch.num_drafts - num_rejected)[verified].tolist(), Traffic(cache.traffic), dirty)
 
     def _next_ids(self, request: Request) -> list[int]:
@@ -259,10 +264,9 @@ class SpeculativeDecoder:
         return request.tokens[start:] + request.drafts
 
     def _verify(self, batch: Batch, requests: list[Request], hidden: Tensor) -> tuple[Tensor, list[list[int]]]:
-        """`num_rejected` int64 `[R]`, and the tokens that each request gains:
-        accepted drafts and one of the target's."""
+        """`num_rejected` int64 `[R]`, and what each request gains: accepted drafts and one token of the target's."""
         num_rejected = torch.zeros_like(batch.num_drafts)
-        greedy = self.target.logits(hidden).argmax(-1).split(batch.query_lens.tolist())
+        greedy = self.target.lm_head(hidden).argmax(-1).split(batch.query_lens.tolist())
         sampled: list[list[int]] = []
         for n, (request, choices) in enumerate(zip(requests, greedy, strict=True)):
             if request.num_computed_tokens + len(choices) < request.num_prompt_tokens:

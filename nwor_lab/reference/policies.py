@@ -2,20 +2,22 @@
 """Four ways to write draft tokens, each as one page: `begin`, then `stage` and `attend` in every layer, then `commit`.
 
 off     write all rows to the pages, as vLLM does; rejected rows stay there until they are overwritten
-blind   hold the window's rows back, but attend to the pages alone (the flaw of the second generation)
-cow     log the draft slots, write all rows, put back the rejected ones
+blind   hold the window's rows back, but attend to the pages alone, where they are missing
+cow     log the draft slots, write all rows, restore the rejected ones
 stage   hold the drafts back; attend to the pages up to them, and to the tail in staging
 
 The first row of a window, the token sampled last, is never rejected. vLLM publishes the block that it fills to the
 prefix cache while it schedules the step, so `stage` writes it at once; `blind` holds it back as well.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
 from nwor_lab.model.traffic import check_mode
 from nwor_lab.reference.cache import Batch, PagedCache, Rows
-from nwor_lab.reference.staging import Counts, KVCacheInterceptor, StagingBuffer
+from nwor_lab.reference.staging import Counts, StagingBuffer
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ class WriteAll:
         self.batch.kept(num_rejected)
 
     def cancel(self) -> None:
-        """Close the window without a verdict, after a failed forward."""
+        """Close the window before a decision, after a failed forward."""
 
 
 class CopyOnWrite(WriteAll):
@@ -105,14 +107,13 @@ class BlindStaging(WriteAll):
 
     def __init__(self, cache: PagedCache, capacity: int = 512) -> None:
         super().__init__(cache)
-        self.buffer = StagingBuffer(len(cache.layers), capacity, cache.traffic, fused=self.fused)
-        self.interceptor = KVCacheInterceptor(self.buffer, cache.layers)
-        self.interceptor.finish_warm_up()
-        self.counts = self.interceptor.counts
+        self.buffer = StagingBuffer(cache.layers, capacity, cache.traffic, fused=self.fused)
+        self.buffer.finish_warm_up()
+        self.counts = self.buffer.counts
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        self.interceptor.begin(batch.slot_mapping, self.held_rows)
+        self.buffer.begin(batch.slot_mapping, self.held_rows)
 
     @property
     def held_rows(self) -> Tensor:
@@ -120,13 +121,13 @@ class BlindStaging(WriteAll):
         return self.batch.window_rows
 
     def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self.interceptor.write(self.cache.layers[layer], key, value, self.batch.slot_mapping)
+        self.buffer.write(self.cache.layers[layer], key, value, self.batch.slot_mapping)
 
     def commit(self, num_rejected: Tensor) -> None:
-        self.interceptor.commit(self.batch.kept(num_rejected))
+        self.buffer.commit(self.batch.kept(num_rejected))
 
     def cancel(self) -> None:
-        self.interceptor.cancel()
+        self.buffer.cancel()
 
 
 class Staging(BlindStaging):
@@ -140,12 +141,11 @@ class Staging(BlindStaging):
 
     def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
         prefills = len(self.batch.window_rows) < len(self.batch.slot_mapping)  # these need vLLM's writer
-        context = self.cache.layers[layer]
-        self.interceptor.write(context, key, value, self.batch.slot_mapping, launches=int(prefills))
+        self.buffer.write(self.cache.layers[layer], key, value, self.batch.slot_mapping, launches=int(prefills))
 
     def rows(self, layer: int, request: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         drafts = torch.nonzero(self.batch.row_request[self.held_rows] == request).flatten()
-        if self.interceptor.state == "direct" or not len(drafts):
+        if self.buffer.state == "direct" or not len(drafts):
             return super().rows(layer, request, dtype)
         layer_cache, slots = self.cache.layers[layer], self.batch.sequence_slots[request]
         first = len(slots) - len(drafts) - 1

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holding a window's keys and values back from the pages until the verifier has spoken."""
+"""Holding a window's keys and values back from the pages until the verifier has decided."""
+
+from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ class Counts:
         stage_operations: layers x tokens; 40 layers of 48 tokens are 1,920 operations.
         staged_tokens: the unique tokens behind them, 48 there.
         committed_tokens, rejected_tokens: where they went.
-        cancelled: windows dropped before a verdict.
+        cancelled: windows dropped before a decision.
         fallbacks: windows that took direct writes instead, since something failed.
     """
 
@@ -47,38 +49,84 @@ class Staged:
 
 
 class StagingBuffer:
-    """One window's keys and values, of all layers, outside the pages: `begin`, `stage`, then `commit` or `cancel`.
+    """Takes the writes of every layer: a window's rows wait here, all others go to the pages at once.
 
-    Slots belong to the window, not to a layer: `begin` takes them once and every layer's rows refer to them by
-    token index.
+    One window a step: `begin` once before the forward, `write` in every layer, then `commit` once after sampling, or
+    `cancel`. Slots belong to the window, not to a layer, and every layer's rows refer to them by token index.
+
+    Any error inside a window makes it fall back: what was staged is written through to the pages, the rest of the
+    window is written directly, and `counts.fallbacks` says so. No token is lost either way.
 
     Args:
-        num_layers: layers that must stage every token before a commit.
+        layers: the numbers of the layers that take part. Others, such as a drafter's, are written at once.
         capacity: most tokens that a window may hold.
         traffic: ledger of what staging and commits move.
         fused: one commit for all layers, and no launch to stage, as mode `stage` has it; else one launch a layer for
-            each, as the per-layer operators have it.
+            each.
     """
 
-    def __init__(self, num_layers: int, capacity: int, traffic: Traffic | None = None, *, fused: bool = True) -> None:
-        self.num_layers, self.capacity, self.fused = num_layers, capacity, fused
+    def __init__(
+        self, layers: Collection[int], capacity: int, traffic: Traffic | None = None, *, fused: bool = True
+    ) -> None:
+        self.layers, self.capacity, self.fused = layers, capacity, fused
         self.traffic = Traffic() if traffic is None else traffic
-        self.open = False
-        self.cancel()
+        self.counts = Counts()
+        self.ready = False
+        self.last_error: Exception | None = None
+        self._rows: Tensor | None = None
+        self._close()
 
-    def begin(self, slots: Tensor) -> None:
-        """Open a window of the tokens that go to `slots` int64 `[M]`.
+    @property
+    def state(self) -> str:
+        """`staging` while a window's rows are held back, else `direct`."""
+        return "staging" if self._staging else "direct"
+
+    def finish_warm_up(self) -> None:
+        """From now on windows are real. Profiling and dummy runs before this are neither staged nor counted."""
+        self.ready = True
+
+    def begin(self, slot_mapping: Tensor, held_rows: Tensor) -> bool:
+        """Hold back the batch rows `held_rows` int64 `[M]` of `slot_mapping` int64 `[T]`; say if they will be.
+
+        Rows without a slot (negative) are padding and part of no window.
 
         Raises:
-            RuntimeError: a window is open. OverflowError: more tokens than `capacity`.
+            RuntimeError: the window before was neither committed nor cancelled; it stays as it is.
         """
-        if self.open:
+        if self._rows is not None:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
-        if len(slots) > self.capacity:
-            raise OverflowError(f"a window of {len(slots)} tokens, but staging holds {self.capacity}")
-        self.open = True
-        self.slots = slots.clone()
-        self.token_mask = torch.zeros(len(slots), dtype=torch.bool)
+        if not self.ready or not len(held_rows) or is_fake(slot_mapping):
+            return False
+        self._rows, self._batch_size = held_rows[slot_mapping[held_rows] >= 0], len(slot_mapping)
+        self.slots = slot_mapping[self._rows]  # a copy: the drafter reuses the tensor before the window is over
+        self.token_mask = torch.zeros(len(self.slots), dtype=torch.bool)
+        self._staging = True
+        if len(self.slots) > self.capacity:
+            self._fall_back(OverflowError(f"a window of {len(self.slots)} tokens, but staging holds {self.capacity}"))
+        return self._staging
+
+    def write(self, context: LayerContext, key: Tensor, value: Tensor, slot_mapping: Tensor, launches: int = 1) -> None:
+        """Take one layer's `key, value [T, H, D]` for `slot_mapping` int64 `[T]`, in place of `context.write`.
+
+        launches: what the write of rows that are not held back counts, 0 where attention's launch makes it.
+        """
+        if is_fake(key):
+            return
+        rows = self._rows
+        if rows is None or not self._staging or context.layer not in self.layers:
+            context.write(key, value, slot_mapping)
+            return
+        try:
+            if not torch.equal(slot_mapping[rows], self.slots):
+                raise ValueError(f"layer {context.layer} has other slots than its window")
+            self.stage(context, torch.arange(len(rows)), key[rows], value[rows])
+        except Exception as error:  # noqa: BLE001 - any error means direct writes
+            self._fall_back(error)
+            context.write(key, value, slot_mapping)
+            return
+        at_once = torch.ones(len(slot_mapping), dtype=torch.bool)
+        at_once[rows] = False
+        context.write(key[at_once], value[at_once], slot_mapping[at_once], launches)
 
     def stage(self, context: LayerContext, token_indices: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep `key, value [T, H, D]`, the rows of the window's tokens `token_indices` int64 `[T]`, in any order.
@@ -87,16 +135,14 @@ class StagingBuffer:
             RuntimeError: no window is open. IndexError: no such token, or one that the layer has staged already.
             TypeError, ValueError: rows that do not fit the layer's cache.
         """
-        if not self.open:
+        if not self._staging:
             raise RuntimeError("no window is open: begin one before the forward")
         entry = self.entries.get(context.layer) or self._new_entry(context)
         if len(token_indices) and not (token_indices.min() >= 0 and token_indices.max() < len(self.slots)):
             raise IndexError(f"token indices {token_indices.tolist()} in a window of {len(self.slots)} tokens")
         if entry.present[token_indices].any() or len(token_indices.unique()) != len(token_indices):
             raise IndexError(f"layer {context.layer} stages a token twice: {token_indices.tolist()}")
-        encoded = context.encode(key, value)
-
-        for rows, new in zip(entry.rows, encoded, strict=True):
+        for rows, new in zip(entry.rows, context.encode(key, value), strict=True):
             rows[token_indices] = new
         entry.present[token_indices] = True
         self.entries[context.layer] = entry
@@ -117,47 +163,79 @@ class StagingBuffer:
         return entry.context.decode(entry.take(token_indices), dtype)
 
     def commit(self, kept: Tensor) -> None:
-        """Copy the rows of `kept`, bool `[M]`, to their slots in every layer and close the window.
+        """Close the window; `kept` bool `[T]` says of each row of the batch whether it stays.
 
-        All or nothing: when a layer fails, every cache is put back as it was, the error is raised, and the window
-        stays open for the caller to cancel or to write through.
+        Without a window, and after a fallback, there is nothing left to write.
 
         Raises:
-            RuntimeError: no window is open, or a layer has not staged every token. ValueError: wrong mask size.
+            ValueError: `kept` is no mask of the batch's rows; the window stays open.
         """
-        self.check_complete(kept)
+        if self._rows is None:
+            return
+        if kept.dtype != torch.bool or kept.shape != (self._batch_size,):
+            raise ValueError(f"kept is {kept.dtype} {list(kept.shape)}, not bool [{self._batch_size}]")
+        kept = kept[self._rows]
+        if self._staging:
+            try:
+                self.copy_to_pages(kept)
+            except Exception as error:  # noqa: BLE001
+                self._fall_back(error, kept)
+            else:
+                tokens = int(self.token_mask.sum())
+                self.counts.windows += 1
+                self.counts.stage_operations += self.stage_operations
+                self.counts.staged_tokens += tokens
+                self.counts.committed_tokens += int(kept.sum())
+                self.counts.rejected_tokens += tokens - int(kept.sum())
+        self._close()
+
+    def copy_to_pages(self, kept: Tensor) -> None:
+        """Copy the staged rows of `kept`, bool `[M]`, to their slots in every layer, or in none.
+
+        Raises:
+            RuntimeError: a layer has not staged every token. Whatever a layer's copy raises, after every cache has
+                been restored.
+        """
+        if len(self.entries) != len(self.layers):
+            raise RuntimeError(f"layers {sorted(self.entries)} staged, but there are {len(self.layers)}")
+        for layer, entry in self.entries.items():
+            if not entry.present.all():
+                raise RuntimeError(f"layer {layer} staged {int(entry.present.sum())} of {len(self.slots)} tokens")
         slots = self.slots[kept]
         before: list[tuple[LayerContext, Rows]] = []
         try:
             for entry in self.entries.values():
                 # Not counted: one launch for all layers has no half-way point to come back from.
                 before.append((entry.context, entry.context.load(slots)))
-                self.commit_layer(entry, kept)
+                self.copy_layer(entry, kept)
         except Exception:
             for context, rows in reversed(before):
                 context.store(rows, slots)
             raise
         moved = sum(len(slots) * entry.context.row_bytes for entry in self.entries.values())
-        self.traffic.count("commit", read=moved, written=moved, launches=1 if self.fused else self.num_layers)
-        self.cancel()
+        self.traffic.count("commit", read=moved, written=moved, launches=1 if self.fused else len(self.layers))
 
-    def commit_layer(self, entry: Staged, kept: Tensor) -> None:
+    def copy_layer(self, entry: Staged, kept: Tensor) -> None:
         entry.context.store(entry.take(kept), self.slots[kept])
 
-    def check_complete(self, kept: Tensor) -> None:
-        if not self.open:
-            raise RuntimeError("no window is open: nothing to commit")
-        if kept.shape != self.slots.shape or kept.dtype != torch.bool:
-            raise ValueError(f"kept is {kept.dtype} {list(kept.shape)}, not bool [{len(self.slots)}]")
-        if len(self.entries) != self.num_layers:
-            raise RuntimeError(f"layers {sorted(self.entries)} staged, but there are {self.num_layers}")
-        for layer, entry in self.entries.items():
-            if not entry.present.all():
-                raise RuntimeError(f"layer {layer} staged {int(entry.present.sum())} of {len(self.slots)} tokens")
-
     def cancel(self) -> None:
-        """Drop the window; the pages have not been touched."""
-        self.open = False
+        """Drop the window, if one is open: unless it fell back, the pages are as they were before `begin`."""
+        self.counts.cancelled += int(self._staging)
+        self._close()
+
+    def _fall_back(self, error: Exception, kept: Tensor | None = None) -> None:
+        self.counts.fallbacks += 1
+        self.last_error = error
+        for entry in self.entries.values():
+            write = entry.present if kept is None else entry.present & kept
+            entry.context.store(entry.take(write), self.slots[write])
+            moved = int(write.sum()) * entry.context.row_bytes
+            entry.context.traffic.count("write", read=moved, written=moved, launches=1)
+        self._staging = False
+
+    def _close(self) -> None:
+        self._staging = False
+        self._rows = None
         self.slots = torch.empty(0, dtype=torch.int64)
         self.token_mask = torch.empty(0, dtype=torch.bool)
         self.entries: dict[int, Staged] = {}
@@ -166,127 +244,8 @@ class StagingBuffer:
     def _new_entry(self, context: LayerContext) -> Staged:
         context.check_slots(self.slots)
         heads, width = context.key_cache.shape[2], context.key_cache.shape[3] * context.dtype.itemsize
-        rows = [torch.full((len(self.slots), heads, width), 0xFF, dtype=torch.uint8) for _ in range(2)]
+        rows = torch.full((2, len(self.slots), heads, width), 0xFF, dtype=torch.uint8)
         return Staged(context, (rows[0], rows[1]), torch.zeros(len(self.slots), dtype=torch.bool))
-
-
-class KVCacheInterceptor:
-    """Stands where a layer writes its keys and values, and sends them to the pages or to the staging buffer.
-
-    One window a step: `begin` once before the forward, `write` in every layer, then `commit` once after rejection
-    sampling, or `cancel`. Any error inside a window makes it fall back: what was staged is written through to the
-    pages, the rest of the window is written directly, and `counts.fallbacks` says so. No token is lost either way.
-
-    Args:
-        buffer: where windows are staged.
-        layers: the numbers of the layers that take part. Others, such as a drafter's, are written at once.
-    """
-
-    def __init__(self, buffer: StagingBuffer, layers: Collection[int]) -> None:
-        if len(layers) != buffer.num_layers:
-            raise ValueError(f"{len(layers)} layers, but staging is for {buffer.num_layers}")
-        self.buffer, self.layers = buffer, layers
-        self.counts = Counts()
-        self.ready = False
-        self.last_error: Exception | None = None
-        self._rows: Tensor | None = None
-        self._batch_size = 0
-
-    @property
-    def state(self) -> str:
-        """`staging` while a window's rows are held back, else `direct`."""
-        return "staging" if self.buffer.open else "direct"
-
-    def finish_warm_up(self) -> None:
-        """From now on windows are real. Profiling and dummy runs before this are neither staged nor counted."""
-        self.ready = True
-
-    def begin(self, slot_mapping: Tensor, held_rows: Tensor) -> bool:
-        """Hold back the batch rows `held_rows` int64 `[M]` of `slot_mapping` int64 `[T]`; say if they will be.
-
-        Rows without a slot (negative) are padding and part of no window.
-
-        Raises:
-            RuntimeError: the window before was neither committed nor cancelled; it stays as it is.
-        """
-        if self._rows is not None:
-            raise RuntimeError("a window is open: commit or cancel it before the next begin")
-        if not self.ready or not len(held_rows) or is_fake(slot_mapping):
-            return False
-        self._rows = held_rows[slot_mapping[held_rows] >= 0]
-        self._batch_size = len(slot_mapping)
-        try:
-            self.buffer.begin(slot_mapping[self._rows])
-        except Exception as error:  # noqa: BLE001 - any error means direct writes
-            self._fall_back(error)
-        return self.state == "staging"
-
-    def write(self, context: LayerContext, key: Tensor, value: Tensor, slot_mapping: Tensor, launches: int = 1) -> None:
-        """Take one layer's `key, value [T, H, D]` for `slot_mapping` int64 `[T]`, in place of `context.write`.
-
-        launches: what the write of rows that are not held back counts, 0 where attention's launch makes it.
-        """
-        if is_fake(key):
-            return
-        if self.state == "direct" or self._rows is None or context.layer not in self.layers:
-            context.write(key, value, slot_mapping)
-            return
-        rows = self._rows
-        try:
-            if not torch.equal(slot_mapping[rows], self.buffer.slots):
-                raise ValueError(f"layer {context.layer} has other slots than its window")
-            self.buffer.stage(context, torch.arange(len(rows)), key[rows], value[rows])
-        except Exception as error:  # noqa: BLE001
-            self._fall_back(error)
-            context.write(key, value, slot_mapping)
-            return
-        at_once = torch.ones(len(slot_mapping), dtype=torch.bool)
-        at_once[rows] = False
-        context.write(key[at_once], value[at_once], slot_mapping[at_once], launches)
-
-    def commit(self, kept: Tensor) -> None:
-        """Close the window; `kept` bool `[T]` says of each row of the batch whether it stays.
-
-        Without a window, and after a fallback, there is nothing left to write.
-
-        Raises:
-            ValueError: `kept` is no mask of the batch's rows; the window stays open.
-        """
-        if self._rows is not None and (kept.dtype != torch.bool or kept.shape != (self._batch_size,)):
-            raise ValueError(f"kept is {kept.dtype} {list(kept.shape)}, not bool [{self._batch_size}]")
-        rows, self._rows = self._rows, None
-        if rows is None or self.state == "direct":
-            return
-        kept = kept[rows]
-        operations, tokens = self.buffer.stage_operations, int(self.buffer.token_mask.sum())
-        try:
-            self.buffer.commit(kept)
-        except Exception as error:  # noqa: BLE001
-            self._fall_back(error, kept)
-            return
-        self.counts.windows += 1
-        self.counts.stage_operations += operations
-        self.counts.staged_tokens += tokens
-        self.counts.committed_tokens += int(kept.sum())
-        self.counts.rejected_tokens += tokens - int(kept.sum())
-
-    def cancel(self) -> None:
-        """Drop the window, if one is open: unless it fell back, the pages are as they were before `begin`."""
-        if self.state == "staging":
-            self.buffer.cancel()
-            self.counts.cancelled += 1
-        self._rows = None
-
-    def _fall_back(self, error: Exception, kept: Tensor | None = None) -> None:
-        self.counts.fallbacks += 1
-        self.last_error = error
-        for entry in self.buffer.entries.values():
-            write = entry.present if kept is None else entry.present & kept
-            slots = self.buffer.slots[write]
-            entry.context.store(entry.take(write), slots)
-            moved = len(slots) * entry.context.row_bytes
-            entry.context.traffic.count("write", read=moved, written=moved, launches=1)
-        self.buffer.cancel()
 
 
 def is_fake(tensor: Tensor) -> bool:

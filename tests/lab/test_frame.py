@@ -136,7 +136,7 @@ def test_importing_nwor_loads_neither_vllm_nor_torch() -> None:
         "nwor.ops",
         "nwor.manager",
         "nwor_lab.model.traffic",
-        "nwor_lab.pair.llama",
+        "nwor_lab.pair.model",
         "nwor_lab.pair",
         "nwor_lab.reference",
         "nwor_lab.results",

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nwor_lab.model.traffic import MODES, Shape
-from nwor_lab.pair.llama import causal_attention
+from nwor_lab.pair.model import causal_attention, hidden_states
 from nwor_lab.reference import SpeculativeDecoder, make_policy
 from nwor_lab.reference.decoder import count_accepted
 from nwor_lab.reference.policies import CopyOnWrite, Staging, attention
@@ -32,8 +32,8 @@ def truth(pair):
         for prompt in prompts(LENGTHS):
             tokens = list(prompt)
             for _ in range(MAX_TOKENS + 12):
-                ids = torch.tensor(tokens)
-                tokens.append(int(target.logits(target(ids, torch.arange(len(ids))))[-1].argmax()))
+                hidden = hidden_states(target, torch.tensor([tokens]), torch.arange(len(tokens))[None])
+                tokens.append(int(target.lm_head(hidden)[0, -1].argmax()))
             said[tuple(prompt)] = tokens[len(prompt) :]
     return said
 
@@ -93,13 +93,6 @@ def test_blind_staging_on_poisoned_pages_reads_nan():
         for output in outputs:
             assert output[window].isnan().any() == (mode == "blind"), mode
             assert output[~window].isfinite().all(), mode
-
-
-def test_poison_does_not_reach_the_tokens(pair, truth):
-    for mode in EXACT:
-        runs = [decode(pair[0], mode, ScriptedDrafter(truth, 4, 0.3), poison=poison) for poison in (True, False)]
-        assert runs[0].tokens == runs[1].tokens
-        assert runs[0].accepted == runs[1].accepted
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -177,7 +170,7 @@ def test_the_check_sees_a_missing_restore_and_a_missing_commit(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_copy_on_write_puts_back_raw_bytes(dtype):
+def test_copy_on_write_restores_raw_bytes(dtype):
     """Every byte pattern, NaNs among them, comes back as it was."""
     cache, batch = make_case(Shape(2, 2, 8, dtype.itemsize), dtype, [(7, 3, 0), (3, 5, 0)])
     cache.pool.copy_(torch.randint(256, cache.pool.shape, generator=torch.Generator().manual_seed(0)))
@@ -251,7 +244,7 @@ def test_attention_is_causal_attention_of_the_last_rows():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(9, 4, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, 9, 2, 8, generator=generator, dtype=torch.float64)
-    want = causal_attention(0, query, key, value)
+    want = causal_attention(0, query[None], key[None], value[None])[0]
     torch.testing.assert_close(attention(query, key, value), want)
     torch.testing.assert_close(attention(query[-3:], key, value), want[-3:])
 
@@ -284,13 +277,13 @@ def test_the_eagle_chain_is_that_of_a_forward_without_a_cache(mode):
 @torch.inference_mode()
 def plain_chain(target, head, tokens, computed, k):
     assert computed == len(tokens) - 1
-    positions = torch.arange(computed + k)
-    features = target(torch.tensor(tokens[:-1]), positions[:computed])
+    positions = torch.arange(computed + k)[None]
+    features = hidden_states(target, torch.tensor([tokens[:-1]]), positions[:, :computed])
     ids = tokens[1:]
     for _ in range(k):
-        hidden = head(torch.tensor(ids), positions[: len(ids)], features)
-        features = torch.cat((features, hidden[-1:]))
-        ids = [*ids, int(head.logits(hidden[-1]).argmax())]
+        hidden = head(torch.tensor([ids]), positions[:, : len(ids)], features)
+        features = torch.cat((features, hidden[:, -1:]), 1)
+        ids = [*ids, int(head.lm_head(hidden[0, -1]).argmax())]
     return ids[-k:]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StagingBuffer` and `KVCacheInterceptor`: what is staged, counted, committed and written through."""
+"""`StagingBuffer`: what is staged, counted, committed and written through."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from nwor_lab.model.traffic import Shape
-from nwor_lab.reference import KVCacheInterceptor, PagedCache, StagingBuffer, make_policy
+from nwor_lab.reference import PagedCache, StagingBuffer, make_policy
 from nwor_lab.reference.cache import LayerContext
 from tests.lab.reference_models import fresh_rows, make_case, paged, run_step
 
@@ -22,11 +22,12 @@ def rows_of(cache: PagedCache, layers: int, tokens: int, seed: int = 0):
     return [fresh_rows(cache, tokens, generator) for _ in range(layers)]
 
 
-def window(tokens: int, layers: int = 3, *, capacity: int = 64, fused: bool = True):
+def window(tokens: int, layers: int = 3):
     """A buffer with an open window, its cache, the slots and each layer's rows."""
     cache, (slots,) = paged(replace(SHAPE, num_layers=layers), torch.float32, [(0, tokens)])
-    buffer = StagingBuffer(layers, capacity, cache.traffic, fused=fused)
-    buffer.begin(slots)
+    buffer = StagingBuffer(cache.layers, 64, cache.traffic)
+    buffer.finish_warm_up()
+    buffer.begin(slots, torch.arange(tokens))
     return buffer, cache, slots, rows_of(cache, layers, tokens)
 
 
@@ -51,7 +52,7 @@ def test_commit_writes_every_layer_at_the_windows_slots():
     kept = torch.tensor([True, True, False, True, False])
     buffer.commit(kept)
     expect(cache, before, rows, slots, kept)
-    assert not buffer.open
+    assert buffer.state == "direct"
 
 
 def test_tokens_may_be_staged_out_of_order_and_in_parts():
@@ -75,7 +76,7 @@ def test_a_window_keeps_the_slots_it_began_with():
     buffer, cache, slots, rows = window(5)
     buffer.cancel()
     before, live = cache.pool.clone(), slots.clone()
-    buffer.begin(live)
+    buffer.begin(live, torch.arange(5))
     for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
         buffer.stage(context, torch.arange(5), key, value)
         live.copy_(slots.roll(1))
@@ -102,48 +103,48 @@ def test_stage_operations_and_unique_tokens_are_two_counts():
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_a_failing_layer_rejects_the_whole_window(layer, monkeypatch):
+def test_a_failing_layer_restores_every_layer(layer, monkeypatch):
+    """All or nothing; the commit that asked for it then writes the kept rows directly."""
     buffer, cache, slots, rows = window(5)
     for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
         buffer.stage(context, torch.arange(5), key, value)
-    before = cache.pool.clone()
-    works = buffer.commit_layer
+    before, kept = cache.pool.clone(), torch.arange(5) < 3
+    works = buffer.copy_layer
 
     def half_way(entry, kept):
         works(entry, kept)
         if entry.context.layer == layer:
             raise RuntimeError("kernel broken on purpose")
 
-    monkeypatch.setattr(buffer, "commit_layer", half_way)
+    monkeypatch.setattr(buffer, "copy_layer", half_way)
     with pytest.raises(RuntimeError, match="on purpose"):
-        buffer.commit(torch.ones(5, dtype=torch.bool))
+        buffer.copy_to_pages(kept)
     assert torch.equal(cache.pool, before)
+    buffer.commit(kept)
+    expect(cache, before, rows, slots, kept)
     assert "commit" not in cache.traffic
-    monkeypatch.undo()
-    buffer.commit(torch.ones(5, dtype=torch.bool))
-    expect(cache, before, rows, slots, torch.ones(5, dtype=torch.bool))
+    assert (buffer.counts.fallbacks, buffer.counts.windows, buffer.state) == (1, 0, "direct")
 
 
 @pytest.mark.parametrize("missing", ["a layer", "a token"])
 def test_an_incomplete_window_is_not_committed(missing):
     buffer, cache, _, rows = window(5)
-    staged = list(cache.layers.values())[: 2 if missing == "a layer" else 3]
-    for context in staged:
+    for context in list(cache.layers.values())[: 2 if missing == "a layer" else 3]:
         count = 4 if missing == "a token" and context.layer == 1 else 5
         key, value = rows[context.layer]
         buffer.stage(context, torch.arange(count), key[:count], value[:count])
     before = cache.pool.clone()
     with pytest.raises(RuntimeError, match=r"layers \[0, 1\] staged|layer 1 staged 4 of 5"):
-        buffer.commit(torch.ones(5, dtype=torch.bool))
+        buffer.copy_to_pages(torch.ones(5, dtype=torch.bool))
     assert torch.equal(cache.pool, before)
 
 
 def test_wrong_calls_are_errors_and_change_nothing():
-    buffer, cache, slots, rows = window(4, capacity=4)
+    buffer, cache, slots, rows = window(4)
     context, (key, value) = cache.layers[0], rows[0]
     before = cache.pool.clone()
     with pytest.raises(RuntimeError, match="commit or cancel"):
-        buffer.begin(slots)
+        buffer.begin(slots, torch.arange(4))
     with pytest.raises(IndexError, match="window of 4"):
         buffer.stage(context, torch.tensor([1, 4]), key[:2], value[:2])
     with pytest.raises(IndexError, match="twice"):
@@ -156,15 +157,9 @@ def test_wrong_calls_are_errors_and_change_nothing():
     buffer.stage(context, torch.arange(4), key, value)
     with pytest.raises(IndexError, match="twice"):
         buffer.stage(context, torch.arange(4), value, key)
-    with pytest.raises(ValueError, match=r"not bool \[4\]"):
-        buffer.commit(torch.ones(5, dtype=torch.bool))
     buffer.cancel()
     with pytest.raises(RuntimeError, match="begin one"):
         buffer.stage(context, torch.arange(4), key, value)
-    with pytest.raises(RuntimeError, match="nothing to commit"):
-        buffer.commit(torch.ones(4, dtype=torch.bool))
-    with pytest.raises(OverflowError, match="window of 5 tokens, but staging holds 4"):
-        buffer.begin(torch.arange(5))
     assert torch.equal(cache.pool, before)
 
 
@@ -186,8 +181,9 @@ def test_each_commit_uses_its_own_layers_scale():
     shape = replace(SHAPE, cache_bytes=1)
     cache, (slots,) = paged(shape, torch.float8_e4m3fn, [(0, 5)])
     twin, _ = paged(shape, torch.float8_e4m3fn, [(0, 5)])
-    buffer = StagingBuffer(3, 8)
-    buffer.begin(slots)
+    buffer = StagingBuffer(cache.layers, 8)
+    buffer.finish_warm_up()
+    buffer.begin(slots, torch.arange(5))
     for layer, (key, value) in enumerate(rows_of(cache, 3, 5)):
         scales = {"k_scale": 0.5 * 2**layer, "v_scale": 0.03 * 3**layer}
         buffer.stage(replace(cache.layers[layer], **scales), torch.arange(5), key, value)
@@ -207,67 +203,67 @@ def test_contexts_that_cannot_be_are_errors():
         PagedCache(SHAPE, 2, 4, torch.bfloat16)
 
 
-# -- the interceptor ----------------------------------------------------------------------------------------
+# -- a batch of verifies and prefills -----------------------------------------------------------------------
 
 
-def interceptor_case(capacity: int = 64, *, ready: bool = True):
+def batch_case(capacity: int = 64, *, ready: bool = True):
     cache, batch = make_case(SHAPE, torch.float32, MIXED)
-    interceptor = KVCacheInterceptor(StagingBuffer(3, capacity, cache.traffic), cache.layers)
+    buffer = StagingBuffer(cache.layers, capacity, cache.traffic)
     if ready:
-        interceptor.finish_warm_up()
-    return interceptor, cache, batch, rows_of(cache, 3, len(batch.slot_mapping))
+        buffer.finish_warm_up()
+    return buffer, cache, batch, rows_of(cache, 3, len(batch.slot_mapping))
 
 
-def write_all_layers(interceptor, cache, batch, rows) -> None:
+def write_all_layers(buffer, cache, batch, rows) -> None:
     for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
-        interceptor.write(context, key, value, batch.slot_mapping)
+        buffer.write(context, key, value, batch.slot_mapping)
 
 
 def test_a_window_holds_drafts_back_and_lets_a_prefill_through():
     """A chunk of prefill in the same batch is never staged and never rejected."""
-    interceptor, cache, batch, rows = interceptor_case()
+    buffer, cache, batch, rows = batch_case()
     before = cache.pool.clone()
-    assert interceptor.begin(batch.slot_mapping, batch.window_rows) and interceptor.state == "staging"
-    write_all_layers(interceptor, cache, batch, rows)
+    assert buffer.begin(batch.slot_mapping, batch.window_rows) and buffer.state == "staging"
+    write_all_layers(buffer, cache, batch, rows)
     prefill = batch.num_drafts[batch.row_request] == 0
     expect(cache, before, rows, batch.slot_mapping, prefill)
 
     kept = batch.kept(torch.tensor([2, 0, 0, 4]))
-    interceptor.commit(kept)
+    buffer.commit(kept)
     expect(cache, before, rows, batch.slot_mapping, kept)
-    counts = interceptor.counts
+    counts = buffer.counts
     assert (counts.windows, counts.stage_operations, counts.staged_tokens) == (1, 3 * 12, 12)
     assert (counts.committed_tokens, counts.rejected_tokens, counts.fallbacks) == (6, 6, 0)
-    assert interceptor.state == "direct"
+    assert buffer.state == "direct"
 
 
 def test_warm_up_is_neither_staged_nor_counted():
-    interceptor, cache, batch, rows = interceptor_case(ready=False)
+    buffer, cache, batch, rows = batch_case(ready=False)
     before = cache.pool.clone()
-    assert not interceptor.begin(batch.slot_mapping, batch.window_rows)
-    write_all_layers(interceptor, cache, batch, rows)
+    assert not buffer.begin(batch.slot_mapping, batch.window_rows)
+    write_all_layers(buffer, cache, batch, rows)
     expect(cache, before, rows, batch.slot_mapping, torch.ones(18, dtype=torch.bool))
-    interceptor.commit(batch.kept(torch.tensor([1, 0, 1, 1])))
-    assert interceptor.counts == type(interceptor.counts)()
-    interceptor.finish_warm_up()
-    assert interceptor.begin(batch.slot_mapping, batch.window_rows)
+    buffer.commit(batch.kept(torch.tensor([1, 0, 1, 1])))
+    assert buffer.counts == type(buffer.counts)()
+    buffer.finish_warm_up()
+    assert buffer.begin(batch.slot_mapping, batch.window_rows)
 
 
 def test_fake_tensors_are_neither_written_nor_staged():
-    interceptor, cache, batch, rows = interceptor_case()
-    interceptor.begin(batch.slot_mapping, batch.window_rows)
+    buffer, cache, batch, rows = batch_case()
+    buffer.begin(batch.slot_mapping, batch.window_rows)
     before = cache.pool.clone()
     with FakeTensorMode():
         fake = torch.empty(18, 2, 8)
-    interceptor.write(cache.layers[0], fake, fake, batch.slot_mapping)
+    buffer.write(cache.layers[0], fake, fake, batch.slot_mapping)
     meta = torch.empty(18, 2, 8, device="meta")
-    interceptor.write(cache.layers[0], meta, meta, batch.slot_mapping)
-    assert torch.equal(cache.pool, before) and not interceptor.buffer.entries
-    write_all_layers(interceptor, cache, batch, rows)
-    interceptor.commit(torch.ones(18, dtype=torch.bool))
+    buffer.write(cache.layers[0], meta, meta, batch.slot_mapping)
+    assert torch.equal(cache.pool, before) and not buffer.entries
+    write_all_layers(buffer, cache, batch, rows)
+    buffer.commit(torch.ones(18, dtype=torch.bool))
     expect(cache, before, rows, batch.slot_mapping, torch.ones(18, dtype=torch.bool))
     with FakeTensorMode():
-        assert not interceptor.begin(torch.empty(18, dtype=torch.int64), batch.window_rows)
+        assert not buffer.begin(torch.empty(18, dtype=torch.int64), batch.window_rows)
 
 
 @pytest.mark.parametrize("mode", ["blind", "stage"])
@@ -281,7 +277,7 @@ def test_overflow_takes_the_real_write(mode):
     assert torch.equal(cache.pool, vanilla.pool)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     assert (policy.counts.fallbacks, policy.counts.windows, policy.counts.staged_tokens) == (1, 0, 0)
-    assert isinstance(policy.interceptor.last_error, OverflowError)
+    assert isinstance(policy.buffer.last_error, OverflowError)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -303,107 +299,107 @@ def test_an_error_while_staging_loses_no_token(layer, monkeypatch):
     assert torch.equal(cache.pool, vanilla.pool)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     assert (policy.counts.fallbacks, policy.counts.windows) == (1, 0)
-    assert "on purpose" in str(policy.interceptor.last_error)
+    assert "on purpose" in str(policy.buffer.last_error)
 
 
 def test_a_broken_commit_is_written_through_at_the_right_rows(monkeypatch):
     """The fallback used indices of the window where it needed those of the batch."""
-    interceptor, cache, batch, rows = interceptor_case()
+    buffer, cache, batch, rows = batch_case()
     before = cache.pool.clone()
-    interceptor.begin(batch.slot_mapping, batch.window_rows)
-    write_all_layers(interceptor, cache, batch, rows)
-    monkeypatch.setattr(interceptor.buffer, "commit_layer", lambda *_: 1 / 0)
+    buffer.begin(batch.slot_mapping, batch.window_rows)
+    write_all_layers(buffer, cache, batch, rows)
+    monkeypatch.setattr(buffer, "copy_layer", lambda *_: 1 / 0)
     kept = batch.kept(torch.tensor([2, 0, 0, 4]))
-    interceptor.commit(kept)
+    buffer.commit(kept)
     expect(cache, before, rows, batch.slot_mapping, kept)
-    assert (interceptor.counts.fallbacks, interceptor.counts.windows) == (1, 0)
+    assert (buffer.counts.fallbacks, buffer.counts.windows) == (1, 0)
     monkeypatch.undo()
-    assert interceptor.begin(batch.slot_mapping, batch.window_rows)
+    assert buffer.begin(batch.slot_mapping, batch.window_rows)
 
 
 def test_a_layer_with_slots_of_its_own_falls_back():
     """Per-layer slots were the first great bug."""
-    interceptor, cache, batch, rows = interceptor_case()
-    interceptor.begin(batch.slot_mapping, batch.window_rows)
-    interceptor.write(cache.layers[0], *rows[0], batch.slot_mapping)
-    interceptor.write(cache.layers[1], *rows[1], batch.slot_mapping.roll(1))
-    assert interceptor.counts.fallbacks == 1
-    assert "other slots" in str(interceptor.last_error)
+    buffer, cache, batch, rows = batch_case()
+    buffer.begin(batch.slot_mapping, batch.window_rows)
+    buffer.write(cache.layers[0], *rows[0], batch.slot_mapping)
+    buffer.write(cache.layers[1], *rows[1], batch.slot_mapping.roll(1))
+    assert buffer.counts.fallbacks == 1
+    assert "other slots" in str(buffer.last_error)
 
 
 def test_a_window_is_begun_once():
     """A second begin is refused and the window before it is still whole."""
-    interceptor, cache, batch, rows = interceptor_case()
+    buffer, cache, batch, rows = batch_case()
     before = cache.pool.clone()
-    interceptor.begin(batch.slot_mapping, batch.window_rows)
-    interceptor.write(cache.layers[0], *rows[0], batch.slot_mapping)
+    buffer.begin(batch.slot_mapping, batch.window_rows)
+    buffer.write(cache.layers[0], *rows[0], batch.slot_mapping)
     with pytest.raises(RuntimeError, match="commit or cancel"):
-        interceptor.begin(batch.slot_mapping, batch.window_rows)
+        buffer.begin(batch.slot_mapping, batch.window_rows)
     for layer in (1, 2):
-        interceptor.write(cache.layers[layer], *rows[layer], batch.slot_mapping)
-    interceptor.commit(torch.ones(18, dtype=torch.bool))
+        buffer.write(cache.layers[layer], *rows[layer], batch.slot_mapping)
+    buffer.commit(torch.ones(18, dtype=torch.bool))
     expect(cache, before, rows, batch.slot_mapping, torch.ones(18, dtype=torch.bool))
 
 
 def test_a_wrong_mask_is_an_error_and_the_window_stays_open():
-    interceptor, cache, batch, rows = interceptor_case()
+    buffer, cache, batch, rows = batch_case()
     before = cache.pool.clone()
-    interceptor.begin(batch.slot_mapping, batch.window_rows)
-    write_all_layers(interceptor, cache, batch, rows)
+    buffer.begin(batch.slot_mapping, batch.window_rows)
+    write_all_layers(buffer, cache, batch, rows)
     for bad in (torch.ones(12, dtype=torch.bool), torch.ones(18, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"not bool \[18\]"):
-            interceptor.commit(bad)
+            buffer.commit(bad)
     kept = batch.kept(torch.tensor([2, 0, 0, 4]))
-    interceptor.commit(kept)
+    buffer.commit(kept)
     expect(cache, before, rows, batch.slot_mapping, kept)
 
 
 def test_padding_is_skipped():
     """A slot of -1 is skipped, staged or not."""
-    interceptor, cache, batch, rows = interceptor_case()
+    buffer, cache, batch, rows = batch_case()
     before = cache.pool.clone()
     slots = batch.slot_mapping.clone()
     slots[[2, 6, 17]] = -1
-    interceptor.begin(slots, batch.window_rows)
+    buffer.begin(slots, batch.window_rows)
     for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
-        interceptor.write(context, key, value, slots)
-    interceptor.commit(torch.ones(18, dtype=torch.bool))
+        buffer.write(context, key, value, slots)
+    buffer.commit(torch.ones(18, dtype=torch.bool))
     expect(cache, before, rows, batch.slot_mapping, slots >= 0)
-    assert (interceptor.counts.staged_tokens, interceptor.counts.fallbacks) == (10, 0)
+    assert (buffer.counts.staged_tokens, buffer.counts.fallbacks) == (10, 0)
 
 
 def test_many_rows_alone_are_no_window():
     """A batch of prefills has `num_tokens > 1` and nothing to verify."""
     cache, batch = make_case(SHAPE, torch.float32, [(0, 0, 9), (4, 0, 5)])
-    interceptor = KVCacheInterceptor(StagingBuffer(3, 64), cache.layers)
-    interceptor.finish_warm_up()
-    assert not interceptor.begin(batch.slot_mapping, batch.window_rows)
-    assert interceptor.state == "direct"
+    buffer = StagingBuffer(cache.layers, 64)
+    buffer.finish_warm_up()
+    assert not buffer.begin(batch.slot_mapping, batch.window_rows)
+    assert buffer.state == "direct"
 
 
 def test_cancel_leaves_the_window_rows_as_they_were():
-    interceptor, cache, batch, rows = interceptor_case()
-    interceptor.begin(batch.slot_mapping, batch.window_rows)
+    buffer, cache, batch, rows = batch_case()
+    buffer.begin(batch.slot_mapping, batch.window_rows)
     before = cache.pool.clone()
-    write_all_layers(interceptor, cache, batch, rows)
-    interceptor.cancel()
+    write_all_layers(buffer, cache, batch, rows)
+    buffer.cancel()
     prefill = batch.num_drafts[batch.row_request] == 0
     assert cache.changed_bytes(before, batch.slot_mapping[prefill]) == 0
-    assert (interceptor.counts.cancelled, interceptor.counts.staged_tokens, interceptor.state) == (1, 0, "direct")
-    assert interceptor.begin(batch.slot_mapping, batch.window_rows)
+    assert (buffer.counts.cancelled, buffer.counts.staged_tokens, buffer.state) == (1, 0, "direct")
+    assert buffer.begin(batch.slot_mapping, batch.window_rows)
 
 
 def test_a_drafters_layer_is_written_at_once_in_the_middle_of_a_window():
     """The drafter's layers follow the target's in numbering and are part of no commit."""
-    interceptor, cache, batch, rows = interceptor_case()
+    buffer, cache, batch, rows = batch_case()
     draft = PagedCache(replace(SHAPE, num_layers=1), cache.num_blocks, cache.block_size, first_layer=3)
-    interceptor.begin(batch.slot_mapping, batch.window_rows)
-    write_all_layers(interceptor, cache, batch, rows)
-    interceptor.write(draft.layers[3], *rows[0], batch.slot_mapping)
+    buffer.begin(batch.slot_mapping, batch.window_rows)
+    write_all_layers(buffer, cache, batch, rows)
+    buffer.write(draft.layers[3], *rows[0], batch.slot_mapping)
     key, value = draft.layers[3].read(batch.slot_mapping, torch.float32)
     assert torch.equal(key, rows[0][0]) and torch.equal(value, rows[0][1])
-    interceptor.commit(torch.ones(18, dtype=torch.bool))
-    assert interceptor.counts.fallbacks == 0 and interceptor.counts.stage_operations == 3 * 12
+    buffer.commit(torch.ones(18, dtype=torch.bool))
+    assert buffer.counts.fallbacks == 0 and buffer.counts.stage_operations == 3 * 12
 
 
 # -- the pages ------------------------------------------------------------------------------------------------------

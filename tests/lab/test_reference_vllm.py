@@ -7,6 +7,7 @@ import torch
 from nwor.settings import Settings
 from nwor_lab import pair, paths
 from nwor_lab.engines.engine import Engine, EngineSpec
+from nwor_lab.pair.model import hidden_states, load_pair
 from nwor_lab.reference import compare
 
 K, PROMPTS, MAX_TOKENS = 4, 6, 40
@@ -21,8 +22,8 @@ def test_the_decoder_says_and_accepts_what_vllm_does():
     A shift of one position or token in the drafter costs a third of the acceptance and more; a tie costs a window.
     """
     texts = pair.load_prompts(paths.PROMPTS, PROMPTS)
-    ids = [compare.load_tokenizer(paths.PAIR_TARGET).encode(text).ids for text in texts]
-    target, head = pair.load_pair()
+    ids = [pair.load_tokenizer().encode(text).ids for text in texts]
+    target, head = load_pair()
     ours = compare.compare(target, head, ids, k=K, max_tokens=MAX_TOKENS, modes=["stage"])["stage"]
     spec = EngineSpec(str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), k=K, dtype="float32", max_model_len=1024)
     with Engine(spec, Settings()) as engine:
@@ -43,6 +44,6 @@ def test_the_decoder_says_and_accepts_what_vllm_does():
 def gap_where_they_part(target, prompt, ours, theirs) -> float:
     """Difference of the logits of the first tokens that differ."""
     at = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-    tokens = torch.tensor(prompt + ours[:at])
-    logits = target.logits(target(tokens, torch.arange(len(tokens)))[-1])
+    tokens = torch.tensor([prompt + ours[:at]])
+    logits = target.lm_head(hidden_states(target, tokens, torch.arange(tokens.shape[1])[None])[0, -1])
     return float((logits[ours[at]] - logits[theirs[at]]).abs())

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from nwor.settings import Settings
-from nwor_lab import machine, pair
+from nwor_lab import machine
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.experiments.parity import compare
+from tests.checkpoints import random_pair
 from tests.engines import Engines, Outcome
 from tests.lab.test_machine import AVX2, on_avx2
 from tests.nwor.test_vllm_modes import GAP, ROUNDING
@@ -27,7 +28,7 @@ pytestmark = [
 def run(tmp_path_factory):
     """Engines of a random pair, one after the other, each mode and dtype once."""
     path: Path = tmp_path_factory.mktemp("pair")
-    pair.random_pair(path, noise=0.3)
+    random_pair(path, noise=0.3)
     spec = EngineSpec(str(path / "target"), str(path / "eagle"), max_num_batched_tokens=96, num_blocks=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(AVX2))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from nwor.settings import Settings
-from nwor_lab import pair
 from nwor_lab.engines.engine import EngineSpec
+from tests.checkpoints import random_pair
 from tests.engines import Engines, Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -37,7 +37,7 @@ def run():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("pair")
-    pair.random_pair(path, noise=0.3)
+    random_pair(path, noise=0.3)
     return path
 
 

@@ -19,10 +19,11 @@ from nwor_lab import pair, paths
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineSpec, Generation
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.experiments import bench
+from nwor_lab.experiments import options
 from nwor_lab.experiments.parity import compare
-from nwor_lab.experiments.plan import Plan
+from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
+from tests.checkpoints import random_pair
 from tests.engines import PROMPTS, Engines, Outcome
 from tests.nwor import faults, request_kinds
 
@@ -65,7 +66,7 @@ def engines():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("pair")
-    pair.random_pair(path, noise=0.3, num_hidden_layers=LAYERS, head_dim=64)
+    random_pair(path, noise=0.3, num_hidden_layers=LAYERS, head_dim=64)
     return path
 
 
@@ -99,8 +100,8 @@ def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, close):
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
     more = {"load_format": FORMAT, "acceptance_length": 3.0, "enforce_eager": False}
     spec = EngineSpec(str(target), str(head), num_blocks=96, kv_cache_memory=256, **more)
-    prompts = bench.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
-    plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
+    prompts = options.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
+    plain = engines.run(spec, settings_of("off", False), prompts=prompts, logprobs=5)
     settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
     outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
     assert not plain.error and not outcome.error, plain.error + outcome.error
@@ -315,7 +316,7 @@ def assert_parity(vanilla: Outcome, outcome: Outcome, mode: str) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
 def test_other_architectures(engines, tmp_path_factory, architecture, mode):
     path = tmp_path_factory.mktemp(architecture)
-    pair.random_pair(path, architecture=architecture, noise=0.3, head_dim=64)
+    random_pair(path, architecture=architecture, noise=0.3, head_dim=64)
     plain = engines.run(spec_of(path), Settings(), logprobs=5)
     assert not plain.error, plain.error
     outcome = treated(engines, path, mode, "v2 FA eager")

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from nwor.settings import Settings
-from nwor_lab import pair
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.experiments import bench
+from nwor_lab.experiments import options
 from nwor_lab.experiments.parity import compare
-from nwor_lab.experiments.plan import Plan
+from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
+from tests.checkpoints import random_pair
 from tests.devices import needs_fp8_cache
 from tests.engines import PROMPTS, Engines, Outcome
 from tests.nwor import faults, request_kinds
@@ -48,7 +48,7 @@ def engines():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("pair")
-    pair.random_pair(path, noise=0.3)
+    random_pair(path, noise=0.3)
     return path
 
 
@@ -97,8 +97,8 @@ def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, close):
     """Under vLLM's own dummy weights both faults gave vanilla's tokens, request for request."""
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
     spec = EngineSpec(str(target), str(head), load_format=FORMAT, num_blocks=64, dtype="float32")
-    prompts = bench.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
-    plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
+    prompts = options.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
+    plain = engines.run(spec, settings_of("off", False), prompts=prompts, logprobs=5)
     settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
     outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
     assert not plain.error and not outcome.error, plain.error + outcome.error
@@ -314,7 +314,7 @@ def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fa
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_other_architectures(engines, tmp_path_factory, architecture, mode):
     path = tmp_path_factory.mktemp(architecture)
-    pair.random_pair(path, architecture=architecture, noise=0.3)
+    random_pair(path, architecture=architecture, noise=0.3)
     vanilla = engines.run(spec_of(path), Settings())
     assert not vanilla.error, vanilla.error
     outcome = treated(engines, path, mode)
@@ -340,7 +340,7 @@ def test_requests_of_every_kind(engines, model):
 
 def test_eagle3(engines, tmp_path):
     """Hidden states of three layers for the head, and a draft vocabulary smaller than the target's."""
-    target, _ = pair.random_pair(tmp_path, noise=0.3, head_dim=64)
+    target, _ = random_pair(tmp_path, noise=0.3, head_dim=64)
     head = checkpoints.random_eagle3(tmp_path / "eagle3", target, draft_vocab_size=288)
     spec = replace(spec_of(tmp_path), draft=str(head), method="eagle3")
     vanilla = engines.run(spec, Settings())

@@ -1,47 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe of the shipped pair: a Llama target and an EAGLE head on the source of Python's standard library.
 
-`nwor pair train --out DIR` leaves `target/`, `eagle/`, `prompts.jsonl`, `training.csv` (every curve) and
+`python data/pair/train.py --out DIR` leaves `target/`, `eagle/`, `prompts.jsonl`, `training.csv` (every curve) and
 `recipe.json` (versions, corpus hash, sizes, last values) in DIR. Seeds are fixed; on a GPU, whose sums have no fixed
 order, two runs still differ a little (held-out loss 1.941 and 1.954 in two runs on an H200).
 """
 
+from __future__ import annotations
+
+import argparse
 import copy
 import csv
-import hashlib
+import json
 import platform
-import random
+import sys
 import sysconfig
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from corpus import END_OF_TEXT, corpus_hash, cut_prompts, encode_stream, read_corpus, train_tokenizer
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from nwor_lab.pair import END_OF_TEXT, hf_config, save_checkpoint, save_tokenizer, target_weights, write_prompts
-from nwor_lab.pair.llama import EagleHead, LlamaConfig, LlamaTarget, causal_attention
-from nwor_lab.results import write_json
+from nwor_lab.pair.model import ATTENTION, EagleHead, causal_attention, hidden_states
 
-TARGET = LlamaConfig(
-    vocab_size=4096,
-    hidden_size=256,
-    intermediate_size=704,
-    num_hidden_layers=5,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 DRAFTS = 4
 """Steps the head is unrolled over in training, and drafts per window in the acceptance estimate."""
 PASS_WEIGHT, FEATURE_WEIGHT = 0.8, 0.1
-SKIPPED = ("site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "data", "lib-dynload")
-BLOCKS = ("def ", "async ", "class ", "if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except ", "finally:")
+HELP = {
+    "steps": "optimiser steps of the target",
+    "head_steps": "optimiser steps of the EAGLE head",
+    "batch": "sequences a step",
+    "length": "tokens a sequence",
+    "weight_decay": "of the target; strong, since it sees the corpus about fifteen times",
+    "seed": "of the weights and the order of the corpus",
+    "prompts": "held-out prompts to cut",
+    "stdlib": "corpus, the running Python's standard library by default",
+    "device": "cuda if there is one, else cpu",
+}
 
 
 @dataclass(frozen=True)
@@ -66,9 +83,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if not (self.stdlib / "os.py").is_file():
             raise FileNotFoundError(f"{self.stdlib} is no standard library (it has no os.py); pass --stdlib")
-        if self.length > TARGET.max_position_embeddings:
+        if self.length > SHAPE["max_position_embeddings"]:
             raise ValueError(
-                f"length {self.length} exceeds the {TARGET.max_position_embeddings} positions of the model"
+                f"length {self.length} exceeds the {SHAPE['max_position_embeddings']} positions of the model"
             )
 
 
@@ -84,79 +101,6 @@ class Record:
     def save(self, path: Path) -> None:
         with path.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([("model", "step", "split", "metric", "value"), *self.rows])
-
-
-def read_corpus(stdlib: Path) -> dict[str, dict[str, str]]:
-    """Split -> relative path -> text. A file's split hangs on the hash of its path alone: 1/16 each is held out."""
-    corpus: dict[str, dict[str, str]] = {"train": {}, "validation": {}, "prompts": {}}
-    for path in sorted(stdlib.rglob("*.py")):
-        name = path.relative_to(stdlib).as_posix()
-        if name.startswith(("_sysconfigdata", "config-")) or set(path.relative_to(stdlib).parts) & set(SKIPPED):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # deliberately broken sources of the test suite
-            continue
-        byte = hashlib.sha256(name.encode()).digest()[0] % 16
-        corpus[{0: "validation", 1: "prompts"}.get(byte, "train")][name] = text
-    return corpus
-
-
-def corpus_hash(corpus: dict[str, dict[str, str]]) -> str:
-    """SHA-256 over split, path and text of every file."""
-    digest = hashlib.sha256()
-    for split, files in corpus.items():
-        for name, text in files.items():
-            digest.update(f"{split}\0{name}\0{text}\0".encode())
-    return digest.hexdigest()
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; id 0 is `<|endoftext|>`, which ends each file."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def encode_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
-    """One int64 stream of all files, each closed by `<|endoftext|>`."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    return torch.tensor([i for encoding in tokenizer.encode_batch(texts) for i in (*encoding.ids, end)])
-
-
-def cut_prompts(files: dict[str, str], tokenizer: Tokenizer, count: int, seed: int) -> list[dict[str, str]]:
-    """`count` prompts of 64 to 256 tokens, each from a top-level definition or a file's start to a block's colon.
-
-    The line break after the colon is left out: the tokenizer joins it with the indentation that follows.
-    """
-    rng = random.Random(seed)
-    starts = [
-        (name, number)
-        for name, text in files.items()
-        for number, line in enumerate(text.splitlines())
-        if number == 0 or line.startswith(("def ", "class ", "async def ", "@"))
-    ]
-    rng.shuffle(starts)
-    prompts: list[dict[str, str]] = []
-    for name, number in starts:
-        lines, limit = files[name].splitlines()[number:], rng.randint(96, 256)
-        counts = [len(encoding.ids) for encoding in tokenizer.encode_batch([line + "\n" for line in lines[:limit]])]
-        kept = bisect_right(list(accumulate(counts)), limit)
-        while kept and not (lines[kept - 1].endswith(":") and lines[kept - 1].lstrip().startswith(BLOCKS)):
-            kept -= 1
-        if sum(counts[:kept]) >= 64:
-            prompts.append({"id": f"{name}:{number + 1}", "prompt": "\n".join(lines[:kept])})
-        if len(prompts) == count:
-            return prompts
-    raise ValueError(f"the held-out files yield {len(prompts)} prompts of the {count} asked for; ask for fewer")
 
 
 class UnrolledAttention:
@@ -193,7 +137,7 @@ def unroll(head: EagleHead, input_ids: Tensor, hidden_states: Tensor, passes: in
     attend, positions = UnrolledAttention(), torch.arange(input_ids.shape[1] - 1, device=input_ids.device)
     features, predicted = hidden_states[:, :-1], []
     for _ in range(passes):
-        predicted.append(head(input_ids[:, 1:], positions, features, attend))
+        predicted.append(head(input_ids[:, 1:], positions[None], features, attend))
         features = predicted[-1].roll(1, dims=1)
     return predicted
 
@@ -203,14 +147,14 @@ def head_loss(head: EagleHead, input_ids: Tensor, hidden_states: Tensor, target_
     wanted = target_logits[:, 1:].float().softmax(-1)
     loss = hidden_states.new_zeros(())
     for j, predicted in enumerate(unroll(head, input_ids, hidden_states, DRAFTS)):
-        cross = -(wanted[:, j:] * head.logits(predicted[:, j:]).float().log_softmax(-1)).sum(-1).mean()
+        cross = -(wanted[:, j:] * head.lm_head(predicted[:, j:]).float().log_softmax(-1)).sum(-1).mean()
         feature = F.smooth_l1_loss(predicted[:, j:].float(), hidden_states[:, j + 1 :].float())
         loss = loss + PASS_WEIGHT**j * (cross + FEATURE_WEIGHT * feature)
     return loss / sum(PASS_WEIGHT**j for j in range(DRAFTS))
 
 
 @torch.no_grad()
-def generate(target: LlamaTarget, prompts: Sequence[Sequence[int]], new_tokens: int, device: str) -> Tensor:
+def generate(target: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int, device: str) -> Tensor:
     """Greedy continuations without a cache: `[len(prompts), longest + new_tokens]`, each row padded at its end."""
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     ids = torch.zeros(len(prompts), int(lengths.max()) + new_tokens, dtype=torch.long, device=device)
@@ -219,23 +163,23 @@ def generate(target: LlamaTarget, prompts: Sequence[Sequence[int]], new_tokens: 
     rows = torch.arange(len(prompts), device=device)
     for step in range(new_tokens):
         end = int(lengths.max()) + step
-        hidden = target(ids[:, :end], torch.arange(end, device=device))[rows, lengths + step - 1]
-        ids[rows, lengths + step] = target.logits(hidden).argmax(-1)
+        hidden = hidden_states(target, ids[:, :end], torch.arange(end, device=device)[None])[rows, lengths + step - 1]
+        ids[rows, lengths + step] = target.lm_head(hidden).argmax(-1)
     return ids
 
 
 @torch.no_grad()
 def acceptance(
-    head: EagleHead, target: LlamaTarget, ids: Tensor, starts: Sequence[int], new_tokens: int
+    head: EagleHead, target: PreTrainedModel, ids: Tensor, starts: Sequence[int], new_tokens: int
 ) -> list[float]:
     """Share of windows in which draft 1, 2, .. `DRAFTS` survives, over all windows within greedy text `ids [B, S]`.
 
     Row b of `ids` was generated from column `starts[b]` on. 1 + sum of the result is the mean acceptance length.
     """
     positions = torch.arange(ids.shape[1], device=ids.device)
-    predicted = unroll(head, ids, target(ids, positions), DRAFTS)
+    predicted = unroll(head, ids, hidden_states(target, ids, positions[None]), DRAFTS)
     survived, counts = torch.zeros(DRAFTS, dtype=torch.float64), 0
-    hits = [head.logits(p)[:, :-1].argmax(-1) == ids[:, 2:] for p in predicted]
+    hits = [head.lm_head(p)[:, :-1].argmax(-1) == ids[:, 2:] for p in predicted]
     for b, start in enumerate(starts):
         windows = torch.arange(start - 1, start + new_tokens - 1 - DRAFTS, device=ids.device)
         alive = torch.ones_like(windows, dtype=torch.bool)
@@ -303,7 +247,7 @@ def train(out: Path, recipe: Recipe) -> dict[str, object]:
     device = recipe.device
     autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
     corpus = read_corpus(recipe.stdlib)
-    tokenizer = train_tokenizer(corpus["train"].values(), TARGET.vocab_size)
+    tokenizer = train_tokenizer(corpus["train"].values(), SHAPE["vocab_size"])
     streams = {split: encode_stream(tokenizer, list(corpus[split].values())) for split in ("train", "validation")}
     sizes = ", ".join(f"{len(stream):,} {split}" for split, stream in streams.items())
     print(f"corpus {sum(map(len, corpus['train'].values())):,} characters for training; tokens: {sizes}", flush=True)
@@ -319,15 +263,15 @@ def train(out: Path, recipe: Recipe) -> dict[str, object]:
     held_out = streams["validation"].to(device)
     held_out = held_out[: len(held_out) // (recipe.length + 1) * (recipe.length + 1)].view(-1, recipe.length + 1)
     held_out = held_out[: 8 * recipe.batch]
-    positions, record = torch.arange(recipe.length, device=device), Record()
+    positions, record = torch.arange(recipe.length, device=device)[None], Record()
 
-    target = LlamaTarget(TARGET)
+    target = LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation=ATTENTION))
     initialise(target.parameters())
     target.to(device)
 
     def next_token_loss(ids: Tensor) -> Tensor:
         with autocast:
-            logits = target.logits(target(ids[:, :-1], positions))
+            logits = target.lm_head(hidden_states(target, ids[:, :-1], positions))
         return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
     @torch.no_grad()
@@ -342,7 +286,7 @@ def train(out: Path, recipe: Recipe) -> dict[str, object]:
         return next_token_loss(batch())
 
     optimise("target", target, weights, recipe.steps, 3e-3, recipe.weight_decay, batch_loss, held_out_loss, record)
-    target.to(torch.bfloat16).float().requires_grad_(False)  # the head learns on what is shipped
+    round_to_bf16(target.requires_grad_(False))  # the head learns on what is shipped
 
     new_tokens = min(128, recipe.length // 2)
     greedy: dict[str, tuple[Tensor, list[int]]] = {}
@@ -354,7 +298,7 @@ def train(out: Path, recipe: Recipe) -> dict[str, object]:
         with autocast:
             greedy[split] = generate(target, ids, new_tokens, device), [len(i) for i in ids]
 
-    head = EagleHead(LlamaConfig(**{**vars(TARGET), "num_hidden_layers": 1}), target)
+    head = EagleHead(LlamaConfig(**{**SHAPE, "num_hidden_layers": 1}), target)
     own = list(head.own_parameters().values())
     initialise(own)
     head.to(device)
@@ -363,8 +307,8 @@ def train(out: Path, recipe: Recipe) -> dict[str, object]:
         ids = batch()[:, :-1]
         with autocast:
             with torch.no_grad():
-                hidden = target(ids, positions)
-                logits = target.logits(hidden)
+                hidden = hidden_states(target, ids, positions)
+                logits = target.lm_head(hidden)
             return head_loss(head, ids, hidden, logits)
 
     def acceptance_length(step: int, split: str = "validation") -> float:
@@ -376,7 +320,7 @@ def train(out: Path, recipe: Recipe) -> dict[str, object]:
         return 1 + sum(survival)
 
     optimise("eagle", head, own, recipe.head_steps, 2e-3, 0.1, batch_head_loss, lambda s: -acceptance_length(s), record)
-    head.to(torch.bfloat16).float()
+    round_to_bf16(head)
     final = {
         "held_out_loss": held_out_loss(recipe.steps),
         "acceptance_length_validation": acceptance_length(recipe.head_steps),
@@ -384,11 +328,17 @@ def train(out: Path, recipe: Recipe) -> dict[str, object]:
     }
     print(", ".join(f"{name} {value:.4f}" for name, value in final.items()))
 
-    save_checkpoint(out / "target", hf_config(TARGET), target_weights(target), torch.bfloat16)
-    save_tokenizer(out / "target", tokenizer, TARGET.max_position_embeddings)
-    write_json(out / "target" / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0})
-    save_checkpoint(out / "eagle", hf_config(head.config), dict(head.own_parameters()), torch.bfloat16)
-    write_prompts(out / "prompts.jsonl", prompts["prompts"])
+    target.to(torch.bfloat16).save_pretrained(out / "target")
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=SHAPE["max_position_embeddings"], **special
+    ).save_pretrained(out / "target")
+    (out / "eagle").mkdir(parents=True, exist_ok=True)
+    tensors = {name: p.detach().cpu().bfloat16() for name, p in head.own_parameters().items()}
+    save_file(tensors, out / "eagle" / "model.safetensors", metadata={"format": "pt"})
+    named = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    write_json(out / "eagle" / "config.json", {**head.config.to_dict(), **named})
+    (out / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts["prompts"]))
     record.save(out / "training.csv")
     summary: dict[str, object] = {
         "stdlib": recipe.stdlib.name,
@@ -418,3 +368,30 @@ def initialise(parameters: Iterable[torch.nn.Parameter]) -> None:
             torch.nn.init.normal_(p, std=0.02)
         else:
             torch.nn.init.ones_(p)
+
+
+def round_to_bf16(module: torch.nn.Module) -> None:
+    """Round the parameters to bfloat16 and keep them float32; buffers, such as RoPE's frequencies, stay."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`--out DIR` and a flag for each field of `Recipe`."""
+    parser = argparse.ArgumentParser(description="train the pair on the source of Python's standard library")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the pair and its record into")
+    kinds = {"stdlib": Path, "device": str, "weight_decay": float}
+    for one in fields(Recipe):
+        parser.add_argument("--" + one.name.replace("_", "-"), type=kinds.get(one.name, int), help=HELP[one.name])
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    out = given.pop("out")
+    print(json.dumps(train(out, Recipe(**given)), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe of the shipped pair (`data/pair/train.py`), on a small corpus."""
+
+import csv
+import json
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from nwor_lab.pair import load_prompts, load_tokenizer
+from nwor_lab.pair.model import (
+    hidden_states,
+    load_pair,
+)
+from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET
+from tests.lab.pairs import SMALL, small_pair
+
+sys.path.insert(0, str(DATA / "pair"))
+from corpus import corpus_hash, cut_prompts, read_corpus, train_tokenizer
+from train import DRAFTS, Recipe, acceptance, generate, main, unroll
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+class ChainCache:
+    """Attention of one head layer over rows kept one by one: what a drafter's own KV cache does."""
+
+    def __init__(self, keys=(), values=()):
+        self.keys, self.values = list(keys), list(values)
+
+    def __call__(self, layer, query, key, value):
+        query, key, value = query[0], key[0], value[0]
+        self.keys.append(key)
+        self.values.append(value)
+        keys, values = torch.cat(self.keys), torch.cat(self.values)
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+        visible = len(keys) - len(query) + torch.arange(1, len(query) + 1)
+        out = []
+        for q, n in zip(query, visible.tolist(), strict=True):
+            scores = torch.einsum("hd,thd->ht", q, keys[:n]) / q.shape[-1] ** 0.5
+            out.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values[:n]))
+        return torch.stack(out)[None]
+
+
+def draft_chain(head, ids, hidden, position, drafts):
+    """Features of a real chain: verified rows up to `position` first, then the head on its own features."""
+    cache, features = ChainCache(), []
+    rows = torch.arange(position + 1)
+    feature = head(ids[None, 1 : position + 2], rows[None], hidden[None, : position + 1], cache)[:, -1:]
+    features.append(feature)
+    for j in range(1, drafts):
+        row = torch.tensor([[position + j]])
+        feature = head(ids[None, position + j + 1 : position + j + 2], row, feature, cache)
+        features.append(feature)
+    return torch.cat(features, 1)[0]
+
+
+def test_unrolled_passes_are_a_real_draft_chain():
+    target, head = small_pair()
+    ids = torch.randint(61, (1, 14))
+    with torch.no_grad():
+        hidden = hidden_states(target, ids, torch.arange(14)[None])
+        passes = torch.stack(unroll(head, ids, hidden, DRAFTS))[:, 0]
+        for position in range(14 - 1 - DRAFTS):
+            chain = draft_chain(head, ids[0], hidden[0], position, DRAFTS)
+            diagonal = torch.stack([passes[j, position + j] for j in range(DRAFTS)])
+            torch.testing.assert_close(diagonal, chain, rtol=1e-4, atol=1e-5)
+
+
+def test_acceptance_counts_what_drafting_token_by_token_accepts():
+    target, head = small_pair(4)
+    head.fc.weight.data = torch.cat((0.5 * torch.randn(32, 32), torch.eye(32)), 1)
+    prompts, new = [[5, 9, 33], [17], [2, 60, 8, 1, 44]], 16
+    ids = generate(target, prompts, new, "cpu")
+    survived, windows = [0] * DRAFTS, 0
+    for row, prompt in zip(ids, prompts, strict=True):
+        hidden = hidden_states(target, row[None], torch.arange(len(row))[None])[0]
+        for last in range(len(prompt) - 1, len(prompt) + new - 1 - DRAFTS):
+            windows += 1
+            for j, feature in enumerate(draft_chain(head, row, hidden, last, DRAFTS)):
+                if head.lm_head(feature).argmax() != row[last + 2 + j]:
+                    break
+                survived[j] += 1
+    with torch.no_grad():
+        measured = acceptance(head, target, ids, [len(p) for p in prompts], new)
+    assert measured == pytest.approx([s / windows for s in survived])
+    assert 0 < measured[0] < 1
+
+
+def test_generate_is_greedy_decoding_of_each_row_alone():
+    target, _ = small_pair(1)
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
+    ids = generate(target, prompts, 6, "cpu")
+    for row, prompt in zip(ids, prompts, strict=True):
+        text = list(prompt)
+        for _ in range(6):
+            hidden = hidden_states(target, torch.tensor([text]), torch.arange(len(text))[None])
+            text.append(int(target.lm_head(hidden)[0, -1].argmax()))
+        assert row[: len(text)].tolist() == text
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """A few real packages in a folder of their own, so that the recipe runs in seconds."""
+    root = tmp_path_factory.mktemp("python3")
+    for name in ("os.py", "argparse.py", "asyncio", "email", "json", "logging", "unittest", "urllib", "importlib"):
+        source = STDLIB / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__", "test*"))
+        else:
+            shutil.copy(source, root)
+    return root
+
+
+def test_corpus_splits_by_path_alone_and_skips_what_is_not_source(library, tmp_path):
+    corpus = read_corpus(library)
+    names = [set(files) for files in corpus.values()]
+    assert all(names) and not (names[0] & names[1] | names[0] & names[2] | names[1] & names[2])
+
+    shutil.copytree(library, tmp_path / "lib")
+    (tmp_path / "lib" / "site-packages").mkdir()
+    for name in ("site-packages/other.py", "_sysconfigdata__linux.py"):
+        (tmp_path / "lib" / name).write_text("x = 1\n")
+    (tmp_path / "lib" / "broken.py").write_bytes(b"# \xff\xfe\n")
+    assert corpus_hash(read_corpus(tmp_path / "lib")) == corpus_hash(corpus)
+    (tmp_path / "lib" / "os.py").write_text("pass\n")
+    changed = read_corpus(tmp_path / "lib")
+    assert [set(files) for files in changed.values()] == names and corpus_hash(changed) != corpus_hash(corpus)
+
+
+def test_prompts_are_a_function_of_files_and_seed(library):
+    corpus = read_corpus(library)
+    tokenizer = train_tokenizer(corpus["train"].values(), 600)
+    files = corpus["train"]
+    one, same, other = (cut_prompts(files, tokenizer, 8, seed) for seed in (0, 0, 1))
+    assert one == same != other
+    for row in one:
+        name, _, line = row["id"].rpartition(":")
+        rest = "\n".join(files[name].splitlines()[int(line) - 1 :])
+        assert rest.startswith(row["prompt"] + "\n")
+    with pytest.raises(ValueError, match="ask for fewer"):
+        cut_prompts({"a.py": "x = 1\n"}, tokenizer, 1, 0)
+
+
+def test_recipe_trains_saves_and_loads(library, tmp_path, capsys):
+    options = {"steps": 3, "head-steps": 2, "batch": 2, "length": 48, "prompts": 2, "device": "cpu", "stdlib": library}
+    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    assert main(["--out", str(tmp_path), *arguments]) == 0
+    target, head = load_pair(tmp_path / "target", tmp_path / "eagle")
+    shipped = LlamaConfig.from_pretrained(PAIR_TARGET)
+    assert all(getattr(target.config, name) == getattr(shipped, name) for name in (*SMALL, "rope_parameters"))
+    assert load_tokenizer(tmp_path / "target").get_vocab_size() == 4096
+    assert {n: p.shape for n, p in head.own_parameters().items()} == {
+        n: t.shape for n, t in load_file(PAIR_EAGLE / "model.safetensors").items()
+    }
+    recipe = json.loads((tmp_path / "recipe.json").read_text())
+    assert recipe["steps"] == 3 and recipe["corpus_sha256"] == corpus_hash(read_corpus(library))
+    rows = read_csv(tmp_path / "training.csv")
+    loss = [
+        float(r["value"]) for r in rows if (r["model"], r["split"], r["metric"]) == ("target", "validation", "loss")
+    ]
+    assert len(loss) == 4 and loss[2] < loss[0]
+    assert len(load_prompts(tmp_path / "prompts.jsonl")) == 2
+    assert "held_out_loss" in capsys.readouterr().out
+
+
+def test_wrong_arguments_say_what_to_do(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--stdlib"):
+        Recipe(stdlib=tmp_path)
+    with pytest.raises(ValueError, match="2048 positions"):
+        Recipe(length=4096)
