@@ -350,7 +350,8 @@ def test_a_notebook_of_the_kit_runs_and_is_reported(name: str, tmp_path: Path) -
     run = tmp_path / "run"
     book = nbformat.read(run / f"{name}.ipynb", as_version=4)
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert outputs and not [output for output in outputs if output.get("name") == "stderr"], "no warnings on the page"
+    assert any("image/png" in output.get("data", {}) for output in outputs), "figures are on the page"
+    assert not [output.text for output in outputs if output.get("name") == "stderr"], "no warnings on the page"
     for page in (run / "index.html", run / f"{name}.html"):
         links = {link for link in Links(page).found if not link.startswith(("#", "data:"))}
         assert f"{name}.html" in links or page.name != "index.html"
