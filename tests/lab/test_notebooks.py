@@ -17,7 +17,7 @@ from nwor_lab import paths, reproduce
 
 BOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 each = pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-PARAMETER = re.compile(r"[a-z]\w*: (str|int|float|bool|list\[(str|int|float)\]) = .+?  # \S.+")
+PARAMETER = re.compile(r"[a-z]\w*: (str|int|float|bool|list(\[(str|int|float)\])?) = .+?  # \S.+")
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -70,7 +70,7 @@ def test_it_is_thin(path: Path) -> None:
     imports = ("import ", "from ")
     lines = [len([line for line in cell.splitlines() if line and not line.startswith(imports)]) for cell in cells]
     assert statistics.median(lines) <= 4
-    assert max(lines[1:]) <= 14, "the first holds the parameters, a line each"
+    assert max(lines[1:]) <= 18, "the first holds the parameters, a line each"
     for cell in cells:
         tree = ast.parse(cell)
         assert not [node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Try))]
