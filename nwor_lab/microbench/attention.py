@@ -27,18 +27,20 @@ import argparse
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from nwor_lab import results
-from nwor_lab.microbench.inputs import BATCHES, CHAIN, HEAD_SIZE, KEYS, AttentionCase, AttentionShape, weights
-from nwor_lab.microbench.timer import compact, interleaved
+from nwor_lab.microbench.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
+from nwor_lab.microbench.timer import Call, compact, interleaved
 
+HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 
@@ -65,12 +67,13 @@ def measure(chosen: Sequence[AttentionShape] | None = None, repeats: int = 30, s
     for shape in chosen or shapes():
         case = AttentionCase(shape, seed)
         calls = case.calls()
-        between = case.between(calls, layers(shape.heads, shape.kv_heads))
+        chains = between(case, calls, layers(shape.heads, shape.kv_heads))
         common = asdict(shape) | {"bytes": shape.bytes}
-        found += [
+        timed = [
             common | {"op": op, "repeat": repeat, "metric": "time", "unit": "us", "value": value}
             for op, repeat, value in interleaved(calls, repeats, clean=True)
         ]
+        found += timed
         found += [
             common | {"op": op, "metric": "error", "unit": "relative", "value": case.error(call)}
             for op, call in calls.items()
@@ -78,12 +81,42 @@ def measure(chosen: Sequence[AttentionShape] | None = None, repeats: int = 30, s
         ]
         found += [
             common | {"op": op, "repeat": repeat, "metric": "between", "unit": "us", "value": value / CHAIN}
-            for op, repeat, value in interleaved(between, repeats, clean=True)
+            for op, repeat, value in interleaved(chains, repeats, clean=True)
         ]
-        times = net(pd.DataFrame(found[-len(calls) * repeats * 3 :]))  # this shape is among the last rows
-        print(shape, f"nwor / vLLM's faster: {times['ratio'].iloc[-1]:.3f}", flush=True)
-        del case, calls, between
+        print(f"{shape}: nwor over vLLM's faster {net(pd.DataFrame(timed))['ratio'].item():.3f}", flush=True)
+        del case, calls, chains
     return results.tidy(found, mode="", model="", seed=seed)
+
+
+def between(case: AttentionCase, calls: Mapping[str, Call], layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Call]:
+    """All that `layers` (their weights) run around the attention of `calls`: ours, vLLM's two and none, by name."""
+    from vllm import _custom_ops
+
+    tokens, shape = len(case.qkv), case.shape
+    hidden = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    after, rows = torch.empty_like(hidden), case.qkv.view(tokens, -1)
+    query, key, _ = rows.split([n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)], dim=1)
+    angles = torch.rand(shape.context + shape.query, shape.head_size, device="cuda").bfloat16()
+    positions = torch.arange(shape.context, len(angles), device="cuda").repeat(shape.batch)
+
+    def run(attend: Call) -> None:
+        for projection, output in layers:
+            torch.mm(hidden, projection, out=rows)
+            _custom_ops.rotary_embedding(positions, query, key, shape.head_size, angles, True)
+            if case.fp8:
+                case.query.copy_(query.view(case.query.shape))
+            attend()
+            torch.mm(case.output.view(tokens, -1), output, out=after)
+
+    found = {name: functools.partial(run, calls[name]) for name in ("nwor", "flash", "triton")}
+    return {"none": functools.partial(run, lambda: None), **found}
+
+
+def weights(heads: int, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
+    """Weights before and after the attention, of each layer of `between`."""
+    widths = (HIDDEN, (heads + 2 * kv_heads) * HEAD_SIZE), (heads * HEAD_SIZE, HIDDEN)
+    random = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+    return [tuple(random(*width).normal_(std=0.02) for width in widths) for _ in range(CHAIN)]
 
 
 def net(frame: pd.DataFrame) -> pd.DataFrame:

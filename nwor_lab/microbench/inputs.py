@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from nwor_lab.model.traffic import Shape
 
 HEAD_SIZE, BLOCK_SIZE = 128, 16
 LAYERS, BLOCKS, QUERY = 32, 1024, 9  # of the operators: layers, blocks of a layer, rows of a recorded window
-HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 BATCHES = (1, 4, 16, 64)
 FLASH_SPLITS = (1, 2, 4, 8, 16)
 
@@ -122,12 +121,8 @@ class OperatorCase:
         found["vllm triton"] = self._triton(masked)
         if not kept:
             return found  # the others launch nothing for no rows
-        index = self.slots[:, :kept].flatten()
         chosen = torch.arange(self.slots.numel()).view(-1, self.query)[:, :kept].flatten().cuda()
-        flat, source = self.layers.flatten(3).flatten(1, 2), self.packed[:, chosen].contiguous()
-        found["index_copy"] = lambda: [to.index_copy_(0, index, rows) for to, rows in zip(flat, source, strict=True)]
-        found["index_put"] = lambda: [to.index_put_((index,), rows) for to, rows in zip(flat, source, strict=True)]
-        words = self.pool.view(torch.int32)[: 2 * source.view(torch.uint8).numel() // 4].chunk(2)
+        words = self.pool.view(torch.int32)[: 2 * LAYERS * len(chosen) * self.shape.row // 4].chunk(2)
         found["stream"] = functools.partial(torch.bitwise_not, words[0], out=words[1])
         if flashinfer := self._flashinfer(kept, chosen):
             found["flashinfer"] = flashinfer
@@ -357,32 +352,6 @@ class AttentionCase:
             "write": self.write,
         }
 
-    def between(self, calls: Mapping[str, Call], layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Call]:
-        """All that `layers` (their weights) run around the attention of `calls`:
-        with ours, vLLM's two and none, by name."""
-        from vllm import _custom_ops
-
-        tokens, shape = len(self.qkv), self.shape
-        hidden = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-        after, rows = torch.empty_like(hidden), self.qkv.view(tokens, -1)
-        query, key, _ = rows.split(
-            [n * self.shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)], dim=1
-        )
-        angles = torch.rand(shape.context + shape.query, self.shape.head_size, device="cuda").bfloat16()
-        positions = torch.arange(shape.context, len(angles), device="cuda").repeat(shape.batch)
-
-        def run(attend: Call) -> None:
-            for projection, output in layers:
-                torch.mm(hidden, projection, out=rows)
-                _custom_ops.rotary_embedding(positions, query, key, self.shape.head_size, angles, True)
-                if self.fp8:
-                    self.query.copy_(query.view(self.query.shape))
-                attend()
-                torch.mm(self.output.view(tokens, -1), output, out=after)
-
-        found = {name: functools.partial(run, calls[name]) for name in ("nwor", "flash", "triton")}
-        return {"none": functools.partial(run, lambda: None), **found}
-
     def error(self, call: Call, requests: int = 2) -> float:
         """Relative error of a call's output for the first requests against fp32 softmax over what the cache reads."""
         self.write()
@@ -405,10 +374,3 @@ class AttentionCase:
             found.append(self.output[rows].float())
         difference = torch.cat(found) - torch.cat(wanted)
         return float(difference.norm() / torch.cat(wanted).norm())
-
-
-def weights(heads: int, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
-    """Weights before and after the attention, of each layer of `between`."""
-    widths = (HIDDEN, (heads + 2 * kv_heads) * HEAD_SIZE), (heads * HEAD_SIZE, HIDDEN)
-    random = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
-    return [tuple(random(*width).normal_(std=0.02) for width in widths) for _ in range(CHAIN)]

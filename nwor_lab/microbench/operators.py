@@ -14,7 +14,6 @@ get the same rows to write and nothing else: rejected rows have slot -1, or are 
     vllm                   `reshape_and_cache_flash`, one launch a layer
     vllm triton            `triton_reshape_and_cache_flash`, one launch a layer
     flashinfer             `append_paged_kv_cache`, one launch a layer; rejected rows left out beforehand
-    index_copy, index_put  torch's, on a view [slots, row], one call a layer; rejected rows left out beforehand
     stream                 one kernel of torch (`bitwise_not`) that reads and writes as many bytes, side by side
     empty                  one kernel of one thread that does nothing
     copy                   a device-to-device copy of 4 GiB: the copy bandwidth
@@ -23,6 +22,7 @@ get the same rows to write and nothing else: rejected rows have slot -1, or are 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ ROWS = tuple(QUERY * batch for batch in BATCHES)
 SHAPES = tuple((kv_heads, cache) for kv_heads in (32, 8) for cache in ("bf16", "fp8"))
 KEPT = (0, 3, 9)
 OURS = ("commit", "restore", "log")
-PEERS = ("vllm", "vllm triton", "flashinfer", "index_copy", "index_put")
+PEERS = ("vllm", "vllm triton", "flashinfer", "index_copy", "index_put")  # the last two, torch's, are recorded alone
 METRICS = {"dram__bytes_read.sum": "dram_read", "dram__bytes_write.sum": "dram_written"}
 COUNTS = ("kv_heads", "rows", "kept", "launches", "bytes")
 
@@ -79,12 +79,7 @@ def measure(
     query = k + 1
     rows, few = [batch * query for batch in batches], sorted({0, query // 3, query})
     ops.load()
-    copied = [torch.zeros(4 << 30, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    found: list[dict[str, Any]] = [
-        {"op": op, "repeat": repeat, "value": value, "bytes": 8 << 30}
-        for op, repeat, value in interleaved({"copy": lambda: copied[0].copy_(copied[1])}, repeats)
-    ]
-    copied.clear()
+    found = _copies(repeats)
     for kv_heads, cache in shapes:
         case = OperatorCase(kv_heads, cache, seed, query)
         for number in rows:
@@ -106,6 +101,13 @@ def measure(
     frame["unit"] = frame["metric"].map({"time": "us", "bytes_differing": "bytes"})
     frame[list(COUNTS)] = frame[list(COUNTS)].fillna(0).astype("int64")
     return results.tidy(frame.fillna({"cache": ""}), mode="", model="", seed=seed, k=k)
+
+
+def _copies(repeats: int) -> list[dict[str, Any]]:
+    """Samples of a device-to-device copy of 4 GiB."""
+    source, target = (torch.zeros(4 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    timed = interleaved({"copy": functools.partial(target.copy_, source)}, repeats)
+    return [{"op": op, "repeat": repeat, "value": value, "bytes": 8 << 30} for op, repeat, value in timed]
 
 
 def _samples(case: OperatorCase, calls: dict[str, Call], rows: int, kept: int, repeats: int) -> list[dict[str, Any]]:

@@ -116,7 +116,9 @@ def kernel_picture(
 
     def cell(x: float, y: float, color: str, text: object = "") -> None:
         ax.add_patch(style.plt.Rectangle((x, y), 0.9, 0.9, facecolor=color, edgecolor="#555555", linewidth=0.5))
-        ax.text(x + 0.45, y + 0.4, text, ha="center", va="center", fontsize=5)
+        ax.text(
+            x + 0.45, y + 0.4, text, ha="center", va="center", fontsize=5, color="white" if color == token else "black"
+        )
 
     for slot in range(pages * block_size):
         color = prefix if slot < context else token if slot == context else unused

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ KEYS = ["kv_heads", "cache", "rows", "kept"]
 """Columns that identify a case of table `kernel_times`."""
 
 
-def select(times: pd.DataFrame, **wanted: Sequence[object]) -> pd.DataFrame:
+def select(times: pd.DataFrame, **wanted: Sequence[Any]) -> pd.DataFrame:
     """The samples whose columns have the values `wanted`; the large copy and the row of launches are always kept.
 
     Raises:
@@ -29,11 +30,11 @@ def select(times: pd.DataFrame, **wanted: Sequence[object]) -> pd.DataFrame:
     """
     kept = times
     for column, values in wanted.items():
-        if missing := sorted(set(values) - set(times[column]), key=str):
-            there = sorted(set(times.loc[times["op"] != "copy", column]), key=str)
-            raise ValueError(f"no samples of {column} {', '.join(map(str, missing))}; there are {there}")
+        there: set[Any] = set(times.loc[times["op"] != "copy", column])
+        if missing := sorted(set(values) - there):
+            raise ValueError(f"no samples of {column} {missing}, only of {sorted(there)}; others are measured on a GPU")
         kept = kept[kept[column].isin(values) | kept["op"].isin(["copy", "vllm launches"])]
-    return kept
+    return kept.astype({"value": float})
 
 
 def medians(times: pd.DataFrame) -> pd.DataFrame:
@@ -131,7 +132,9 @@ def over_rows(run: results.Run | Path, times: pd.DataFrame, kept: int = 3) -> Pa
     names = {"commit": "commit (one launch)", "stream": "the same bytes, streamed"}
     frame["writer"] = [names.get(op, f"{op} (a launch a layer)") for op in frame["op"]]
     frame = frame.sort_values("rows").astype({"rows": str}).drop(columns=["low", "high"])
-    grid = style.relplot(frame, "rows", "us", "writer", col="panel", panel=2.0, ncols=4)
+    grid = style.relplot(
+        frame, "rows", "us", "writer", col="panel", col_order=sorted(set(frame["panel"])), panel=2.0, ncols=4
+    )
     grid.set(yscale="log").set_titles("{col_name}").set_axis_labels("rows of the window", "us, all 32 layers")
     caption = (
         f"Time to write the accepted rows, {kept} a request, in all 32 layers: this kit's commit in one launch, "
@@ -177,21 +180,3 @@ def launches(run: results.Run | Path, times: pd.DataFrame) -> Path:
         f"further launch costs {further:.1f} us, whatever it moves; one launch for all layers pays that once."
     )
     return style.save(fig, run, "kernel_launches", pd.concat([rows, commit]), caption)
-
-
-def counters(run: results.Run | Path, frame: pd.DataFrame) -> Path:
-    """Draw the DRAM bytes that the hardware counted over those of the model."""
-    cases = counted(frame)
-    fig, ax = style.figure(height=1.9)
-    for way, color, marker in (("read", "#0072B2", "o"), ("written", "#D55E00", "x")):
-        ax.plot(2 * cases["bytes"] / 1e6, cases[way], marker, color=color, label=way)
-    ax.axhline(1, color="black", linewidth=0.8, label="model")
-    ax.set(xscale="log", xlabel="MB read and written, model", ylabel="counted / model", ylim=(0.9, 1.1))
-    ax.set_xticks([200, 500, 1000, 2000], ["200", "500", "1000", "2000"])
-    ax.minorticks_off()
-    style.legend(ax, ncols=3)
-    caption = (
-        "DRAM bytes that the hardware counted over those that have to move, for the operators whose data exceeds the "
-        "L2 cache: nothing is read or written for rows that stay."
-    )
-    return style.save(fig, run, "kernel_counters", cases, caption)

@@ -184,7 +184,7 @@ def step_time(run: results.Run | Path, frame: pd.DataFrame) -> Path:
 
 POLICY_METRICS = {
     "acceptance_length": "tokens a window\n(more is better)",
-    "same_tokens": "prompts with vanilla's\ntext (more is better)",
+    "same_tokens": "share of prompts with vanilla's\ntext (more is better)",
     "dirty_kb": "unaccepted kB left\n(less is better)",
     "written_mb": "MB moved to write\n(less is better)",
 }
@@ -256,13 +256,13 @@ FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
 
 def unfinished(run: Path) -> str:
     """Why the figures cannot be drawn from this run's folder, in a line; empty where they can."""
-    if not (run / "manifest.json").is_file():
-        return f"{run} is no run: it has no manifest.json"
-    try:
-        entries = results.read_manifest(run)["notebooks"]
-        broken = [name for name, entry in entries.items() if name != DRAWS and not _ended_well(entry)]
-    except (ValueError, KeyError, AttributeError):
-        return f"{run} has a manifest.json that cannot be read"
+    manifest = results.read_manifest(run)
+    entries = manifest["notebooks"]
+    if not entries:
+        return f"{run} is no run: it has no manifest.json that can be read"
+    broken = [
+        name for name in manifest.get("chosen", entries) if name != DRAWS and not _ended_well(entries.get(name, {}))
+    ]
     if broken:
         return f"{run} is not whole: {', '.join(sorted(broken))} did not finish"
     if missing := [name for name in TABLES if not (run / f"{name}.parquet").exists()]:
@@ -270,7 +270,7 @@ def unfinished(run: Path) -> str:
     return ""
 
 
-def _ended_well(entry: dict[str, object]) -> bool:
+def _ended_well(entry: dict[str, Any]) -> bool:
     # `whole` is written by the reproduction run alone, so a notebook run by hand does not count.
     return entry.get("state") == "done" and bool(entry.get("whole"))
 
@@ -279,8 +279,8 @@ def sources(source: Path | str | None = None, own: Path | None = None) -> dict[s
     """The folder that each table is read from; tables of a GPU that are nowhere are left out.
 
     Args:
-        source: a run's folder, which must be whole; by default the newest whole one under `results/`, and where there
-            is none `data/recorded`.
+        source: a run's folder, which must be whole; by default the newest one under `results/` that is whole and was
+            made with the default parameters, and where there is none `data/recorded`.
         own: the folder of the run that asks, preferred where it is whole but for the notebook that draws.
 
     Raises:
@@ -288,10 +288,8 @@ def sources(source: Path | str | None = None, own: Path | None = None) -> dict[s
     """
     if source and (why := unfinished(Path(source))):
         raise FileNotFoundError(why)
-    runs = [path.parent for path in paths.RESULTS.glob("*/manifest.json")]
-    runs.sort(key=lambda run: (run / "manifest.json").stat().st_mtime_ns, reverse=True)
-    candidates = [Path(source)] if source else [*([own] if own else []), *runs]
-    chosen = next((run for run in candidates if not unfinished(run)), paths.RECORDED)
+    candidates = [Path(source)] if source else [own, results.newest_run(TABLES[-1])]
+    chosen = next((run for run in candidates if run and not unfinished(run)), paths.RECORDED)
     held = {name: chosen if (chosen / f"{name}.parquet").exists() else paths.RECORDED for name in TABLES + RECORDED}
     missing = [name for name, folder in held.items() if not (folder / f"{name}.parquet").exists()]
     if needed := [name for name in missing if name in TABLES + RECORDED[:2]]:

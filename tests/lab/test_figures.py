@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures: all that the tables allow are drawn, from what they say, and only whole runs are drawn from."""
 
-import json
 import os
 import subprocess
 import sys
@@ -207,12 +206,18 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: dict) -> A
     """Make a run's folder under an empty `results/`: its tables, and a manifest of the given states."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
 
-    def make(name: str, states: dict[str, str], whole: bool = True, tables: tuple = paper.TABLES) -> Path:
+    def make(
+        name: str, states: dict[str, str], whole: bool = True, tables: tuple = paper.TABLES, passed: dict | None = None
+    ) -> Path:
         run = tmp_path / name
         for table in tables:
             results.write_table(run / f"{table}.parquet", recorded[table])
-        entries = {notebook: {"state": state, "whole": "hash" if whole else None} for notebook, state in states.items()}
-        results.write_json(run / "manifest.json", {"run_id": name, "notebooks": entries})
+        entries = {
+            notebook: {"state": state, "whole": "hash" if whole and state == "done" else None, "passed": passed or {}}
+            for notebook, state in states.items()
+        }
+        manifest = {"run_id": name, "notebooks": entries} | ({"chosen": list(states)} if whole else {})
+        results.write_json(run / "manifest.json", manifest)
         return run
 
     return make
@@ -225,11 +230,13 @@ def test_only_the_newest_whole_run_is_drawn(run_of) -> None:
     run_of("failed", {"01": "done", "03": "failed"})
     run_of("interactive-1", {"03": "done"}, whole=False)
     run_of("part", {"01": "done"}, tables=("reference",))
+    other = run_of("other parameters", {"03": "done"}, passed={"k": 2})
+    assert paper.sources(str(other))["acceptance"] == other, "only where it is named"
     assert paper.sources()["acceptance"] == whole and paper.sources()["gpu_steps"] == paths.RECORDED
     own = run_of("own", {"01": "done", paper.DRAWS: "running"})
     assert {paper.sources(own=own)[name] for name in paper.TABLES} == {own}
     bad = run_of("bad", {"03": "failed", paper.DRAWS: "running"})
-    assert paper.sources(own=bad)["acceptance"] == own
+    assert paper.sources(own=bad)["acceptance"] == whole, "own is under way for any other run"
 
 
 @pytest.mark.parametrize(
@@ -257,8 +264,8 @@ def test_each_figures_run_is_printed(run_of, tmp_path: Path, monkeypatch, capsys
 
 def test_a_manifest_that_cannot_be_read_is_no_whole_run(run_of) -> None:
     run = run_of("broken", {"01": "done"})
-    (run / "manifest.json").write_text(json.dumps({"notebooks": ["no entries"]}))
-    assert "cannot be read" in paper.unfinished(run)
+    (run / "manifest.json").write_text("{")
+    assert "can be read" in paper.unfinished(run)
 
 
 # -- what they say ---------------------------------------------------------------------------------------------------

@@ -96,7 +96,6 @@ def test_counters_cover_every_case_that_exceeds_the_cache() -> None:
 
 def test_figures_are_drawn_from_the_recorded_samples(times: pd.DataFrame, tmp_path) -> None:
     drawn = [kernels.over_share(tmp_path, times), kernels.launches(tmp_path, times)]
-    drawn.append(kernels.counters(tmp_path, results.read_table("kernel_counters", paths.RECORDED)))
     table = attention_plots.frame(pd.concat([samples(0.7), samples(0.9, batch=64)]), bandwidth=4.0)
     drawn += [draw(tmp_path, table) for draw in (attention_plots.ratios, attention_plots.over_floor)]
     drawn.append(attention_plots.kernel_picture(tmp_path, k=5, context=20, splits=1))
@@ -121,6 +120,59 @@ def test_the_commands_need_a_gpu(module, tmp_path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit) as raised:
         module.main(["--out", str(tmp_path)])
     assert raised.value.code == 2 and "no NVIDIA GPU here" in capsys.readouterr().err
+
+
+def sampled(calls: dict, repeats: int, clean: bool = False):
+    """A timer for tests: every call takes as many microseconds as its place in `calls`, from 1."""
+    yield from ((name, repeat, float(us)) for repeat in range(repeats) for us, name in enumerate(calls, 1))
+
+
+def test_operators_are_measured_as_they_are_recorded(times: pd.DataFrame, monkeypatch) -> None:
+    class Case:
+        def __init__(self, kv_heads, cache, seed, query):
+            self.shape, self.heads, self.cache, self.query = shape_of(kv_heads, cache), kv_heads, cache, query
+
+        def fill(self, rows):
+            self.slots = torch.arange(rows)
+
+        def calls(self, kept):
+            return dict.fromkeys(["empty", *OURS, "vllm", "stream"], print)
+
+        def writes(self, layers, slots):
+            return print
+
+        def differing(self, call, kept):
+            return 0
+
+    monkeypatch.setattr(operators, "OperatorCase", Case)
+    monkeypatch.setattr(operators, "interleaved", sampled)
+    monkeypatch.setattr(operators, "_copies", lambda repeats: [{"op": "copy", "value": 2e3, "bytes": 8 << 30}])
+    monkeypatch.setattr(operators.ops, "load", lambda: None)
+    found = operators.measure(2, (1, 4), 0, [(8, "fp8"), (32, "bf16")], k=3)
+    assert set(found) == set(times)
+    assert set(found["rows"]) == {0, 4, 16} and set(found.loc[found["rows"] > 0, "kept"]) == {0, 1, 2, 3, 4}
+    line = found.query("op == 'commit' and metric == 'time' and kv_heads == 8 and rows == 16 and kept == 1").iloc[0]
+    assert line["bytes"] == bytes_moved("commit", shape_of(8, "fp8"), 16, 1, 4) and line["k"] == 3
+    assert kernels.ceilings(found) == (pytest.approx(4.29, rel=0.01), 1.0)
+    assert len(kernels.modelled(found)) and kernels.per_launch(found)[1] > 0
+
+
+def test_attention_is_measured_as_it_is_recorded(monkeypatch, capsys) -> None:
+    names = ["empty", "nwor", "flash", "flash 1", "triton", "write"]
+
+    class Case:
+        def __init__(self, shape, seed):
+            self.calls, self.error = lambda: dict.fromkeys(names, print), lambda call: 1e-3
+
+    monkeypatch.setattr(attention, "AttentionCase", Case)
+    monkeypatch.setattr(attention, "interleaved", sampled)
+    monkeypatch.setattr(attention, "weights", lambda *heads: [])
+    monkeypatch.setattr(attention, "between", lambda *_: dict.fromkeys(["none", "nwor", "flash", "triton"], print))
+    found = attention.measure(attention.shapes([(32, 8)], [4, 1], [512], ["bf16"], [3]), repeats=3)
+    assert set(found) - {"head_size"} == set(results.read_table("attention", paths.RECORDED))
+    assert found.groupby("metric").size().to_dict() == {"time": 2 * 6 * 3, "error": 2 * 4, "between": 2 * 4 * 3}
+    table = attention_plots.frame(found, bandwidth=4.0)
+    assert table["ratio"].tolist() == [0.5, 0.5] and capsys.readouterr().out.count("faster 0.500") == 2
 
 
 @pytest.mark.gpu
