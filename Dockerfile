@@ -6,9 +6,9 @@
 #   docker run --rm --gpus all --ipc=host -p 127.0.0.1:8888:8888 nwor          (JupyterLab; its URL is printed)
 #   docker run --rm -it --gpus all --ipc=host nwor bash                        (a shell; also `make shell`)
 #
-# Run in November 2026, step by step in a root filesystem of Debian 12's packages: everything below, as this user, with all
-# hashes checked, `pip check`, the build for sm_80, sm_90 and sm_100, `nwor doctor`, and JupyterLab's answer.
-# Untried: `docker build` and `docker run` themselves, the base image, and anything that needs a GPU.
+# Tried in November 2026, step by step in a root filesystem of Debian 12's packages: everything below, as this user, with all
+# hashes checked; `pip check`; the build for sm_80, sm_90 and sm_100; `nwor doctor`; and that JupyterLab answers.
+# Never tried: `docker build` and `docker run` themselves, the base image, and anything that needs a GPU.
 
 FROM debian:12-slim
 

@@ -13,19 +13,10 @@ import numpy as np
 import pandas as pd
 
 from docs.values import table, value
+from nwor_lab.experiments.gpu_steps import SETTING, between_engine_spread, gpu_steps
+from nwor_lab.model.predicted import FELL_BACK, against_measured
+from nwor_lab.model.ratios import abba_ratio
 
-SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
-"""Columns that identify one measured setting of whole steps."""
-FELL_BACK = {
-    "steps-12": [
-        (1, 8, "auto", 1, 8192, 64),
-        (1, 8, "auto", 3, 8192, 64),
-        (1, 8, "fp8", 8, 8192, 64),
-        (1, 32, "auto", 1, 8192, 16),
-        (1, 32, "auto", 8, 8192, 16),
-    ]
-}
-"""By run: settings that vLLM's own step served under `stage`, as a limit by context then had it."""
 PEERS = ["vllm", "vllm triton", "flashinfer", "index_copy", "index_put"]
 """Other ways to write the rows of a commit: vLLM's two writers and FlashInfer's, a launch a layer, and torch's."""
 
@@ -33,54 +24,20 @@ PEERS = ["vllm", "vllm triton", "flashinfer", "index_copy", "index_put"]
 # -- whole steps -----------------------------------------------------------------------------------------------------
 
 
-def abba_ratio(ratios: pd.Series) -> float:
-    """One ratio from those of each repeat, by number of repeat.
-
-    The variant that runs first finds a cooler chip, and the order alternates: two repeats are one measurement, their
-    geometric mean, and the median is taken over these. An odd last repeat is left out if there are others.
-    """
-    pairs = np.log(ratios).groupby(ratios.index // 2).agg(["mean", "count"])
-    return float(np.exp(pairs.loc[pairs["count"] == pairs["count"].max(), "mean"].median()))
-
-
 @functools.cache
 def steps() -> pd.DataFrame:
-    """One line a setting and mode: `step` over vanilla's in the same engine, with `low` and `high` over repeats.
+    """One line a setting and mode, as `gpu_steps` has it: `step` over vanilla's in the same engine, `low` and `high`.
 
-    `gpu` is the same of the time of all kernels where it was profiled, `nwor_share` the part of it in NWOR's own.
-    `fell_back`: vLLM's own step served. `requests`, `equal`, `gap` and `shift` are of parity in the timed loads.
+    `nwor_share` is the part of the GPU time that NWOR's own kernels take; `fell_back` whether vLLM's own step served.
     """
-    rows = table("gpu_steps")
-    medians = rows[rows["metric"] == "step_ms"].groupby([*SETTING, "run_id", "engine", "repeat", "mode"])["value"]
-    wide = medians.median().unstack("mode")
-    ratios = wide.drop(columns="off").div(wide["off"], axis=0).stack().dropna().rename("ratio").reset_index()
-    keys = [*SETTING, "run_id", "mode"]
-    each = ratios.astype({"prompt": int}).groupby(keys)
-    found = pd.DataFrame(
-        {
-            "step": each.apply(lambda part: abba_ratio(part.set_index("repeat")["ratio"])),
-            "low": each["ratio"].min(),
-            "high": each["ratio"].max(),
-        }
-    )
-    judged = rows[(rows["engine"] == rows["mode"]) & rows["prompt"].notna()]
-    parity = judged.groupby([*keys, "metric"])["value"].agg(["sum", "max"]).unstack()
-    found["requests"], found["equal"] = parity["sum"]["requests"], parity["sum"]["equal_requests"]
-    found["gap"], found["shift"] = parity["max"]["largest_gap"], parity["max"]["largest_shift"]
-    kernels = table("gpu_kernels").groupby([*SETTING, "engine", "mode", "kind"])["value"].mean().unstack("kind")
-    total = kernels.sum(axis=1).unstack("mode")
-    of_engine = pd.DataFrame(
-        {
-            "gpu": total.div(total["off"], axis=0).stack(),
-            "nwor_share": kernels["NWOR"] / kernels.sum(axis=1),
-        }
-    ).reset_index()
-    of_engine = of_engine[of_engine["engine"] == of_engine["mode"]].drop(columns="engine")
-    found = found.reset_index().merge(of_engine, how="left", on=[*SETTING, "mode"])
-    fell = {(run, *setting) for run, settings in FELL_BACK.items() for setting in settings}
-    settings = found[["run_id", *SETTING]].itertuples(index=False, name=None)
-    found["fell_back"] = np.array([setting in fell for setting in settings]) & (found["mode"] == "stage")
-    return found
+    found = gpu_steps(table("gpu_steps"), table("gpu_kernels")).query("mode != 'off'").copy()
+    found["nwor_share"] = found["nwor_us"] / found["gpu_ms"] / 1e3
+    runs = table("gpu_steps").query("engine == mode and metric == 'step_ms'")[[*SETTING, "mode", "run_id"]]
+    found = found.merge(runs.drop_duplicates(), how="left", on=[*SETTING, "mode"])
+    keys = zip(*(found[name] for name in ("kv_heads", "tp", "kv_cache_dtype", "k", "batch")), strict=True)
+    listed = pd.Series([setting in FELL_BACK for setting in keys], found.index)
+    of_then = (found["mode"] == "stage") & (found["run_id"] == "steps-12") & (found["prompt"] == 8192)
+    return found.assign(fell_back=listed & of_then)
 
 
 def step(mode: str, batch: int, column: str = "step", **other: Any) -> float:
@@ -116,19 +73,21 @@ def lost(mode: str) -> list[Any]:
     return list(rows[rows["step"] >= 1].sort_values("step", ascending=False).itertuples())
 
 
-def lost_sentence() -> str:
-    """The settings in which `stage` served and lost, each with its ratio."""
+def lost_sentence(repeats: bool = False) -> str:
+    """The settings in which `stage` served and lost, each with its ratio, and on request the range over repeats."""
     caches = {"auto": "bf16", "fp8": "fp8"}
-    return "; ".join(
-        f"{line.kv_heads} KV heads, {caches[line.kv_cache_dtype]} cache, TP={line.tp}, k={line.k}, "
-        f"prompts of {line.prompt:,}, batch {line.batch} took {line.step:.3f} ({line.low:.3f} to {line.high:.3f})"
-        for line in lost("stage")
-    )
+    found = []
+    for line in lost("stage"):
+        cache, prompt = caches[line.kv_cache_dtype], f"{line.prompt:,}"
+        where = f"{line.kv_heads} KV heads, {cache} cache, TP={line.tp}, k={line.k}, prompts of {prompt}"
+        spread = f" ({line.low:.3f} to {line.high:.3f})" if repeats else ""
+        found.append(f"{where}, batch {line.batch} took {line.step:.3f}{spread}")
+    return "; ".join(found) or "none"
 
 
 def shift(kv_cache_dtype: str) -> float:
     """The largest shift of a log-probability under `stage`, in nats, in timed loads and in the audits before them."""
-    timed = steps().query("mode == 'stage' and kv_cache_dtype == @kv_cache_dtype")["shift"].max()
+    timed = steps().query("mode == 'stage' and kv_cache_dtype == @kv_cache_dtype")["largest_shift"].max()
     audits = table("gpu_audited_steps").query("mode == 'stage' and engine == mode and metric == 'largest_shift'")
     return float(max(timed, audits.loc[audits["kv_cache_dtype"] == kv_cache_dtype, "value"].max()))
 
@@ -149,14 +108,11 @@ def repeat_spread(quantile: float = 1.0, largest_batch: int = 16) -> float:
 
 
 def engine_spread(name: str) -> float:
-    """How far apart vanilla's steps lie in engines of one setting: largest over smallest median, less 1, worst setting.
+    """How far apart vanilla's steps lie in engines of one setting, at the worst: largest over smallest median, less 1.
 
     name: the table, `gpu_steps` of several runs or `gpu_audited_steps` of one.
     """
-    rows = table(name).query("metric == 'step_ms' and mode == 'off'")
-    medians = rows.groupby([*SETTING, "engine", "repeat"])["value"].median().groupby([*SETTING, "engine"]).median()
-    engines = medians.groupby(SETTING).agg(["min", "max", "size"]).query("size > 1")
-    return float((engines["max"] / engines["min"] - 1).max())
+    return float(between_engine_spread(table(name)).max().max())
 
 
 def order_bias() -> float:
@@ -171,6 +127,27 @@ def order_bias() -> float:
 def chip(metric: str) -> float:
     """Mean `power` (W) or `sm_clock` (MHz) of timed steps of batch 64 over one rank."""
     return float(table("gpu_steps").query("tp == 1 and batch == 64 and metric == @metric")["value"].mean())
+
+
+@functools.cache
+def predictions() -> pd.DataFrame:
+    """Whole steps predicted from launches, bytes and each layer's attention: `with_attention`, `measured`, `off`."""
+    points = against_measured(table("gpu_steps"), attention=table("attention")).dropna(subset="with_attention")
+    return points.assign(off=points["measured"] - points["with_attention"])
+
+
+def foreseen() -> str:
+    """What was predicted of each setting in which `stage` lost."""
+    found = predictions().merge(settings("stage").query("step >= 1")[SETTING], on=SETTING)
+    return ", ".join(f"{ratio:.3f}" for ratio in found["with_attention"])
+
+
+def matmul_ratio(batch: int) -> float:
+    """GPU time of the matmuls under `stage` over vanilla's, which no mode touches: 32 KV heads, bf16, one rank."""
+    rows = table("gpu_kernels").query("tp == 1 and kv_heads == 32 and kv_cache_dtype == 'auto' and engine == 'stage'")
+    rows = rows.query("k == 8 and prompt == 512 and batch == @batch and kind == 'matmul'")
+    means = rows.groupby("mode")["value"].mean()
+    return float(means["stage"] / means["off"])
 
 
 def write_share(batch: int, tp: int = 1, kv_cache_dtype: str = "auto") -> float:

@@ -174,6 +174,12 @@ def audit(mode: str, metric: str, tp: int = 1) -> float:
     return float(found)
 
 
+def dirty(tp: int = 1) -> str:
+    """Dirty layer-steps on GPUs of vanilla, `cow` and `stage`, of how many of vanilla's."""
+    modes = ", ".join(f"{audit(mode, 'audit.dirty_layer_steps', tp):,.0f}" for mode in ("off", "cow", "stage"))
+    return f"{modes} of {audit('off', 'audit.layer_steps', tp):,.0f}"
+
+
 def audited_steps(mode: str, metric: str) -> float:
     """The same of the two timed configurations that were audited first, together."""
     rows = table("gpu_audited_steps").query("(engine == '' or engine == mode) and metric == @metric")

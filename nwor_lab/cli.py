@@ -6,16 +6,17 @@ import importlib
 import sys
 
 COMMANDS = {
-    "doctor": ("nwor_lab.doctor", "print the environment, the operators and the modes that can run here"),
-    "walk": ("nwor_lab.reproduce", "run the notebooks and print the table of claims"),
-    "sweep": ("nwor_lab.grid", "run a notebook over a grid of parameters, here or on a Ray cluster"),
-    "figures": ("nwor_lab.plots.paper", "redraw the paper figures"),
+    "doctor": ("nwor_lab.doctor", "say what is installed, which modes can run here and what this machine cannot do"),
+    "reproduce": (
+        "nwor_lab.reproduce",
+        "run the notebooks, once or over a grid of parameters, and report their claims",
+    ),
     "bench": ("nwor_lab.experiments.bench", "run one engine configuration and write its results"),
+    "audit": ("nwor_lab.experiments.audit", "prove that no uncommitted byte is left in the cache"),
     "acceptance": ("nwor_lab.experiments.acceptance", "count accepted drafts at many draft lengths"),
     "tune": ("nwor_lab.microbench.tune", "find the fastest configurations of stage's attention on this GPU"),
-    "measure": ("nwor_lab.measure", "measure on GPUs what data/recorded holds of them"),
-    "record": ("nwor_lab.record", "keep a run's tables in data/recorded"),
-    "audit": ("nwor_lab.experiments.audit", "prove that no uncommitted byte is left in the cache"),
+    "figures": ("nwor_lab.plots.paper", "redraw the paper figures"),
+    "measure": ("nwor_lab.measure", "measure what data/recorded holds, and record it there"),
 }
 
 

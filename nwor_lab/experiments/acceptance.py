@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -23,7 +24,7 @@ __all__ = ["mean_accepted", "predict_rejected", "same_share", "summary", "surviv
 RECORDED = "gpu_acceptance"
 """Table of the counts at scale, in a run and in `data/recorded/`."""
 
-AT_SCALE = {
+AT_SCALE: dict[str, Any] = {
     "count": True,
     "ks": (1, 2, 3, 4, 5, 6, 7, 8),
     "temperatures": (0.0, 1.0),

@@ -11,14 +11,7 @@ from transformers import AutoConfig
 
 from nwor_lab import paths
 from nwor_lab.experiments.bench_table import summary
-from nwor_lab.experiments.gpu_steps import (
-    BESIDE,
-    PARITY_TOLERANCE_NATS,
-    SETTING,
-    between_engine_spread,
-    gpu_steps,
-    gpu_tables,
-)
+from nwor_lab.experiments.gpu_steps import PARITY_TOLERANCE_NATS
 from nwor_lab.experiments.options import from_options
 from nwor_lab.experiments.parity import Parity
 from nwor_lab.experiments.plan import Plan
@@ -26,25 +19,22 @@ from nwor_lab.experiments.survival import same_share
 from nwor_lab.model.traffic import Shape
 from nwor_lab.results import Run, read_table
 
-__all__ = ["BESIDE", "PARITY_TOLERANCE_NATS", "SETTING", "between_engine_spread", "gpu_steps", "gpu_tables"]
-
 Report = Mapping[str, Any]
 
 
-# -- tables to look at --------------------------------------------------------------------------------------------------
+# -- tables to look at -------------------------------------------------------------------------------------------------
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The table as text: counts as whole numbers, other numbers with three decimals, nothing where there is none."""
+    """The table as text: whole numbers in columns of counts, else three decimals; nothing where there is no value."""
 
-    def text(value: Any) -> str:
-        if pd.isna(value):
-            return ""
-        if isinstance(value, str):
-            return value
-        return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3f}"
+    def text_of(column: pd.Series) -> pd.Series:
+        numbers = pd.to_numeric(column, errors="coerce")
+        digits = 0 if (numbers.dropna() % 1 == 0).all() else 3
+        written = numbers.map(f"{{:,.{digits}f}}".format)
+        return written.where(numbers.notna(), column.astype(object).where(column.notna(), ""))
 
-    return table.map(text)
+    return table.apply(text_of)
 
 
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
@@ -61,7 +51,7 @@ def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
 def rank_table(report: Report) -> pd.DataFrame:
     """Proof of treatment: the mode served, target layers and counters, one column a mode and rank."""
     columns = {
-        (mode, f"rank {rank['rank']} of {len(ranks)}"): {
+        (mode, f"rank {rank['rank']}"): {
             "mode served": rank["serving"],
             "target layers": rank["target_layers"],
             **rank["counters"],
@@ -101,17 +91,6 @@ def dirty_rows(report: Report) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def examples(report: Report, mode: str = "off") -> pd.DataFrame:
-    """The first dirty slots that a mode left: rank, step, layer, slot, and the request of the batch whose row it
-    was."""
-    texts = [(rank["rank"], text) for rank in report["ranks"][mode] for text in rank["dirty_examples"]]
-    frame = pd.DataFrame(texts, columns=["rank", "text"])
-    found = frame["text"].str.extract(
-        r"step (?P<step>\d+), layer (?P<layer>\d+), slot (?P<slot>\d+)(?:, of request (?P<request>\d+))?"
-    )
-    return frame[["rank"]].join(found.astype("Int64"))
-
-
 def audited(report: Report) -> pd.DataFrame:
     """`audit_rows` over all ranks: one row a metric, one column a mode."""
     return audit_rows(report).drop(columns="rank").groupby("mode").sum().add_prefix("audit.").T
@@ -124,7 +103,10 @@ def recorded_audits() -> dict[str, pd.DataFrame]:
     steps that were timed after their audit, summed over their passes.
     """
     small = read_table("gpu_audit", paths.RECORDED)
-    found = {f"shipped pair, TP={tp}": _by_mode(rows, "max") for tp, rows in small.groupby("tp")}
+    found = {}
+    for tp, rows in small.groupby("tp"):
+        found[f"shipped pair, TP={tp}"] = table = _by_mode(rows, "max")
+        table.attrs["same_on_ranks"] = bool((rows.groupby(["metric", "mode"]).value.nunique() == 1).all())
     timed = read_table("gpu_audited_steps", paths.RECORDED).query("engine == '' or engine == mode")
     for (heads, cache), rows in timed.groupby(["kv_heads", "kv_cache_dtype"], sort=False):
         where = f"Llama-2-7B's shape, {heads} KV heads, {'fp8' if cache == 'fp8' else 'bf16'} cache"
@@ -204,8 +186,11 @@ def claim_left(run: Run, where: str, report: Report) -> None:
 
 
 def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
-    """Record what must hold of one of `recorded_audits`: also that `cow` gave vanilla's tokens, that `stage` accepted
-    as many drafts as `cow`, and where it is known what it may differ by, that it was within it."""
+    """Record what must hold of one of `recorded_audits`: clean modes, `cow`'s tokens, `stage`'s acceptance.
+
+    Of the shipped pair also that what vanilla leaves is the rejected rows; of steps under random weights, whose texts
+    part more easily, that `stage` stays within their tolerance.
+    """
     where = f"H200, {where}"
     claim_clean(run, where, table, "recorded")
     equal, requests = (int(table.loc[metric, "cow"]) for metric in ("equal_requests", "requests"))
@@ -218,6 +203,14 @@ def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
         furthest = float(table.loc[["largest_gap", "largest_shift"], "stage"].max())
         text = f"{where}: gap or shift under stage, at most (nats)"
         run.claim(text, f"<= {bound}", furthest, furthest <= bound, "recorded")
+    else:
+        layers = table.loc["audit.layer_steps", "off"] // table.loc["audit.steps", "off"]
+        rows = int(table.loc["counters.rejected_tokens", "cow"] * layers)
+        slots = int(table.loc["audit.dirty_slots", "off"])
+        text = f"{where}: slots that vanilla leaves dirty are its rejected rows"
+        run.claim(text, rows, slots, rows == slots, "recorded")
+        same = table.attrs["same_on_ranks"]
+        run.claim(f"{where}: every rank counts the same", True, same, same, "recorded")
 
 
 def claim_timed(run: Run, table: pd.DataFrame) -> None:

@@ -103,9 +103,3 @@ def between_engine_spread(steps: pd.DataFrame) -> pd.DataFrame:
     medians = vanilla.groupby([*BESIDE, "repeat"])["value"].median().groupby(BESIDE).median().unstack("engine")
     several = medians[medians.notna().sum(axis=1) > 1]
     return (several.max(axis=1) / several.min(axis=1) - 1).unstack("batch")
-
-
-def clocks(steps: pd.DataFrame) -> pd.DataFrame:
-    """Median SM clock (MHz) and power (W) of timed passes, by ranks, engine and mode, and by batch."""
-    rows = steps[steps["metric"].isin(["sm_clock", "power"])]
-    return rows.pivot_table("value", ["tp", "engine", "mode"], ["metric", "batch"], "median").round()

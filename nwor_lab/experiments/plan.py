@@ -96,7 +96,7 @@ class Plan:
                 raise ValueError(f"{name} must be different values, at least one; got {values}")
         for name in ("ks", "batches", "random_prompts"):
             if min(getattr(self, name), default=1) < 1:
-                raise ValueError(f"{name} must be at least 1, got {min(getattr(self, name))}")
+                raise ValueError(f"{'k' if name == 'ks' else name} must be at least 1, got {min(getattr(self, name))}")
         for name, least in (("max_tokens", 1), ("num_prompts", 0), ("repeats", 0), ("max_minutes", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")

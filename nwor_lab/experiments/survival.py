@@ -68,7 +68,8 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """What `survival` says of whole windows: a line a temperature and k, a column a metric, counts as whole numbers."""
     wide = table[table["position"].isna()].pivot_table(index=["temperature", "k"], columns="metric", values="value")
-    return wide.astype({name: int for name in ("windows", "draft_tokens")}).rename_axis(columns=None)
+    wide = wide[["windows", "draft_tokens", "acceptance_length", "rejected_share"]].rename_axis(columns=None)
+    return wide.astype({"windows": int, "draft_tokens": int})
 
 
 def predict_rejected(table: pd.DataFrame) -> pd.DataFrame:

@@ -49,7 +49,7 @@ FORBIDDEN = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded")
 """What `ncu` prints where a user, or a sandbox, may not read counters."""
 
 
-class Unreadable(RuntimeError):
+class Unreadable(results.Unmeasurable):
     """Counters cannot be read on this machine."""
 
 

@@ -16,7 +16,7 @@ from nwor_lab.microbench.timer import Call, empty
 from nwor_lab.model.traffic import Shape
 
 HEAD_SIZE, BLOCK_SIZE = 128, 16
-LAYERS, BLOCKS, QUERY = 32, 1024, 9  # of the operators: layers, blocks of a layer, rows of a window
+LAYERS, BLOCKS, QUERY = 32, 1024, 9  # of the operators: layers, blocks of a layer, rows of a recorded window
 HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 BATCHES = (1, 4, 16, 64)
 FLASH_SPLITS = (1, 2, 4, 8, 16)
@@ -44,9 +44,16 @@ def flashinfer_writer() -> Callable[..., None] | None:
 
 
 class OperatorCase:
-    """The tensors of one step on a pool laid out as vLLM's (layer, block, slot, head, key and value): "NHD"."""
+    """The tensors of one step on a pool laid out as vLLM's (layer, block, slot, head, key and value): "NHD".
 
-    def __init__(self, kv_heads: int, cache: str, seed: int = 0) -> None:
+    Args:
+        kv_heads: of a layer. cache: bf16 or fp8. query: rows of a window, its token and drafts.
+    """
+
+    def __init__(self, kv_heads: int, cache: str, seed: int = 0, query: int = QUERY) -> None:
+        if query > BLOCK_SIZE + 1:
+            raise ValueError(f"a window of {query} rows does not fit into two pages: k is at most {BLOCK_SIZE}")
+        self.query = query
         self.shape, self.cache, self.fp8, self.heads = shape_of(kv_heads, cache), cache, cache == "fp8", kv_heads
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = torch.uint8 if self.fp8 else torch.bfloat16
@@ -61,15 +68,13 @@ class OperatorCase:
 
     def fill(self, rows: int) -> None:
         """Draw the slots, keys and values of `rows` rows; the mini-cache holds what vLLM's writer makes of them."""
-        requests = rows // QUERY
+        requests = rows // self.query
         blocks = torch.randperm(BLOCKS, generator=self.generator)[: 2 * requests].view(requests, 2)
-        query = torch.arange(QUERY)
+        row = torch.arange(self.query)
         first = torch.randint(0, BLOCK_SIZE, (requests, 1), generator=self.generator)
-        self.positions = (first + query).int()
+        self.positions = (first + row).int()
         self.blocks = blocks
-        self.slots = (
-            blocks.gather(1, (first + query) // BLOCK_SIZE) * BLOCK_SIZE + (first + query) % BLOCK_SIZE
-        ).cuda()
+        self.slots = (blocks.gather(1, (first + row) // BLOCK_SIZE) * BLOCK_SIZE + (first + row) % BLOCK_SIZE).cuda()
         self.key, self.value = torch.randn(2, LAYERS, rows, self.heads, HEAD_SIZE, device="cuda").bfloat16()
         mini = -(-rows // BLOCK_SIZE)
         packed = torch.empty(LAYERS, mini, BLOCK_SIZE, self.heads, 2 * HEAD_SIZE, dtype=self.dtype, device="cuda")
@@ -79,7 +84,7 @@ class OperatorCase:
         self.packed = packed.flatten(1, 2)[:, :rows].flatten(2)  # [L, M, 2 * H * D]
         self.rows = packed.view(torch.uint8).transpose(2, 3)
         self.num_rejected, self.kept = torch.zeros(2, requests, dtype=torch.int32, device="cuda")
-        self.num_drafts = torch.full_like(self.kept, QUERY)
+        self.num_drafts = torch.full_like(self.kept, self.query)
         self.counts = torch.zeros(5, dtype=torch.int64, device="cuda")
 
     def write(self, layer: int, cache: Tensor, slots: Tensor) -> None:
@@ -102,7 +107,7 @@ class OperatorCase:
 
     def calls(self, kept: int) -> dict[str, Call]:
         """Every operator and peer at hand on the present window, each request keeping its first `kept` rows."""
-        self.num_rejected.fill_(QUERY - kept)
+        self.num_rejected.fill_(self.query - kept)
         where = (self.pool, self.layer_offsets, self.strides, self.slots, None, self.rows)
         decisions = (self.num_drafts, self.num_rejected, self.kept, self.counts)
         found: dict[str, Call] = {
@@ -111,14 +116,14 @@ class OperatorCase:
             "restore": functools.partial(ops.restore_all_layers, *where, *decisions),
             "log": functools.partial(ops.log_all_layers, *where),
         }
-        accepted = torch.arange(QUERY) < kept
+        accepted = torch.arange(self.query) < kept
         masked = torch.where(accepted.cuda(), self.slots, -1).flatten()
         found["vllm"] = self.writes(LAYERS, masked)
         found["vllm triton"] = self._triton(masked)
         if not kept:
             return found  # the others launch nothing for no rows
         index = self.slots[:, :kept].flatten()
-        chosen = torch.arange(self.slots.numel()).view(-1, QUERY)[:, :kept].flatten().cuda()
+        chosen = torch.arange(self.slots.numel()).view(-1, self.query)[:, :kept].flatten().cuda()
         flat, source = self.layers.flatten(3).flatten(1, 2), self.packed[:, chosen].contiguous()
         found["index_copy"] = lambda: [to.index_copy_(0, index, rows) for to, rows in zip(flat, source, strict=True)]
         found["index_put"] = lambda: [to.index_put_((index,), rows) for to, rows in zip(flat, source, strict=True)]
@@ -163,7 +168,7 @@ class OperatorCase:
         for layer in flat:
             layer[slots] = 0x55
         call()
-        wanted = self.packed.view(torch.uint8).unflatten(1, (-1, QUERY))[:, :, :kept].flatten(1, 2)
+        wanted = self.packed.view(torch.uint8).unflatten(1, (-1, self.query))[:, :, :kept].flatten(1, 2)
         return sum(int((layer[slots] != rows).sum()) for layer, rows in zip(flat, wanted, strict=True))
 
 

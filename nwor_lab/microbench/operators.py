@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from nwor_lab.microbench.inputs import LAYERS, QUERY, OperatorCase, shape_of
 from nwor_lab.microbench.timer import Call, compact, interleaved
 from nwor_lab.model.traffic import Shape
 
-ROWS = (9, 72, 144, 576, 2304)
+BATCHES = (1, 8, 16, 64, 256)
+ROWS = tuple(QUERY * batch for batch in BATCHES)
 SHAPES = tuple((kv_heads, cache) for kv_heads in (32, 8) for cache in ("bf16", "fp8"))
 KEPT = (0, 3, 9)
 OURS = ("commit", "restore", "log")
@@ -47,30 +49,35 @@ METRICS = {"dram__bytes_read.sum": "dram_read", "dram__bytes_write.sum": "dram_w
 COUNTS = ("kv_heads", "rows", "kept", "launches", "bytes")
 
 
-def rows_moved(op: str, rows: int, kept: int) -> int:
-    """Rows of a layer that `op` has to move in a window of `rows`, of which each request keeps `kept`."""
-    share = {"log": QUERY, "restore": QUERY - kept}.get(op, kept)
-    return rows // QUERY * share
+def rows_moved(op: str, rows: int, kept: int, query: int = QUERY) -> int:
+    """Rows of a layer that `op` has to move of `rows`, `query` a request, of which each request keeps `kept`."""
+    return rows // query * {"log": query, "restore": query - kept}.get(op, kept)
 
 
-def bytes_moved(op: str, shape: Shape, rows: int, kept: int) -> int:
+def bytes_moved(op: str, shape: Shape, rows: int, kept: int, query: int = QUERY) -> int:
     """Bytes read plus bytes written, each row once: what has to move, and nothing more."""
-    return 2 * shape.num_layers * shape.row * rows_moved(op, rows, kept)
+    return 2 * shape.num_layers * shape.row * rows_moved(op, rows, kept, query)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
 def measure(
-    repeats: int = 30, rows: tuple[int, ...] = ROWS, seed: int = 0, shapes: tuple[tuple[int, str], ...] = SHAPES
+    repeats: int = 30,
+    batches: Sequence[int] = BATCHES,
+    seed: int = 0,
+    shapes: Sequence[tuple[int, str]] = SHAPES,
+    k: int = QUERY - 1,
 ) -> pd.DataFrame:
-    """Time everything. One row a sample: op, kv_heads, cache, rows, kept (of 9), launches, bytes, and the tidy columns.
+    """Time everything. One row a sample: op, kv_heads, cache, rows, kept, launches, bytes, and the tidy columns.
 
     `bytes_differing` rows say how many bytes of the accepted slots an op left other than vLLM's writer would.
 
     Args:
-        shapes: (KV heads, cache) of each cache. rows: of a window, multiples of 9.
+        batches: requests, each with a token and `k` drafts. shapes: (KV heads, cache) of each cache.
     """
+    query = k + 1
+    rows, few = [batch * query for batch in batches], sorted({0, query // 3, query})
     ops.load()
     copied = [torch.zeros(4 << 30, dtype=torch.uint8, device="cuda") for _ in range(2)]
     found: list[dict[str, Any]] = [
@@ -79,17 +86,17 @@ def measure(
     ]
     copied.clear()
     for kv_heads, cache in shapes:
-        case = OperatorCase(kv_heads, cache, seed)
+        case = OperatorCase(kv_heads, cache, seed, query)
         for number in rows:
             case.fill(number)
-            every = (kv_heads, cache) == (32, "bf16") and number in (min(rows), max(rows))
-            for kept in range(QUERY + 1) if every else KEPT:
+            every = (kv_heads, cache) == tuple(shapes[0]) and number in (min(rows), max(rows))
+            for kept in range(query + 1) if every else few:
                 calls = case.calls(kept)
-                if kept not in KEPT:
+                if kept not in few:
                     calls = {op: calls[op] for op in ("commit", "restore", "stream")}
                 found += _samples(case, calls, number, kept, repeats)
             print(f"{kv_heads} KV heads, {cache}, {number} rows", flush=True)
-        if (kv_heads, cache) == shapes[0]:
+        if (kv_heads, cache) == tuple(shapes[0]):
             case.fill(min(rows))
             found += _launches(case, cache, repeats)
         del case, calls
@@ -98,14 +105,14 @@ def measure(
     frame["metric"] = frame.get("metric", pd.Series(dtype=object)).fillna("time")
     frame["unit"] = frame["metric"].map({"time": "us", "bytes_differing": "bytes"})
     frame[list(COUNTS)] = frame[list(COUNTS)].fillna(0).astype("int64")
-    return results.tidy(frame.fillna({"cache": ""}), mode="", model="", seed=seed)
+    return results.tidy(frame.fillna({"cache": ""}), mode="", model="", seed=seed, k=k)
 
 
 def _samples(case: OperatorCase, calls: dict[str, Call], rows: int, kept: int, repeats: int) -> list[dict[str, Any]]:
     common = {"kv_heads": case.heads, "cache": case.cache, "rows": rows, "kept": kept}
     known = {
         op: {**common, "op": op, "launches": LAYERS if op in PEERS else 1,
-             "bytes": 0 if op == "empty" else bytes_moved(op, case.shape, rows, kept)}
+             "bytes": 0 if op == "empty" else bytes_moved(op, case.shape, rows, kept, case.query)}
         for op in calls
     }  # fmt: skip
     timed = [known[op] | {"repeat": n, "value": value} for op, n, value in interleaved(calls, repeats)]
@@ -118,7 +125,7 @@ def _samples(case: OperatorCase, calls: dict[str, Call], rows: int, kept: int, r
 def _launches(case: OperatorCase, cache: str, repeats: int) -> list[dict[str, Any]]:
     """vLLM's writer on the first n layers, for growing n: what one launch more costs."""
     slots = case.slots.flatten()
-    common = {"op": "vllm launches", "kv_heads": case.heads, "cache": cache, "rows": slots.numel(), "kept": QUERY}
+    common = {"op": "vllm launches", "kv_heads": case.heads, "cache": cache, "rows": slots.numel(), "kept": case.query}
     calls = {str(n): case.writes(n, slots) for n in (1, 2, 4, 8, 16, 32)}
     return [
         common

@@ -10,15 +10,15 @@ import pandas as pd
 
 from nwor_lab.model.breakeven import H200, MODELS, Chip, known_shape, step_difference_us
 from nwor_lab.model.ratios import abba_ratio
-from nwor_lab.model.traffic import Shape, Window, served_traffic, step_traffic
+from nwor_lab.model.traffic import Shape, Window, served_traffic
 
 NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not identify a setting."""
 COUNTS = ["windows", "draft_tokens", "accepted_tokens"]
 """Metrics that give the mean window of a step."""
 FELL_BACK = {
-    (32, 2, "auto", 8, 16), (32, 1, "auto", 1, 16), (8, 1, "auto", 3, 64),
-    (8, 1, "auto", 1, 64), (32, 1, "auto", 8, 16), (8, 1, "fp8", 8, 64),
+    (32, 1, "auto", 1, 16), (32, 1, "auto", 8, 16),
+    (8, 1, "auto", 1, 64), (8, 1, "auto", 3, 64), (8, 1, "fp8", 8, 64),
 }  # fmt: skip
 """(kv_heads, tp, kv_cache_dtype, k, batch) of prompts of 8,192 tokens at which the recorded run `steps-12` left the
 step to vLLM, as `stage` did then where its attention was known to be slower. It serves all of them now."""
@@ -129,32 +129,6 @@ def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFr
     frame["predicted"] = frame["launches"] * chip.launch_us + frame["bytes"] / chip.copy_bytes_per_s * 1e6
     frame["error"] = frame["predicted"] / frame["us"] - 1
     return frame.reset_index(drop=True)
-
-
-def counters_against_model(counters: pd.DataFrame) -> pd.DataFrame:
-    """DRAM bytes that the hardware counted of each kernel, and those of `nwor_lab.model.traffic`, all layers.
-
-    Args:
-        counters: table `kernel_counters`: Llama-2-7B's layers and heads of 128, windows of 9 rows of which `kept` are
-            kept. The log was given all nine and held none of them yet, so it is that of nine drafts.
-
-    Returns:
-        `op`, `kv_heads`, `cache`, `rows`, `kept`, `read` and `written` as counted, `model` (the formula reads as much
-        as it writes) and `error`, of both ways together.
-    """
-    keys = ["op", "kv_heads", "cache", "rows", "kept"]
-    wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()
-    found = wide.rename(columns={"dram_read": "read", "dram_written": "written"})
-    found["model"] = [_kernel_bytes(*line) for line in found[keys].itertuples(index=False)]
-    found["error"] = 1 - (found["read"] + found["written"]) / (2 * found["model"])
-    return found
-
-
-def _kernel_bytes(op: str, kv_heads: int, cache: str, rows: int, kept: int) -> float:
-    shape = Shape(32, kv_heads, 128, {"bf16": 2, "fp8": 1}[cache], 2)
-    requests = rows // 9  # the operators were given nine held rows each, none of them logged before
-    window = Window(requests, rows, requests * (9 - kept), 2 * rows)
-    return step_traffic("stage" if op == "commit" else "cow", shape, window)[op].written
 
 
 def _medians(rows: pd.DataFrame) -> pd.Series:

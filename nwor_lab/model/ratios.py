@@ -25,7 +25,3 @@ def abba_ratio(ratios: pd.Series) -> float:
 def is_stable(points: pd.DataFrame) -> pd.Series:
     """Whether each point's range over repeats, from column `low` to column `high`, is less than `MAX_SPREAD`."""
     return points["high"] - points["low"] < MAX_SPREAD
-
-
-# Earlier names, for modules that still import them.
-crossover, steady, UNSTEADY = abba_ratio, is_stable, MAX_SPREAD

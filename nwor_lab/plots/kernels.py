@@ -7,17 +7,33 @@ bandwidth of a large copy. Nothing is fitted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from nwor_lab import results
-from nwor_lab.microbench.operators import OURS, PEERS, QUERY
+from nwor_lab.microbench.operators import OURS, PEERS
 from nwor_lab.plots import style
 
 KEYS = ["kv_heads", "cache", "rows", "kept"]
 """Columns that identify a case of table `kernel_times`."""
+
+
+def select(times: pd.DataFrame, **wanted: Sequence[object]) -> pd.DataFrame:
+    """The samples whose columns have the values `wanted`; the large copy and the row of launches are always kept.
+
+    Raises:
+        ValueError: there is no sample of one of the values.
+    """
+    kept = times
+    for column, values in wanted.items():
+        if missing := sorted(set(values) - set(times[column]), key=str):
+            there = sorted(set(times.loc[times["op"] != "copy", column]), key=str)
+            raise ValueError(f"no samples of {column} {', '.join(map(str, missing))}; there are {there}")
+        kept = kept[kept[column].isin(values) | kept["op"].isin(["copy", "vllm launches"])]
+    return kept
 
 
 def medians(times: pd.DataFrame) -> pd.DataFrame:
@@ -44,7 +60,9 @@ def modelled(times: pd.DataFrame) -> pd.DataFrame:
     bandwidth, empty = ceilings(times)
     frame = medians(times)
     frame = frame[frame["op"].isin(OURS) & (frame["bytes"] > 0)].copy()
-    frame = frame[(frame["op"] != "log") | (frame["kept"] == QUERY)]  # it reads no verdict: its cases are one
+    frame = frame[
+        (frame["op"] != "log") | (frame["kept"] == frame["kept"].max())
+    ]  # it reads no verdict: its cases are one
     frame["model"] = empty + frame["bytes"] / bandwidth / 1e6
     frame["gross"] = frame["tb_s"] / bandwidth
     frame["net"] = frame["bytes"] / (frame["us"] - empty) / 1e6 / bandwidth
@@ -96,15 +114,15 @@ def roofline(run: results.Run | Path, times: pd.DataFrame) -> Path:
     ax.set(xscale="log", yscale="log", xlabel="MB read and written", ylabel="TB/s", ylim=(0.02, 6))
     style.legend(ax, ncols=3)
     caption = (
-        "Bandwidth of the all-layer operators over the bytes that have to move: 9 to 2,304 rows of 32 layers, 8 and 32 "
-        f"KV heads, bf16 and fp8. Line: an empty kernel ({empty:.1f} us) plus the bytes at the bandwidth of a large "
+        "Bandwidth of the all-layer operators over the bytes that have to move, one marker a cache, number of rows and "
+        f"share accepted. Line: an empty kernel ({empty:.1f} us) plus the bytes at the bandwidth of a large "
         f"copy ({bandwidth:.2f} TB/s). Medians of {frame['samples'].min()} samples, cold L2 cache."
     )
     return style.save(fig, run, "kernel_roofline", frame, caption)
 
 
 def over_rows(run: results.Run | Path, times: pd.DataFrame, kept: int = 3) -> Path:
-    """Draw time over the rows of a window beside the peers, `kept` of each request's 9 rows accepted."""
+    """Draw time over the rows of a window beside the peers, `kept` rows of each request accepted."""
     frame = medians(times)
     frame = frame[(frame["kept"] == kept) & frame["op"].isin(["commit", "stream", *PEERS])].copy()
     frame["panel"] = [
@@ -116,7 +134,7 @@ def over_rows(run: results.Run | Path, times: pd.DataFrame, kept: int = 3) -> Pa
     grid = style.relplot(frame, "rows", "us", "writer", col="panel", panel=2.0, ncols=4)
     grid.set(yscale="log").set_titles("{col_name}").set_axis_labels("rows of the window", "us, all 32 layers")
     caption = (
-        f"Time to write the accepted rows, {kept} of 9 a request, in all 32 layers: this kit's commit in one launch, "
+        f"Time to write the accepted rows, {kept} a request, in all 32 layers: this kit's commit in one launch, "
         "and what writes them layer by layer today. Every peer gets the accepted rows alone. Medians, cold L2 cache."
     )
     return style.save(grid, run, "kernel_over_rows", frame, caption)
@@ -125,17 +143,20 @@ def over_rows(run: results.Run | Path, times: pd.DataFrame, kept: int = 3) -> Pa
 def over_share(run: results.Run | Path, times: pd.DataFrame) -> Path:
     """Draw time over the share of rows accepted: rejected rows cost nothing."""
     bandwidth, empty = ceilings(times)
-    frame = medians(times).query("kv_heads == 32 and cache == 'bf16' and rows == 2304 and op in ('commit', 'restore')")
-    frame = frame.assign(model=empty + frame["bytes"] / bandwidth / 1e6, accepted=frame["kept"] / QUERY)
+    frame = medians(times)
+    frame = frame[frame["op"].isin(["commit", "restore"])]
+    heads, cache, rows = frame.groupby(KEYS[:3])["kept"].nunique().iloc[::-1].idxmax()  # timed at most shares
+    frame = frame[(frame["kv_heads"] == heads) & (frame["cache"] == cache) & (frame["rows"] == rows)]
+    frame = frame.assign(model=empty + frame["bytes"] / bandwidth / 1e6, accepted=frame["kept"] / frame["kept"].max())
     fig, ax = style.figure()
-    for (op, rows), color, marker in zip(frame.groupby("op"), style.OTHER, style.MARKERS, strict=False):
-        ax.plot(rows["accepted"], rows["us"], marker, color=color, label=f"{op}, measured")
-        ax.plot(rows["accepted"], rows["model"], color=color, linewidth=0.8, label=f"{op}, model")
+    for (op, line), color, marker in zip(frame.groupby("op"), style.OTHER, style.MARKERS, strict=False):
+        ax.plot(line["accepted"], line["us"], marker, color=color, label=f"{op}, measured")
+        ax.plot(line["accepted"], line["model"], color=color, linewidth=0.8, label=f"{op}, model")
     ax.set(xlabel="share of rows accepted", ylabel="us", ylim=(0, None))
     style.legend(ax)
     caption = (
-        "Time over the share of rows accepted: 2,304 rows, 32 layers of 32 KV heads, bf16. The commit moves what is "
-        "accepted and the restore what is rejected; lines: the model."
+        f"Time over the share of rows accepted: {rows:,} rows, 32 layers of {heads} KV heads, {cache}. The "
+        "commit moves what is accepted and the restore what is rejected; lines: the model."
     )
     return style.save(fig, run, "kernel_over_share", frame, caption)
 
@@ -144,16 +165,16 @@ def launches(run: results.Run | Path, times: pd.DataFrame) -> Path:
     """Draw the time of vLLM's writer over the number of layers written, and the commit of all of them beside it."""
     frame, (first, further) = medians(times), per_launch(times)
     rows = frame.query("op == 'vllm launches'").sort_values("launches")
-    commit = frame.query("op == 'commit' and kv_heads == 32 and cache == 'bf16' and rows == 9 and kept == @QUERY")
+    commit = frame[frame["op"] == "commit"].merge(rows[KEYS].drop_duplicates())
     fig, ax = style.figure()
     ax.plot(rows["launches"], first + further * (rows["launches"] - 1), color="black", linewidth=0.8, label="fit")
     ax.plot(rows["launches"], rows["us"], "D", color="#555555", label="vLLM's writer, a launch a layer")
-    ax.plot([32], commit["us"], "^", color="#0072B2", label="commit, one launch")
+    ax.plot([32] * len(commit), commit["us"], "^", color="#0072B2", label="commit, one launch")
     ax.set(xlabel="layers written", ylabel="us", ylim=(0, None))
     style.legend(ax)
     caption = (
-        f"Why one launch: 9 rows, 32 KV heads, bf16, in a CUDA graph. Each further launch costs {further:.1f} us, "
-        "whatever it moves; one launch for all layers pays that once."
+        f"Why one launch: {rows['rows'].iloc[0]} rows, {rows['kv_heads'].iloc[0]} KV heads, in a CUDA graph. Each "
+        f"further launch costs {further:.1f} us, whatever it moves; one launch for all layers pays that once."
     )
     return style.save(fig, run, "kernel_launches", pd.concat([rows, commit]), caption)
 

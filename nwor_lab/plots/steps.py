@@ -39,9 +39,10 @@ def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
     """
     points = ratio_points(results.read_table("gpu_steps", paths.RECORDED) if steps is None else steps)
     points = points[points["stable"]].query("tp == 1 and k == 8 and prompt == 512")
-    fig, axes = style.figure(style.TWO_COLUMNS, 2.5, ncols=2, sharey=True)
+    panels = list(points.groupby("cache"))
+    fig, axes = style.figure(style.TWO_COLUMNS, 2.5, ncols=len(panels), sharey=True, squeeze=False)
     batches = sorted(points["batch"].unique())
-    for ax, (cache, panel) in zip(axes, points.groupby("cache"), strict=True):
+    for ax, (cache, panel) in zip(axes[0], panels, strict=True):
         series = panel.sort_values(["mode", "kv_heads"], ascending=False).groupby(["mode", "kv_heads"], sort=False)
         for n, ((mode, heads), rows) in enumerate(series):
             rows = rows.sort_values("batch")
@@ -57,8 +58,8 @@ def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
         only = "" if panel["mode"].nunique() > 1 else " (copy-on-write was not measured)"
         ax.set(title=f"{cache} cache{only}", xlabel="requests in the batch")
         ax.set_xticks(range(len(batches)), batches)
-    axes[0].set_ylabel("step time over vanilla's\n(below 1: faster)")
-    style.legend(axes[0], ncols=3)
+    axes[0, 0].set_ylabel("step time over vanilla's\n(below 1: faster)")
+    style.legend(axes[0, 0], ncols=3)
     with results.whole_file(path) as part:
         fig.savefig(part, format="png", dpi=200, metadata={"Software": None})
     style.close(fig)

@@ -181,7 +181,7 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # no
     [
         (["--mode", "stag"], "'stag' is not a mode; choose of off, cow, stage"),
         (["--mode", "cow,cow"], "modes must be different values"),
-        (["--k", "0"], "ks must be at least 1, got 0"),
+        (["--k", "0"], "k must be at least 1, got 0"),
         (["--tp", "3"], "tp=3: 8 heads and 4 KV heads"),
         (["--model", "./nowhere"], "nowhere holds no config.json"),
         (["--prompts", "./nothing.jsonl"], "no prompts at nothing.jsonl"),

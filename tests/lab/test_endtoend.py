@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What notebooks 04 and 09 make of a bench's report.
+"""What notebooks 04 and 05 make of a bench's report, and of steps recorded on GPUs.
 
 The predicted bytes of 04 come from the model's own config, not from the counters they are held against.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from nwor_lab import paths, results
 from nwor_lab.audit.auditor import AuditReport
-from nwor_lab.experiments import bench_table, endtoend
+from nwor_lab.experiments import bench_table, endtoend, gpu_steps
 from nwor_lab.experiments.parity import Parity
 from nwor_lab.plots import steps as step_plots
 from nwor_lab.plots import style
@@ -26,14 +26,12 @@ def report() -> dict:
     vanilla = AuditReport(3, 6, 4, 8, 20, 0, [0, 6, 2])
     clean = AuditReport(3, 6, 0, 0, 20, 0, [0, 0, 0])
     counters = {"off": {}, "cow": {"rejected_tokens": 4}, "stage": {"windows": 5}}
-    said = ["step 1, layer 0, slot 17, of request 1 of the batch", "step 1, layer 1, slot 3, of no row of the step"]
     ranks = {
         mode: [
             {
                 "rank": rank,
                 "audit": asdict(audit),
                 "counters": counters[mode],
-                "dirty_examples": said if mode == "off" and not rank else [],
             }
             for rank in (0, 1)
         ]
@@ -52,7 +50,7 @@ def claims(run: results.Run, report: dict) -> dict[str, bool]:
 
 
 def test_an_audit_that_shows_what_it_must(report, tmp_path):
-    assert claims(results.Run(tmp_path, "09"), report) == {
+    assert claims(results.Run(tmp_path, "05"), report) == {
         "here: cow leaves no layer-step dirty, of 12": True,
         "here: stage leaves no layer-step dirty, of 12": True,
         "here: vanilla leaves dirty layer-steps behind": True,
@@ -74,7 +72,7 @@ def test_each_claim_of_the_audit_can_fail(report, tmp_path, mode, changed, broke
         report["ranks"][mode][1]["audit"][name] += by
         if by < 0:
             report["ranks"][mode][0]["audit"][name] += by
-    found = claims(results.Run(tmp_path, "09"), report)
+    found = claims(results.Run(tmp_path, "05"), report)
     assert {claim.removeprefix("here: ") for claim, holds in found.items() if not holds} == broken
 
 
@@ -83,7 +81,7 @@ def test_vanilla_is_held_to_the_rows_that_its_own_scheduler_counts(report, tmp_p
     report["metrics"]["off"]["spec_decode_num_accepted_tokens"] += 1
     for rank in report["ranks"]["off"]:
         rank["audit"]["dirty_slots"] -= 2
-    assert all(claims(results.Run(tmp_path, "09"), report).values())
+    assert all(claims(results.Run(tmp_path, "05"), report).values())
 
 
 @pytest.mark.parametrize(("counted", "holds"), [(4, True), (5, False)])
@@ -93,7 +91,7 @@ def test_windows_of_which_no_scheduler_hears_are_counted_on_the_device(report, t
         report["metrics"][mode]["spec_decode_num_accepted_tokens"] = 7.0
     for rank in report["ranks"]["cow"]:
         rank["counters"]["rejected_tokens"] = counted
-    found = claims(results.Run(tmp_path, "09"), report)
+    found = claims(results.Run(tmp_path, "05"), report)
     assert found["here: slots that vanilla leaves dirty are its rejected rows"] is holds
 
 
@@ -102,7 +100,7 @@ def whole(report) -> dict:
     """The same report with all that notebook 04 judges; every claim of it holds."""
     for mode, ranks in report["ranks"].items():
         for rank in ranks:
-            rank |= {"serving": mode}
+            rank |= {"serving": mode, "target_layers": 5}
             rank["counters"] |= {"bytes_avoided": 4 * 5 * 512 if mode == "stage" else 0}
     for mode in ("cow", "stage"):
         report["metrics"][mode] |= {"nwor_scheduler_checks": 3.0, "nwor_scheduler_mismatches": 0.0}
@@ -164,7 +162,7 @@ def test_rejected_rows_that_the_scheduler_never_hears_of(report):
 
 def test_a_vanilla_that_cleans_up_is_no_control(report, tmp_path):
     report["ranks"]["off"] = copy.deepcopy(report["ranks"]["cow"])
-    found = claims(results.Run(tmp_path, "09"), report)
+    found = claims(results.Run(tmp_path, "05"), report)
     assert not found["here: vanilla leaves dirty layer-steps behind"]
     assert not found["here: slots that vanilla leaves dirty are its rejected rows"]
 
@@ -176,12 +174,8 @@ def test_what_is_counted_by_step_is_no_row_of_the_benchs_table(report):
     assert "audit.dirty_by_step" not in table.index
 
 
-def test_dirt_by_step_and_by_example(report, tmp_path):
+def test_dirt_by_step(report, tmp_path):
     assert endtoend.audit_rows(report).dirty_slots.tolist() == [8, 8, 0, 0, 0, 0]
-    found = endtoend.examples(report)
-    assert found[["rank", "step", "layer", "slot"]].to_numpy().tolist() == [[0, 1, 0, 17], [0, 1, 1, 3]]
-    assert found.request.tolist() == [1, pd.NA]
-    assert endtoend.examples(report, "cow").empty
     dirty = results.tidy(endtoend.dirty_rows(report), run_id="x")
     path = step_plots.left_behind(tmp_path, dirty)
     style.close()
@@ -225,7 +219,7 @@ def gpu_tables(stage: tuple[float, float]) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def test_steps_on_a_gpu_beside_the_kernels_they_are_made_of():
-    table = endtoend.gpu_steps(*gpu_tables((9.4, 9.6))).set_index("mode").loc["stage"]
+    table = gpu_steps.gpu_steps(*gpu_tables((9.4, 9.6))).set_index("mode").loc["stage"]
     assert (table["step"], table["low"], table["high"]) == pytest.approx(((0.94 * 0.96) ** 0.5, 0.94, 0.96))
     assert (table["gpu_ms"], table["gpu"], table["write_us"], table["nwor_us"]) == pytest.approx(
         (7.0, 0.875, 0.0, 20.0)
@@ -236,7 +230,7 @@ def test_steps_on_a_gpu_beside_the_kernels_they_are_made_of():
 def test_profiles_in_both_orders_count_once():
     steps, kernels = gpu_tables((9.4, 9.6))
     again = kernels.assign(value=kernels["value"] * 1.1)
-    table = endtoend.gpu_steps(steps, pd.concat([kernels.assign(repeat=0), again.assign(repeat=1)])).set_index("mode")
+    table = gpu_steps.gpu_steps(steps, pd.concat([kernels.assign(repeat=0), again.assign(repeat=1)])).set_index("mode")
     assert table.loc["off", ["gpu_ms", "write_us"]].tolist() == pytest.approx([1.05 * 8.0, 210])
     assert table.loc["stage", "gpu"] == pytest.approx(7 / 8)
 
@@ -253,11 +247,11 @@ def test_parity_stands_beside_the_time_of_its_load():
     common = steps[steps["mode"] == "stage"].head(1).drop(columns="repeat")
     more = [common.assign(metric=name, value=value) for name, values in judged.items() for value in values]
     elsewhere = common.assign(metric="largest_gap", value=9.0, batch=64)
-    table = endtoend.gpu_steps(pd.concat([steps, *more, elsewhere]), kernels).set_index("mode")
+    table = gpu_steps.gpu_steps(pd.concat([steps, *more, elsewhere]), kernels).set_index("mode")
     assert table.loc["stage", list(judged)].tolist() == [5, 8, 0.1, 0.2]
     assert table.loc["off", list(judged)].isna().all() and table["step"].isna().tolist() == [False, True]
     near = [more.replace({"value": {0.2: 0.15}}) for more in more]
-    assert endtoend.gpu_steps(pd.concat([steps, *near]), kernels)["step"].notna().all(), "0.15 nats are a near tie"
+    assert gpu_steps.gpu_steps(pd.concat([steps, *near]), kernels)["step"].notna().all(), "0.15 nats are a near tie"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +264,7 @@ def test_parity_stands_beside_the_time_of_its_load():
         ("stage", "step", None),
     ],
 )
-def test_timed_loads_that_are_not_at_parity_are_told(mode, column, value, tmp_path):
+def test_timed_loads_that_are_not_at_parity_break_a_claim(mode, column, value, tmp_path):
     """Each claim can fail."""
     table = pd.DataFrame({"mode": ["off", "cow", "stage", "stage"], "kv_cache_dtype": ["auto", "auto", "auto", "fp8"]})
     table = table.assign(requests=8.0, equal_requests=[8.0, 8.0, 1.0, 0.0], largest_shift=[0.0, 0.0, 0.1, 0.7])
@@ -284,20 +278,10 @@ def test_timed_loads_that_are_not_at_parity_are_told(mode, column, value, tmp_pa
     assert broken == 1 + (column == "step"), "none of bf16 is known then"
 
 
-def test_clocks_are_of_each_mode_and_batch():
-    rows = [
-        {"tp": 1, "engine": "stage", "mode": mode, "batch": 4, "metric": metric, "value": value}
-        for mode, values in {"off": (1980, 1970), "stage": (1500, 1501)}.items()
-        for metric, value in (("sm_clock", values[0]), ("sm_clock", values[1]), ("power", 600.2), ("step_ms", 1.0))
-    ]
-    found = endtoend.clocks(pd.DataFrame(rows))
-    assert found.loc[(1, "stage", "off")].to_dict() == {("power", 4): 600, ("sm_clock", 4): 1975}
-
-
 def test_a_mode_that_a_setting_did_not_run_has_no_line():
     steps, kernels = gpu_tables((9.4, 9.6))
     other = steps[steps["mode"] == "off"].assign(batch=16)
-    table = endtoend.gpu_steps(pd.concat([steps, other]), kernels)
+    table = gpu_steps.gpu_steps(pd.concat([steps, other]), kernels)
     assert list(zip(table["batch"], table["mode"], strict=True)) == [(4, "off"), (4, "stage"), (16, "off")]
 
 
@@ -307,11 +291,11 @@ def test_an_engine_is_compared_with_itself():
     slow = steps[steps["mode"] == "off"].assign(engine="cow", value=11.0)
     cow = slow.assign(mode="cow", value=11.11)
     alone = slow.assign(engine="")
-    table = endtoend.gpu_steps(pd.concat([steps, slow, cow, alone]), kernels).set_index(["engine", "mode"])
+    table = gpu_steps.gpu_steps(pd.concat([steps, slow, cow, alone]), kernels).set_index(["engine", "mode"])
     assert table.loc[("stage", "stage"), "step"] == pytest.approx((0.94 * 0.96) ** 0.5)
     assert table.loc[("cow", "cow"), "step"] == pytest.approx(1.01)
     assert (table.xs("off", level="mode")["step"] == 1).all()
-    apart = endtoend.between_engine_spread(
+    apart = gpu_steps.between_engine_spread(
         pd.concat([steps, slow, cow, steps[steps["mode"] == "off"].assign(batch=16)])
     )
     assert apart.stack().to_dict() == {(1, 8, "auto", 8, 512, 4): pytest.approx(0.1)}, "of settings of several engines"
@@ -319,7 +303,7 @@ def test_an_engine_is_compared_with_itself():
 
 @pytest.mark.parametrize(("stage", "shown"), [((9.5, 9.5), 0.95), ((9.0, 10.2), None)])
 def test_a_setting_that_did_not_run_steadily_is_not_shown(stage, shown):
-    found = endtoend.step_table(endtoend.gpu_steps(*gpu_tables(stage)))
+    found = gpu_steps.step_table(gpu_steps.gpu_steps(*gpu_tables(stage)))
     assert found.empty if shown is None else found.loc[("stage", 1, 8, "auto", 8, 512), 4] == pytest.approx(shown)
 
 
@@ -331,17 +315,39 @@ def test_a_setting_that_did_not_run_steadily_is_not_shown(stage, shown):
         ("audit.unwritten_rows", "stage", 1),
         ("equal_requests", "cow", 7),
         ("counters.committed_tokens", "stage", 400),
+        ("largest_shift", "stage", 0.2),
     ],
 )
-def test_a_recorded_audit_that_does_not_hold_is_told(metric, mode, value, tmp_path):
-    """What a recorded table says is judged like a report: each of the five claims can fail."""
+def test_a_recorded_audit_that_does_not_hold_breaks_a_claim(metric, mode, value, tmp_path):
+    """Each of the six claims can fail."""
     rows = {"audit.layer_steps": (6, 6, 6), "audit.dirty_layer_steps": (5, 0, 0), "audit.unwritten_rows": (0, 0, 0)}
     rows |= {"equal_requests": (8, 8, 6), "requests": (8, 8, 8)}
     rows |= {"counters.committed_tokens": (None, 500, 490), "counters.staged_tokens": (None, 1000, 1000)}
+    rows |= {"largest_gap": (0, 0, 0.1), "largest_shift": (0, 0, 0.1)}
     table = pd.DataFrame.from_dict(rows, orient="index", columns=["off", "cow", "stage"])
-    run = results.Run(tmp_path, "09")
+    table.attrs["tolerance"] = 0.15
+    run = results.Run(tmp_path, "05")
     endtoend.claim_recorded(run, "there", table)
-    assert results.claims(run.directory).holds.tolist() == 5 * [True]
+    found = results.claims(run.directory)
+    assert found.holds.tolist() == 6 * [True] and set(found.origin) == {"recorded"}
     table.loc[metric, mode] = value
     endtoend.claim_recorded(run, "there", table)
     assert results.claims(run.directory).holds.tolist().count(False) == 1
+
+
+def test_recorded_audits_are_those_of_both_kinds():
+    """Of each rank once, the shipped pair's and the timed configurations', each with the tolerance of its cache."""
+    found = endtoend.recorded_audits()
+    assert len(found) == 4 and [table.attrs.get("tolerance") for table in found.values()][-2:] == [0.15, 0.75]
+    assert all(table.loc["audit.dirty_layer_steps", ["cow", "stage"]].eq(0).all() for table in found.values())
+    both = results.read_table("gpu_audit", paths.RECORDED).groupby(["metric", "tp", "mode"]).value.nunique()
+    assert (both == 1).all(), "both ranks counted the same"
+
+
+def test_tables_for_a_page_have_no_nan_and_whole_counts(whole):
+    table = endtoend.readable(endtoend.rank_table(whole))
+    assert not table.isin(["nan", "NaN"]).any(axis=None)
+    assert table.loc["mode served"].tolist() == ["off", "off", "cow", "cow", "stage", "stage"]
+    assert table.loc["bytes_avoided"].tolist() == ["0", "0", "0", "0", "10,240", "10,240"]
+    assert table.loc["windows"].tolist() == ["", "", "", "", "5", "5"]
+    assert endtoend.readable(pd.DataFrame({"a": [0.25, 3.0]})).a.tolist() == ["0.250", "3.000"]

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's figures: all that the tables allow are drawn, from what they say, and the others are named as absent."""
+"""The figures: all that the tables allow are drawn, from what they say, and only whole runs are drawn from."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -24,7 +29,7 @@ def closed() -> Iterator[None]:
 
 
 def gpu_steps(slower: dict[str, float], **settings: list) -> pd.DataFrame:
-    """A table as the GPU sweep leaves it: vanilla takes 5 ms a step, each mode `slower[mode]` times that."""
+    """A table as a bench on a GPU leaves it: vanilla takes 5 ms a step, each mode `slower[mode]` times that."""
     rows = []
     grid = pd.MultiIndex.from_product(settings.values(), names=settings.keys()).to_frame(index=False)
     for where in grid.to_dict("records"):
@@ -39,7 +44,7 @@ def gpu_steps(slower: dict[str, float], **settings: list) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def swept() -> pd.DataFrame:
+def measured() -> pd.DataFrame:
     return gpu_steps({"cow": 1.01, "stage": 0.95}, k=[1, 8], batch=[1, 16], kv_heads=[8, 32], prompt=[512, 2048])
 
 
@@ -54,107 +59,84 @@ def share() -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def counts() -> pd.DataFrame:
-    rows = [
-        {"metric": "accepted_at", "value": 900 - 300 * position, "unit": "windows", "position": position}
-        for position in (0, 1)
-    ]
-    for metric, value in (("windows", 1000), ("draft_tokens", 2000), ("accepted_tokens", 1500)):
-        rows.append({"metric": metric, "value": value, "unit": ""})
-    return results.tidy(rows, run_id="h200", mode="off", k=2).assign(temperature=0.0)
+def recorded() -> dict[str, pd.DataFrame]:
+    return paper.tables(paths.RECORDED)
 
 
-def test_the_recorded_tables_draw_all_but_what_is_not_recorded_yet(tmp_path: Path, swept, share, counts) -> None:
-    tables = paper.tables(paths.RECORDED)
-    drawn = paper.draw(tmp_path, tables)
-    missing = paper.absent(tables)
-    assert {path.stem for path in drawn} | set(missing) == set(paper.FIGURES)
-    assert not {path.stem for path in drawn} & set(missing)
-    assert set(missing.values()) <= set(paper.OPTIONAL), "all else is recorded"
-    tables = {name: table for name, table in tables.items() if name not in paper.OPTIONAL}
-    for path in drawn:
+def drawn_data(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path.with_suffix(".csv"))
+
+
+def test_the_recorded_tables_draw_every_figure_and_again_with_the_same_bytes(
+    tmp_path: Path, recorded: dict, measured: pd.DataFrame
+) -> None:
+    """With a small table of steps in place of the recorded one, whose drawing takes seconds."""
+    tables = {**recorded, "gpu_steps": measured}
+    assert not paper.absent(tables)
+    run = results.Run(tmp_path / "run", "figures")
+    drawn = paper.draw(run, tables)
+    assert [path.stem for path in drawn] == list(paper.FIGURES)
+    for path in (path for path in drawn if path.suffix == ".pdf"):
         assert b"/Type3" not in path.read_bytes(), "fonts are embedded as TrueType (pdf.fonttype 42)"
-        assert b"CreationDate" not in path.read_bytes()
         assert plt.imread(path.with_suffix(".png")).shape[1] in WIDTHS
-        assert len(pd.read_csv(path.with_suffix(".csv")))
-        assert len(path.with_suffix(".txt").read_text()) > 60
+        assert len(drawn_data(path)) and len(path.with_suffix(".txt").read_text()) > 60
     style.close()
-    every = paper.draw(tmp_path, {**tables, "gpu_steps": swept, "kv_write_share": share, "gpu_acceptance": counts})
-    assert [path.stem for path in every] == list(paper.FIGURES)
-    style.close()
+    same = paper.same_again(run, tables)
+    assert len(same) == 2 * len(paper.FIGURES) - 1, "the headline is a PNG alone"
+    assert all(same.values()), same
 
 
-def test_what_is_absent_is_said(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(paper, "FIGURES", {"step_ratio": (steps.step_ratio, ("gpu_steps",))})
-    monkeypatch.setattr(paper, "tables", lambda source: {})
-    assert paper.main(["--out", str(tmp_path)]) == 0
-    assert "absent: step_ratio, since gpu_steps.parquet is neither in a run nor recorded" in capsys.readouterr().out
+def test_another_process_draws_the_same_bytes(tmp_path: Path, recorded: dict) -> None:
+    code = (
+        "import sys; from nwor_lab import paths; from nwor_lab.plots import paper\n"
+        "found = paper.tables(paths.RECORDED)\n"
+        "for name in ('policies', 'kernel_over_rows'): paper.draw_one(sys.argv[1], name, found)"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "SOURCE_DATE_EPOCH": "123456789"}
+    command = [sys.executable, "-c", code, str(tmp_path / "again")]
+    subprocess.run(command, cwd=paths.ROOT, env=environment, check=True, timeout=120)
+    for name in ("policies", "kernel_over_rows"):
+        path = paper.draw_one(tmp_path, name, recorded)
+        for file in (path, path.with_suffix(".png"), path.with_suffix(".csv")):
+            assert file.read_bytes() == (tmp_path / "again" / "figures" / file.name).read_bytes(), file.name
 
 
-def test_a_walks_table_that_is_nowhere_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "RESULTS", tmp_path)
-    monkeypatch.setattr(paths, "RECORDED", tmp_path)
-    with pytest.raises(FileNotFoundError, match="make reproduce"):
-        paper.tables()
+def test_the_headline_is_small_and_as_recorded(tmp_path: Path) -> None:
+    """The README's figure follows from the recorded steps."""
+    path = steps.headline(tmp_path / "headline.png")
+    difference = np.abs(plt.imread(path) - plt.imread(steps.HEADLINE)).mean()
+    assert difference < 1e-3, "draw it anew: nwor_lab.plots.steps.headline()"
+    assert path.stat().st_size < 150_000
+    assert plt.imread(path).shape[:2] == (500, 1400)
 
 
-def test_the_generations_are_judged_against_vanilla(tmp_path: Path) -> None:
-    tables = paper.tables(paths.RECORDED)
-    path = paper.generations(tmp_path, tables["reference"], tables["traffic"])
-    data = pd.read_csv(path.with_suffix(".csv")).pivot(index="mode", columns="metric", values="worse_than_vanilla")
-    wrong = {mode: set(line[line].index) for mode, line in data.iterrows()}
-    bytes_moved = "MB moved to write a window"
-    assert wrong == {
-        "off": set(),
-        "blind": {"drafts and bonus accepted (tokens)", "prompts with vanilla's tokens", bytes_moved},
-        "cow": {bytes_moved},
-        "stage": {bytes_moved},
-    }
+def test_each_write_policy_beside_vanilla(tmp_path: Path, recorded: dict) -> None:
+    data = drawn_data(paper.policies(tmp_path, recorded["reference"], recorded["traffic"]))
+    wide = data.pivot(index="mode", columns="metric", values="value")
+    vanilla = wide.loc["off"]
+    for mode in ("cow", "stage"):
+        assert wide.loc[mode, "acceptance_length"] == vanilla["acceptance_length"]
+        assert wide.loc[mode, ["same_tokens", "dirty_kb"]].tolist() == [1, 0]
+    assert wide.loc["blind", "acceptance_length"] < vanilla["acceptance_length"]
+    assert (wide["written_mb"].drop("off") > vanilla["written_mb"]).all() and vanilla["dirty_kb"] > 0
 
 
-def test_the_step_ratio_is_that_of_the_table(tmp_path: Path, swept: pd.DataFrame) -> None:
-    path = steps.step_ratio(tmp_path, swept)
-    data = pd.read_csv(path.with_suffix(".csv"))
-    assert len(data) == 2 * 2 * 2 * 2 * 2
-    assert data.groupby("mode")["measured"].median().to_dict() == pytest.approx(
+def test_the_step_ratio_is_that_of_the_table(tmp_path: Path, measured: pd.DataFrame) -> None:
+    data = drawn_data(steps.step_ratio(tmp_path, measured))
+    modes = data[data["mode"] != "off"]
+    assert len(modes) == 2 * 2 * 2 * 2 * 2
+    assert modes.groupby("mode")["measured"].median().to_dict() == pytest.approx(
         {"cow": 1.01 * 1.01**0.5, "stage": 0.95 * 1.01**0.5}
     ), "of the two repeats that are a pair"
-    assert (data["low"] < data["measured"]).all()
-    assert (data["measured"] < data["high"]).all()
-    assert "Run h200." in path.with_suffix(".txt").read_text()
-
-
-def test_the_write_share_is_drawn_in_percent(tmp_path: Path, share: pd.DataFrame) -> None:
-    data = pd.read_csv(steps.write_share(tmp_path, share).with_suffix(".csv"))
-    assert data["percent"].tolist() == pytest.approx([12.8, 0.8, 51.2, 3.2])
-    assert data["cache"].unique().tolist() == ["8 KV heads", "32 KV heads"]
-
-
-def test_no_two_series_of_bars_look_alike() -> None:
-    fig, ax = style.figure()
-    frame = pd.DataFrame({"batch": 1, "value": 1.0, "cache": [f"cache {n}" for n in range(7)]})
-    style.bars(ax, frame[:6], x="batch", by="cache")
-    with pytest.raises(ValueError, match="several panels"):
-        style.bars(ax, frame, x="batch", by="cache")
-    style.close(fig)
+    assert (modes["low"] < modes["measured"]).all() and (modes["measured"] < modes["high"]).all()
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[Any]:
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Figures that would have been saved."""
     found: list[Any] = []
     monkeypatch.setattr(style, "save", lambda fig, *_: found.append(fig))
     return found
-
-
-def test_the_write_share_has_a_panel_for_each_tp(tmp_path: Path, drawn: list[Any]) -> None:
-    """As many caches as are recorded, none clipped."""
-    steps.write_share(tmp_path, results.read_table("kv_write_share", paths.RECORDED))
-    axes = drawn[0].axes
-    assert [ax.get_title() for ax in axes] == ["TP=1", "TP=2"]
-    for ax in axes:
-        bars = [patch.get_height() for patch in ax.patches]
-        assert len(bars) == 4 * 4 and min(bars) > 0 and max(bars) < ax.get_ylim()[1]
 
 
 def test_a_cache_looks_the_same_in_every_panel(tmp_path: Path, share: pd.DataFrame, drawn: list[Any]) -> None:
@@ -164,46 +146,116 @@ def test_a_cache_looks_the_same_in_every_panel(tmp_path: Path, share: pd.DataFra
     one, other = (
         {bars.get_label(): bars for bars in ax.containers if bars.get_label()[0] != "_"} for ax in drawn[0].axes
     )
-    assert one.keys() == other.keys() == {"8 KV heads", "32 KV heads"}
+    assert sorted(bar.get_height() for bars in one.values() for bar in bars) == pytest.approx([0.8, 3.2, 12.8, 51.2])
+    assert one.keys() == other.keys() == {"8 KV heads, bf16", "32 KV heads, bf16"}
     for label, bars in one.items():
         assert bars[0].get_facecolor() == other[label][0].get_facecolor()
         assert [bar.get_x() for bar in bars] == [bar.get_x() for bar in other[label]]
 
 
-def test_no_measured_point_is_hidden(tmp_path: Path, swept: pd.DataFrame) -> None:
-    tables = {name: table for name, table in paper.tables(paths.RECORDED).items() if name != "gpu_steps"}
-    alone = pd.read_csv(paper.draw_one(tmp_path, "predicted_against_measured", tables).with_suffix(".csv"))
-    tables["gpu_steps"] = swept
-    path = paper.draw_one(tmp_path, "predicted_against_measured", tables)
-    both = pd.read_csv(path.with_suffix(".csv"))
-    assert (alone["panel"] == "steps").sum() >= 2
-    assert (both["panel"] == "steps").sum() == (alone["panel"] == "steps").sum() + 32
+def test_no_two_series_look_alike() -> None:
+    looks = [look[1:] for look in style.styles([f"cache {n}" for n in range(8)]).values()]
+    assert len(set(looks)) == 8
+    with pytest.raises(ValueError, match="several panels"):
+        style.styles(range(9))
+    markers = {look.marker for look in style.MODE_STYLE.values()}
+    assert len(markers) == len(style.MODE_STYLE), "without colour too"
+
+
+def test_no_measured_step_is_hidden(tmp_path: Path, measured: pd.DataFrame, recorded: dict) -> None:
+    alone = {name: table for name, table in recorded.items() if name != "gpu_steps"}
+    before = drawn_data(paper.draw_one(tmp_path, "predicted_against_measured", alone))
+    path = paper.draw_one(tmp_path, "predicted_against_measured", {**alone, "gpu_steps": measured})
+    both = drawn_data(path)
+    assert (before["panel"] == "steps").sum() >= 2
+    assert (both["panel"] == "steps").sum() == (before["panel"] == "steps").sum() + 32
     worst = both.loc[both["panel"] == "steps", "error"].abs().max()
     assert f"largest error is {worst:.3f}" in path.with_suffix(".txt").read_text()
 
 
 def test_the_break_even_map_draws_the_model(tmp_path: Path) -> None:
-    path = breakeven_plots.break_even(tmp_path, paper.published_survival())
-    data = pd.read_csv(path.with_suffix(".csv"))
+    data = drawn_data(breakeven_plots.break_even(tmp_path, paper.published_survival()))
     grid, dots = data[data["source"] == "model"], data[data["source"] != "model"]
-    assert len(grid) == len(breakeven_plots.MAPS) * len(breakeven_plots.BATCHES) * len(breakeven_plots.KS) * 21
-    assert set(dots["model"]) == {"Llama-2-chat-7B", "Vicuna-7B", "Llama-3.1-8B", "Qwen3-8B"}
-    point = grid.query("mode == 'stage' and vanilla == 'fused' and k == 8 and acceptance == 0.5 and batch == 64").iloc[
-        0
-    ]
+    assert set(dots["model"]) >= {"Llama-2-chat-7B", "Vicuna-7B", "Llama-3.1-8B", "Qwen3-8B"}
+    at = "mode == 'stage' and model == 'llama-2-7b' and k == 8 and acceptance == 0.5 and batch == 64"
     window = breakeven.Window.expected(64, breakeven.survival_of(0.5, 8))
-    assert point["us"] == pytest.approx(
-        breakeven.step_difference_us("stage", breakeven.MODELS["llama-2-7b"], window, fused=True)
-    )
+    us = breakeven.step_difference_us("stage", breakeven.MODELS["llama-2-7b"], window)
+    assert grid.query(at)["us"].item() == pytest.approx(us)
 
 
-def test_figures_are_byte_stable(
-    tmp_path: Path, swept: pd.DataFrame, share: pd.DataFrame, counts: pd.DataFrame
-) -> None:
-    given = {"gpu_steps": swept, "kv_write_share": share, "gpu_acceptance": counts}
-    tables = {**paper.tables(paths.RECORDED), **given}
-    run = results.Run(tmp_path / "run", "figures")
-    paper.draw(run, tables)
-    same = paper.same_again(run, tables)
-    assert len(same) == 2 * len(paper.FIGURES)
-    assert all(same.values()), same
+def test_the_sliders_move_the_picture_and_the_words(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(style.plt, "show", lambda: shown.append(style.plt.gca().lines[0].get_ydata().copy()))
+    widget = breakeven_plots.explore(batch=4, acceptance=0.5)
+    assert {child.description: child.value for child in widget.children[:-1]} == {
+        "model": "llama-2-7b", "k": 8, "acceptance": 0.5, "batch": 4, "context": 512, "tp": 1,
+    }  # fmt: skip
+    for batch in (4, 64):
+        breakeven_plots.draw_setting("llama-2-7b", 8, 0.5, batch, 512, 1)
+        window = breakeven.Window.expected(batch, breakeven.survival_of(0.5, 8))
+        us = breakeven.step_difference_us("stage", breakeven.MODELS["llama-2-7b"], window)
+        assert f"stage: {us:+.1f} us a step" in capsys.readouterr().out
+    breakeven_plots.draw_setting("llama-2-7b", 2, 0.5, 4, 512, 1)
+    assert shown[0].tolist() != shown[-1].tolist()
+
+
+# -- which run is drawn --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: dict) -> Any:
+    """Make a run's folder under an empty `results/`: its tables, and a manifest of the given states."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+
+    def make(name: str, states: dict[str, str], whole: bool = True, tables: tuple = paper.TABLES) -> Path:
+        run = tmp_path / name
+        for table in tables:
+            results.write_table(run / f"{table}.parquet", recorded[table])
+        entries = {notebook: {"state": state, "whole": "hash" if whole else None} for notebook, state in states.items()}
+        results.write_json(run / "manifest.json", {"run_id": name, "notebooks": entries})
+        return run
+
+    return make
+
+
+def test_only_the_newest_whole_run_is_drawn(run_of) -> None:
+    """Not one that failed, nor one by hand, nor a part; the run that draws is whole but for the notebook that does."""
+    assert set(paper.sources().values()) == {paths.RECORDED}
+    whole = run_of("whole", {"01": "done", "03": "done"})
+    run_of("failed", {"01": "done", "03": "failed"})
+    run_of("interactive-1", {"03": "done"}, whole=False)
+    run_of("part", {"01": "done"}, tables=("reference",))
+    assert paper.sources()["acceptance"] == whole and paper.sources()["gpu_steps"] == paths.RECORDED
+    own = run_of("own", {"01": "done", paper.DRAWS: "running"})
+    assert {paper.sources(own=own)[name] for name in paper.TABLES} == {own}
+    bad = run_of("bad", {"03": "failed", paper.DRAWS: "running"})
+    assert paper.sources(own=bad)["acceptance"] == own
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("nowhere", "is no run"), ("failed", "not whole: 03 did not finish"), ("part", "lacks acceptance")],
+)
+def test_a_wrong_source_is_a_line_and_an_error(name, said, run_of, tmp_path: Path, capsys) -> None:
+    run_of("failed", {"01": "done", "03": "failed"})
+    run_of("part", {"01": "done"}, tables=("reference",))
+    assert paper.main(["--source", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and len(err.splitlines()) == 1 and not out and not (tmp_path / "out").exists()
+
+
+def test_each_figures_run_is_printed(run_of, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(paper, "FIGURES", {name: paper.FIGURES[name] for name in ("rejected_share", "step_time")})
+    run = run_of("whole", {"01": "done"})
+    assert paper.main(["--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(f"from {run}") for line in lines] == [True, True]
+    monkeypatch.setattr(paper, "FIGURES", {"lost": (steps.step_ratio, ("nothing",))})
+    assert paper.main(["--out", str(tmp_path / "out")]) == 0
+    assert "not drawn: lost, since there is no nothing.parquet" in capsys.readouterr().out
+
+
+def test_a_manifest_that_cannot_be_read_is_no_whole_run(run_of) -> None:
+    run = run_of("broken", {"01": "done"})
+    (run / "manifest.json").write_text(json.dumps({"notebooks": ["no entries"]}))
+    assert "cannot be read" in paper.unfinished(run)

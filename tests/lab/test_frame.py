@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of the kit: pins, set-up, commands, the walk over the notebooks."""
+"""The frame of the kit: pins, what is tracked, light imports, make, commands and the doctor."""
 
 import importlib.util
 import json
@@ -11,12 +11,11 @@ import sys
 import tomllib
 from pathlib import Path
 
-import nbformat
 import pytest
 import yaml
 
 import nwor
-from nwor_lab import cli, doctor, paths, reproduce, results
+from nwor_lab import cli, doctor, paths
 
 LOCK = paths.LOCK.read_text()
 GPU_LOCK = paths.LOCK.parent / "gpu.lock"
@@ -257,7 +256,7 @@ def test_the_doctor_reports_every_section(capsys: pytest.CaptureFixture[str], tm
     assert {one["section"] for one in found} == {
         "environment",
         "versions",
-        "choices",
+        "this machine",
         "operators",
         "plugin",
         "data",
@@ -267,7 +266,7 @@ def test_the_doctor_reports_every_section(capsys: pytest.CaptureFixture[str], tm
     assert all(one["name"] in said for one in found)
 
 
-def test_a_probe_that_breaks_is_a_finding_and_fails_the_walk(
+def test_a_probe_that_breaks_is_a_finding_and_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def operators() -> list[doctor.Finding]:
@@ -290,111 +289,3 @@ def test_a_plugin_that_vllm_would_not_load_is_found(monkeypatch: pytest.MonkeyPa
     (finding,) = doctor.plugin()
     assert not finding.ok
     assert "VLLM_PLUGINS=another leaves it out" in finding.value
-
-
-# -- the walk ----------------------------------------------------------------------------------------------------
-
-
-def write_notebook(folder: Path, name: str, *cells: str) -> None:
-    parameters = 'mode: str = "cow"  # a mode\nk: int = 4  # drafts\nrun_dir: str = ""  # folder'
-    begin = f'from nwor_lab import results\n\nrun = results.start(globals(), "{name}")'
-    notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell(text) for text in (parameters, begin, *cells)]
-    notebook.cells[0].metadata["tags"] = ["parameters"]
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(notebook, folder / f"{name}.ipynb")
-
-
-@pytest.fixture
-def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "notebooks"
-    folder.mkdir()
-    monkeypatch.setattr(paths, "NOTEBOOKS", folder)
-    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
-    flag = tmp_path / "mended"
-    write_notebook(
-        folder, "01_good", 'run.claim("mode", "off", mode, mode == "off")', "print('seen in the log')", "run.finish()"
-    )
-    write_notebook(
-        folder,
-        "02_fails",
-        f"import pathlib\n\nassert pathlib.Path({str(flag)!r}).exists(), 'not mended'",
-        'run.claim("two", 2, k, k == 2)',
-        "run.finish()",
-    )
-    return folder
-
-
-def test_the_walk_goes_on_past_a_failure_and_is_resumed(
-    books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert reproduce.main(["--run", "first", "-p", "mode", "off", "-p", "k", "2"]) == 1
-    said = capsys.readouterr()
-    assert "notebook 2 of 2: 02_fails" in said.out
-    assert "FAILED: AssertionError: not mended" in said.err
-    assert "1 of 2 notebooks failed: 02_fails" in said.err
-    run = tmp_path / "results" / "first"
-    entries = results.read_manifest(run)["notebooks"]
-    assert (entries["01_good"]["state"], entries["02_fails"]["state"]) == ("done", "failed")
-    assert entries["01_good"]["passed"] == {"mode": "off", "k": 2}
-    assert (run / "01_good.ipynb").exists()
-    assert "seen in the log" in (run / "logs" / "01_good.log").read_text()
-    assert "not mended" in (run / "logs" / "02_fails.log").read_text()
-
-    (tmp_path / "mended").touch()
-    before = (run / "01_good.ipynb").stat().st_mtime_ns
-    assert reproduce.main(["--resume"]) == 0, "what the first run was given holds on"
-    assert (run / "01_good.ipynb").stat().st_mtime_ns == before
-    said = capsys.readouterr()
-    assert "done before" in said.out
-    assert re.search(r"02_fails +two +2 +2 +yes", said.out)
-    assert results.read_table("claims", run)["holds"].tolist() == [True, True]
-
-
-def test_a_claim_that_does_not_hold_fails_the_walk(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reproduce.main(["--only", "01_good"]) == 1
-    said = capsys.readouterr()
-    assert re.search(r"01_good +mode +off +cow +NO", said.out)
-    assert "1 of 1 claims do not hold" in said.err
-
-
-def test_a_skipped_claim_is_shown_and_fails_nothing(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (books / "02_fails.ipynb").unlink()
-    write_notebook(books, "03_skips", 'run.skip("fp8 caches", 0, "no AVX-512 here")', "run.finish()")
-    assert reproduce.main(["-p", "mode", "off"]) == 0
-    said = capsys.readouterr()
-    assert re.search(r"01_good +mode +off +off +yes", said.out)
-    assert re.search(r"03_skips +fp8 caches +0 +no AVX-512 here +skipped", said.out)
-    assert "1 of 2 claims were skipped" in said.out
-    assert "do not hold" not in said.err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["-p", "mdoe", "off"], "no notebook here has a parameter mdoe; they have k, mode"),
-        (["-p", "k", "two"], "parameter k='two' is not of type int"),
-        (["--only", "09_none"], "no notebook 09_none; there are 01_good, 02_fails"),
-        (["--resume", "--run", "never"], "nothing to resume"),
-    ],
-)
-def test_a_wrong_word_stops_the_walk_before_it_starts(
-    books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    with pytest.raises(SystemExit) as exit:
-        reproduce.main(words)
-    assert exit.value.code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "results").exists()
-
-
-def test_parameters_are_read_as_declared_and_off_stays_a_word() -> None:
-    assert reproduce.parse("off", "str") == "off"
-    assert reproduce.parse("1", "str") == "1"
-    assert reproduce.parse("2", "int") == 2
-    assert reproduce.parse("0.5", "float") == 0.5
-    assert reproduce.parse("true", "bool") is True
-    assert reproduce.parse("1,2,4", "list[int]") == [1, 2, 4]
-    assert reproduce.parse("off,cow", "list[str]") == ["off", "cow"]
-    with pytest.raises(ValueError, match="not true or false"):
-        reproduce.parse("off", "bool")

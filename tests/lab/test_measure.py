@@ -80,7 +80,7 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
         frame = bench_table({"off": 600.0, "stage": 570.0}, kv_heads)
         results.write_table(measure.table(made, name), frame)
         provenance = results.provenance({})
-        results.write_json(measure.manifest(made, name), {"provenance": provenance})
+        results.write_json(measure.table(made, name).with_suffix(".json"), {"provenance": provenance})
     results.write_table(measure.table(made, "audit"), bench_table({"off": 1.0}))
     missing = measure.record(made, recorded)
     assert missing == [
@@ -114,17 +114,40 @@ def test_who_made_the_steps_stays_with_them(tmp_path):
     results.write_json(recorded / "gpu_runs.json", old)
     for name in (*measure.AUDITS, *measure.AUDITS_OF_TWO):
         results.write_table(measure.table(made, name), bench_table({"off": 1.0}))
-        results.write_json(measure.manifest(made, name), {"provenance": results.provenance({})})
-    results.write_json(measure.manifest(made, "steps-k8-8"), {"provenance": results.provenance({})})
+        results.write_json(measure.table(made, name).with_suffix(".json"), {"provenance": results.provenance({})})
+    results.write_json(measure.table(made, "steps-k8-8").with_suffix(".json"), {"provenance": results.provenance({})})
     assert "gpu_audit" not in measure.record(made, recorded)
     runs = {run["name"]: run["run_id"] for run in json.loads((recorded / "gpu_runs.json").read_text())}
     assert runs == {"steps-k8-32": "before", "audit": "gpu", "audit-tp2": "gpu"}
 
 
-def test_a_run_whose_git_did_not_tell(tmp_path):
-    told = {name: "x" for name in ("time", "versions", "python", "gpu", "cpu")} | {"git": "unavailable: no git"}
-    results.write_json(measure.manifest(tmp_path, "a"), {"provenance": told})
-    assert measure.made_by(tmp_path, "a")["git"] == "unavailable: no git"
+def test_a_run_whose_git_could_not_be_asked(tmp_path):
+    made = {name: "x" for name in ("time", "versions", "python", "gpu", "cpu")} | {"git": "unavailable: no git"}
+    results.write_table(measure.table(tmp_path, "attention"), bench_table({"off": 1.0}))
+    results.write_json(measure.table(tmp_path, "attention").with_suffix(".json"), {"provenance": made})
+    assert "attention" not in measure.record(tmp_path, tmp_path / "recorded")
+    (run,) = json.loads((tmp_path / "recorded" / "gpu_runs.json").read_text())
+    assert run["git"] == "unavailable: no git"
+
+
+def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(tmp_path, monkeypatch, capsys):
+    recorded = tmp_path / "recorded"
+    run = results.Run(tmp_path / "run", "01_x", {"k": 1, "run_dir": "somewhere"})
+    run.claim("a", 1, 1, True)
+    monkeypatch.setattr(measure.paper, "TABLES", ("steps",))
+    with pytest.raises(ValueError, match="run is not whole: 01_x; go on with"):
+        measure.record_run(run.directory, recorded)
+    run.finish()
+    run.table("steps", bench_table({"off": 600.0}))
+    results.write_table(run.directory / "claims.parquet", results.claims(run.directory))
+    results.write_text(run.directory / "figures" / "reference_policies.png", "a picture")
+    measure.record_run(run.directory, recorded)
+    names = {"steps.parquet", "claims.parquet", "reference_policies.png", "manifest.json"}
+    assert {path.name for path in recorded.iterdir()} == names
+    made = results.read_manifest(recorded)["notebooks"]["01_x"]["provenance"]
+    assert made["parameters"] == {"k": 1} and not {"command", "platform"} & set(made)
+    assert measure.main(["--record", str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err == f"nwor measure: no folder {tmp_path / 'nothing'}\n"
 
 
 def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_path, monkeypatch, capsys):

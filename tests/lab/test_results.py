@@ -1,60 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results are whole, tidy and say where they came from; figures are byte-stable."""
+"""Results are whole, tidy and say where they came from."""
 
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import pytest
+import torch
 
-from nwor_lab import paths, results
-from nwor_lab.plots import paper, style
+from nwor_lab import claim_table, paths, provenance, results
 
 ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    style.close()
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> results.Run:
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
     return results.Run(tmp_path / "one", "notebook")
-
-
-@pytest.fixture
-def tables(run: results.Run) -> dict[str, pd.DataFrame]:
-    survival = 0.7 ** np.arange(1, 5)
-    accepted = [
-        {"metric": "survival", "value": v, "unit": "share", "k": 4, "position": p, "low": v - 0.05, "high": v + 0.05}
-        for p, v in enumerate(survival)
-    ] + [{"metric": "rejected_share", "value": (4 - survival.sum()) / 5, "unit": "share", "k": 4}]
-    moved = [
-        {"metric": metric, "value": float(n), "unit": "B", "mode": mode, "kind": kind}
-        for n, mode in enumerate(style.MODE_STYLE, 1)
-        for metric in ("bytes_read", "bytes_written", "launches")
-        for kind in ("attention", "write")
-    ]
-    steps = [
-        {**ROW, "value": tp + n, "mode": mode, "tp": tp, "repeat": n}
-        for mode in ("off", "cow")
-        for tp in (1, 2)
-        for n in range(5)
-    ]
-    return {
-        "acceptance": run.table("acceptance", [{"temperature": 0.0, **row} for row in accepted], mode="off"),
-        "traffic": run.table("traffic", moved),
-        "steps": run.table("steps", steps),
-    }
 
 
 # -- whole files or none -----------------------------------------------------------------------------------------
@@ -139,7 +104,7 @@ def test_claims_are_kept_replaced_and_gathered_over_notebooks(run: results.Run) 
 
 def test_a_claim_that_cannot_be_checked_is_skipped_with_its_reason(run: results.Run) -> None:
     run.skip("fp8", 0, "no AVX-512")
-    assert run.finish()["holds"].tolist() == [None], "neither holds nor broken"
+    assert run.finish().data["holds"].tolist() == ["skipped"], "neither holds nor broken"
     run.claim("fast", 1, 1, True)
     results.Run(run.directory, "another").claim("small", 1, 1, True)
     assert results.claims(run.directory).values.tolist() == [
@@ -152,24 +117,25 @@ def test_a_claim_that_cannot_be_checked_is_skipped_with_its_reason(run: results.
 def test_finish_names_each_claim_that_does_not_hold(run: results.Run) -> None:
     run.claim("good", 1, 1, True)
     run.claim("fast enough", 1, 2, False)
-    with pytest.raises(AssertionError, match="fast enough: predicted 1, measured 2"):
+    with pytest.raises(AssertionError, match="fast enough: expected 1, found 2"):
         run.finish()
     assert results.read_manifest(run.directory)["notebooks"]["notebook"]["state"] == "failed"
     run.claim("fast enough", 1, 1, True)
-    assert run.finish()["holds"].all()
+    assert set(run.finish().data["holds"]) == {"yes"}
     assert results.read_manifest(run.directory)["notebooks"]["notebook"]["state"] == "done"
 
 
-def test_an_expectation_fails_a_run_at_the_defaults_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_expectation_fails_a_run_at_the_defaults_alone(tmp_path: Path) -> None:
     cells = ["", 'mode: str = "off"\ntp: int = 1\nrate: float = 1\nrun_dir: str = ""\n']
     run = results.start(scope(tmp_path, In=cells), "02_x")
     assert run.expect("fast", 2, 1, False) is False
-    with pytest.raises(AssertionError, match="fast: predicted 2, measured 1"):
+    with pytest.raises(AssertionError, match="fast: expected 2, found 1"):
         run.finish()
     run = results.start(scope(tmp_path, In=[*cells, "# Parameters\ntp = 2\n"], tp=2), "02_x")
     assert run.expect("fast", 2, 1, False, origin="recorded") is False
-    assert "not at the defaults, so not checked: fast: expected 2, found 1" in capsys.readouterr().out
-    assert run.finish().values.tolist() == [["02_x", "fast", "2", "1", None, "expectation", "recorded"]]
+    shown = run.finish()
+    assert shown.data.values.tolist() == [["fast", "2", "1", "not at the defaults", "expectation", "recorded"]]
+    assert "text-align: left" in shown.to_html()
     with pytest.raises(ValueError, match="origin is one of measured, recorded, model, got 'x'"):
         run.claim("fast", 2, 2, True, origin="x")
 
@@ -186,26 +152,21 @@ def test_many_writers_of_one_manifest_lose_nothing(tmp_path: Path) -> None:
     assert len(results.read_manifest(tmp_path)["notebooks"]) == 16
 
 
-def test_the_newest_run_that_holds_a_table_is_read(
-    run: results.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_is_of_the_run_that_is_named_or_recorded(run: results.Run, tmp_path: Path, monkeypatch) -> None:
     run.table("steps", [ROW])
-    other = results.Run(tmp_path / "two", "notebook")
-    assert results.newest_run() == other.directory
-    assert results.newest_run("steps") == run.directory
-    assert results.read_table("steps")["run_id"].tolist() == ["one"]
     monkeypatch.setattr(paths, "RECORDED", tmp_path / "recorded")
-    with pytest.raises(FileNotFoundError, match=r"no absent\.parquet in .*make reproduce"):
-        results.read_table("absent")
-    results.write_table(paths.RECORDED / "absent.parquet", results.tidy([ROW]))
-    assert len(results.read_table("absent")) == 1
+    with pytest.raises(FileNotFoundError, match=r"no steps\.parquet in .*recorded; `make reproduce`"):
+        results.read_table("steps")  # a run that has not finished is used only where it is named
+    assert results.read_table("steps", run.directory)["run_id"].tolist() == ["one"]
+    results.write_table(paths.RECORDED / "steps.parquet", results.tidy([ROW]))
+    assert results.read_table("steps")["run_id"].tolist() == [""]
 
 
 # -- provenance --------------------------------------------------------------------------------------------------
 
 
 def test_provenance_says_what_made_a_result() -> None:
-    said = results.provenance({"seed": 3, "k": 4})
+    said = provenance.provenance({"seed": 3, "k": 4})
     assert said["parameters"] == {"seed": 3, "k": 4}
     assert said["seeds"] == {"seed": 3}
     assert said["versions"]["torch"][0].isdigit()
@@ -218,14 +179,14 @@ def test_a_failed_probe_is_a_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         raise RuntimeError("broken")
 
     for module, name in (
-        (results.subprocess, "run"),
-        (results.importlib.metadata, "version"),
-        (results.platform, "platform"),
-        (results.os, "sched_getaffinity"),
-        (results, "sha256"),
+        (provenance.subprocess, "run"),
+        (provenance.importlib.metadata, "version"),
+        (provenance.platform, "platform"),
+        (provenance.os, "sched_getaffinity"),
+        (provenance, "sha256"),
     ):
         monkeypatch.setattr(module, name, broken)
-    said = results.provenance({"seed": 3})
+    said = provenance.provenance({"seed": 3})
     for name in ("git", "gpu", "cpu", "platform", "sha256"):
         assert said[name] == "unavailable: RuntimeError: broken", name
     assert set(said["versions"].values()) == {"unavailable: RuntimeError: broken"}
@@ -235,8 +196,8 @@ def test_a_failed_probe_is_a_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_no_key_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "hush")
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
-    assert "hush" not in str(results.provenance())
-    assert results.provenance()["environment"]["VLLM_NWOR_MODE"] == "cow"
+    assert "hush" not in str(provenance.provenance())
+    assert provenance.provenance()["environment"]["VLLM_NWOR_MODE"] == "cow"
 
 
 # -- a notebook's parameters -------------------------------------------------------------------------------------
@@ -297,93 +258,76 @@ def test_a_command_is_shown_and_its_log_kept(run: results.Run, capsys: pytest.Ca
     assert "No-Write-On-Reject" in (run.directory / "logs" / "notebook-0.log").read_text()
 
 
+def test_warnings_of_a_command_go_to_its_log_alone(run: results.Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError):
+        run.command("doctor", "--no-such-option")
+    assert "no-such-option" not in capsys.readouterr().out
+    assert "no-such-option" in (run.directory / "logs" / "notebook-0.log").read_text()
+
+
 def test_a_command_that_fails_raises_with_the_end_of_its_log(run: results.Run) -> None:
     with pytest.raises(RuntimeError, match=r"`nwor benhc` failed with 2(?s:.*)invalid choice: 'benhc'"):
         run.command("benhc")
-
-
-# -- figures -----------------------------------------------------------------------------------------------------
-
-
-def test_each_mode_is_told_apart_without_colour() -> None:
-    looks = style.MODE_STYLE.values()
-    for part in ("label", "color", "marker", "linestyle", "hatch"):
-        assert len({getattr(look, part) for look in looks}) == len(looks), part
-
-
-def test_figures_are_drawn_with_data_and_caption_and_are_byte_stable(
-    run: results.Run, tables: dict, tmp_path: Path
-) -> None:
-    drawn = [path for path in paper.draw(run, tables) if "Run one." in path.with_suffix(".txt").read_text()]
-    assert len(drawn) == 4, "those of the tables given; the others are drawn from what is recorded"
-    for pdf in drawn:
-        assert b"/Type3" not in pdf.read_bytes(), "fonts are embedded as TrueType (pdf.fonttype 42)"
-        assert b"CreationDate" not in pdf.read_bytes()
-        width = plt.imread(pdf.with_suffix(".png")).shape[1]
-        assert width == round(style.COLUMN * 300)
-        assert len(pd.read_csv(pdf.with_suffix(".csv")))
-    assert all(paper.same_again(run, tables).values())
-    # In another process, later, and with another hash seed.
-    command = [
-        sys.executable,
-        "-m",
-        "nwor_lab.cli",
-        "figures",
-        "--source",
-        str(run.directory),
-        "--out",
-        str(tmp_path / "again"),
-    ]
-    environment = {**results.os.environ, "PYTHONHASHSEED": "7", "SOURCE_DATE_EPOCH": "123456789"}
-    subprocess.run(command, cwd=paths.ROOT, env=environment, check=True, timeout=120)
-    for pdf in drawn:
-        for path in (pdf, pdf.with_suffix(".png"), pdf.with_suffix(".csv")):
-            assert path.read_bytes() == (tmp_path / "again" / "figures" / path.name).read_bytes(), path.name
-
-
-def test_a_changed_number_changes_the_figure(run: results.Run, tables: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paper, "FIGURES", {name: paper.FIGURES[name] for name in ("rejected_share", "step_time")})
-    paper.draw(run, tables)
-    tables["steps"].loc[0, "value"] += 1
-    same = paper.same_again(run, tables)
-    assert not same["step_time.pdf"]
-    assert same["rejected_share.pdf"]
-
-
-@pytest.mark.parametrize(("rows", "caption"), [(0, "a caption"), (1, "  ")])
-def test_a_figure_needs_data_and_a_caption(run: results.Run, rows: int, caption: str) -> None:
-    fig, _ = style.figure()
-    with pytest.raises(ValueError, match="needs data and a caption"):
-        style.save(fig, run, "empty", results.tidy([ROW]).head(rows), caption)
-    assert not (run.directory / "figures").exists()
-
-
-def test_published_acceptance_is_turned_into_survival() -> None:
-    llama = paper.published_survival().query("model == 'Llama-2-chat-7B, EAGLE-1'").sort_values("position")
-    assert llama["value"].tolist() == pytest.approx([0.76, 0.76 * 0.69, 0.76 * 0.69 * 0.67, 0.2389, 0.16247], abs=1e-4)
-
-
-def test_the_rejected_share_follows_from_survival(tables: dict) -> None:
-    predicted = paper.predict_rejected(tables["acceptance"]).set_index("k")["value"]
-    assert predicted[1] == pytest.approx((1 - 0.7) / 2)
-    assert predicted[2] == pytest.approx((2 - 0.7 - 0.49) / 3)
-    measured = tables["acceptance"].query("metric == 'rejected_share'")["value"].iloc[0]
-    assert predicted[4] == pytest.approx(measured)
-
-
-def test_the_recorded_tables_draw_every_figure_and_say_where_they_are_from(tmp_path: Path) -> None:
-    recorded = paper.tables(paths.RECORDED)
-    assert len(paper.draw(tmp_path, recorded)) == len(paper.FIGURES) - len(paper.absent(recorded))
-    assert (paths.RECORDED / "README.md").exists()
-    notebooks = results.read_manifest(paths.RECORDED)["notebooks"]
-    assert {recorded[name]["run_id"].iloc[0] for name in paper.TABLES} == {
-        results.read_manifest(paths.RECORDED)["run_id"]
-    }
-    assert all(len(entry["provenance"]["git"]["commit"]) == 40 for entry in notebooks.values())
-    assert {len(notebooks) > 0, (paths.RECORDED / "manifest.json").exists()} == {True}
 
 
 def test_what_made_a_table_is_told_beside_it(tmp_path):
     path = results.write_provenance(tmp_path / "times.parquet", {"repeats": 3})
     assert path == tmp_path / "times.json"
     assert json.loads(path.read_text())["provenance"]["parameters"] == {"repeats": 3}
+
+
+# -- measured here, or recorded ----------------------------------------------------------------------------------------
+
+NAMES = ("kernel_times", "kernel_counters", "attention", "attention_counters", "gpu_acceptance")
+
+
+def samples() -> pd.DataFrame:
+    return results.tidy([{"metric": "time", "value": 3.0, "unit": "us"}], mode="", model="")
+
+
+def must_not() -> pd.DataFrame:
+    raise AssertionError("measured")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_gpu_tables_are_the_recorded_ones(name: str, run: results.Run, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recorded = results.measure_or_load_recorded(run, name, must_not)
+    assert len(recorded) > 1 and recorded["value"].notna().all() and run.origin(recorded) == "recorded"
+    assert not (run.directory / f"{name}.parquet").exists()
+    with pytest.raises(ValueError, match="no NVIDIA GPU here; the recorded results need none"):
+        results.measure_or_load_recorded(run, name, must_not, "measure")
+    with pytest.raises(ValueError, match="source is measure, recorded or empty, got 'mesure'"):
+        results.measure_or_load_recorded(run, name, must_not, "mesure")
+
+
+def test_with_a_gpu_they_are_measured_unless_the_recorded_are_asked_for(run: results.Run, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for source in ("", "measure"):
+        measured = results.measure_or_load_recorded(run, "kernel_times", samples, source)
+        assert measured["value"].tolist() == [3.0] and run.origin(measured) == "measured"
+    assert results.read_table("kernel_times", run.directory)["value"].tolist() == [3.0]
+    assert len(results.measure_or_load_recorded(run, "kernel_times", must_not, "recorded")) > 1
+
+
+@pytest.mark.parametrize("error", [results.Unmeasurable, RuntimeError])
+def test_only_what_cannot_be_measured_falls_back_to_what_is_recorded(error, run: results.Run, monkeypatch, capsys):
+    def refuse() -> pd.DataFrame:
+        raise error("no permission")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if error is results.Unmeasurable:
+        assert len(results.measure_or_load_recorded(run, "attention_counters", refuse)) > 1
+        assert "attention_counters is what was recorded on an H200, since no permission" in capsys.readouterr().out
+    with pytest.raises(error, match="no permission"):
+        results.measure_or_load_recorded(
+            run, "attention_counters", refuse, "measure" if error is not RuntimeError else ""
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(3663.0, "3663"), (123456.7, "123457"), (0.123456, "0.1235"), (True, "True"), ("at most 3", "at most 3")],
+)
+def test_whole_numbers_are_shown_whole(value: object, shown: str) -> None:
+    assert claim_table.show(value) == shown

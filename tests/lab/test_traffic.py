@@ -107,27 +107,6 @@ def test_a_served_step_by_hand():
     assert stage["commit"] == Moved(layers * 2 * row, layers * 2 * row, 1)
 
 
-@settings(max_examples=40, deadline=None)
-@given(k=st.integers(1, 8), accepted=st.integers(0, 8), batch=st.integers(1, 64), size=st.sampled_from([1, 2]))
-def test_fused_rope_leaves_staging_little_to_save(k, accepted, batch, size):
-    """Fused, vanilla's write has no launch and reads the values alone, so staging moves more once W < 4 A."""
-    shape = Shape(32, 8, 128, size, 2)
-    window = Window.of(k, [min(k, accepted)] * batch, [100] * batch)
-    fused, separate = (served_traffic("off", shape, window, fused=fused)["write"] for fused in (True, False))
-    assert (fused.read, fused.written, fused.launches) == (separate.read / 2, separate.written, 0)
-    stage = served_traffic("stage", shape, window, fused=True)
-    assert stage == served_traffic("stage", shape, window)
-    more = stage.total() - served_traffic("off", shape, window, fused=True).total()
-    assert more.launches == 2
-    if size == 2:
-        assert (more.read + more.written > 0) == (4 * min(k, accepted) > 1 + k)
-    cow = (
-        served_traffic("cow", shape, window, fused=True).total()
-        - served_traffic("off", shape, window, fused=True).total()
-    )
-    assert cow == served_traffic("cow", shape, window).total() - served_traffic("off", shape, window).total()
-
-
 def test_step_without_drafts_is_vanilla_in_every_mode():
     prefill = Window(requests=0, draft_rows=0, rejected_rows=0, context_rows=64, prefill_rows=64)
     assert {step_traffic(mode, LLAMA_7B, prefill).total() for mode in MODES} == {

@@ -17,8 +17,8 @@ import torch
 from nwor.attention import configs
 from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row_tiles, tuned
 from nwor.settings import Settings
-from nwor_lab.microbench import attention, tune
-from nwor_lab.microbench.attention_inputs import Shape
+from nwor_lab.microbench import tune
+from nwor_lab.microbench.inputs import AttentionShape
 
 A100 = Device("NVIDIA A100-SXM4-80GB", multiprocessors=108, shared_memory=163 << 10)
 L40S = Device("NVIDIA L40S", multiprocessors=142, shared_memory=99 << 10)
@@ -113,21 +113,21 @@ def test_tiles_fit_into_a_smaller_devices_shared_memory(device):
 @pytest.mark.parametrize("device", SMALLER)
 def test_a_sweep_tries_what_fits_the_device(device):
     for heads, cache, head_size in itertools.product((8, 32), ("bf16", "fp8"), HEAD_SIZES):
-        shape = Shape(32, heads, 4, 512, cache, head_size=head_size)
-        rows, _ = attention.rows_of(shape, device)
+        shape = AttentionShape(32, heads, 4, 512, cache, head_size=head_size)
+        rows, _ = tune.rows_of(shape, device)
         width = configs.next_power_of_2(head_size)
-        tried = attention.kernels(shape, device)
+        tried = tune.kernels(shape, device)
         assert {kernel.splits for kernel in tried} == {1, 2} and len(tried) == len(set(tried))
         for kernel in tried:
             pages = kernel.stages * kernel.tile * 2 * width * shape.element
             assert pages + rows * width * 2 <= device.usable
-    assert attention.filled(device) <= device.multiprocessors < 2 * attention.filled(device)
+    assert tune.filled(device) <= device.multiprocessors < 2 * tune.filled(device)
 
 
 def test_a_sweep_on_an_h200_tries_what_it_tried():
-    assert attention.filled(H200) == 128
-    shape = Shape(32, 8, 4, 512)
-    tried = {(one.tile, one.warps, one.stages) for one in attention.kernels(shape, H200)}
+    assert tune.filled(H200) == 128
+    shape = AttentionShape(32, 8, 4, 512)
+    tried = {(one.tile, one.warps, one.stages) for one in tune.kernels(shape, H200)}
     assert tried == {(32, 4, 3), (32, 4, 4), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)}
 
 

@@ -19,9 +19,9 @@ from nwor_lab import pair, paths
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineSpec, Generation
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.experiments import bench
+from nwor_lab.experiments import options
 from nwor_lab.experiments.parity import compare
-from nwor_lab.experiments.plan import Plan
+from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
 from tests.checkpoints import random_pair
 from tests.engines import PROMPTS, Engines, Outcome
@@ -100,8 +100,8 @@ def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, close):
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
     more = {"load_format": FORMAT, "acceptance_length": 3.0, "enforce_eager": False}
     spec = EngineSpec(str(target), str(head), num_blocks=96, kv_cache_memory=256, **more)
-    prompts = bench.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
-    plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
+    prompts = options.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
+    plain = engines.run(spec, settings_of("off", False), prompts=prompts, logprobs=5)
     settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
     outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
     assert not plain.error and not outcome.error, plain.error + outcome.error

@@ -17,9 +17,9 @@ from nwor.settings import Settings
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.experiments import bench
+from nwor_lab.experiments import options
 from nwor_lab.experiments.parity import compare
-from nwor_lab.experiments.plan import Plan
+from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
 from tests.checkpoints import random_pair
 from tests.devices import needs_fp8_cache
@@ -97,8 +97,8 @@ def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, close):
     """Under vLLM's own dummy weights both faults gave vanilla's tokens, request for request."""
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
     spec = EngineSpec(str(target), str(head), load_format=FORMAT, num_blocks=64, dtype="float32")
-    prompts = bench.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
-    plain = engines.run(spec, bench.settings_of("off", False), prompts=prompts, logprobs=5)
+    prompts = options.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
+    plain = engines.run(spec, settings_of("off", False), prompts=prompts, logprobs=5)
     settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
     outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
     assert not plain.error and not outcome.error, plain.error + outcome.error

@@ -59,7 +59,7 @@ def test_bench_over_two_ranks(small, tmp_path):
     assert set(table["tp"]) == {2}
 
 
-def test_an_engine_whose_mode_pauses_is_vanilla_and_treated_in_turns(small, tmp_path):
+def test_an_engine_whose_mode_pauses_is_vanilla_and_treated(small, tmp_path):
     """Paused, every rank serves vLLM's own write, and the tokens are vanilla's; resumed, the mode serves and counts."""
     more = ["--mode", "stage", "--paused", "--tp", "2", "--run-dir", str(tmp_path), "--name", "paused"]
     assert bench.main([*small, *more]) == 0
@@ -89,16 +89,13 @@ def test_kernel_times_are_those_of_every_rank(model):
         assert any("reshape_and_cache" in name for name in times), sorted(times)
 
 
-def test_a_misspelt_mode_stops_before_anything_is_written(small, tmp_path):
-    with pytest.raises(ValueError, match="'stag' is not a mode"):
-        bench.main([*small, "--mode", "stag", "--run-dir", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_engine_that_dies_leaves_no_result(small, tmp_path):
-    with pytest.raises(RuntimeError, match="the cow engine failed at start"):
-        bench.main([*small, "--mode", "cow", "--kv-cache-dtype", "nonsense", "--run-dir", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
+def test_an_engine_that_dies_leaves_no_result(small, tmp_path, capsys):
+    words = ["--mode", "cow", "--kv-cache-dtype", "nonsense", "--run-dir", str(tmp_path)]
+    assert bench.main([*small, *words]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("nwor bench: the cow engine failed at start") and said.count("\n") == 1
+    assert "nonsense" in (tmp_path / "logs" / "bench-cow.log").read_text()
+    assert not list(tmp_path.glob("bench.*"))
 
 
 def test_a_mode_that_is_not_served_is_not_measured():
@@ -112,8 +109,8 @@ def test_a_mode_that_is_not_served_is_not_measured():
         bench.require_served("stage", [])
 
 
-def test_audit_command_tells_clean_from_dirty(small, capsys):
-    assert audit.main([*small, "--mode", "off,stage"]) == 0
+def test_audit_command_tells_clean_from_dirty(small, tmp_path, capsys):
+    assert audit.main([*small, "--mode", "off,stage", "--run-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "off    rank 0: DIRTY" in said
     assert "stage  rank 0: clean" in said

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`results/<run>/index.html`: the claims, figures, notebooks and manifest of a run as pages that a browser opens.
+
+Each executed notebook becomes a page beside it. The pages load nothing from outside the run's folder.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from nwor_lab import claim_table, results
+
+STATES = {"done": "done", "failed": "FAILED", "interrupted": "interrupted", "running": "not finished"}
+
+
+def write(directory: Path) -> Path:
+    """Write `index.html` of a run, and a page for each of its executed notebooks; return its path."""
+    manifest = results.read_manifest(directory)
+    for name in manifest["notebooks"]:
+        if (directory / f"{name}.ipynb").exists():
+            results.write_text(directory / f"{name}.html", notebook_page(directory, name))
+    claims = results.claims(directory)
+    return results.write_text(
+        directory / "index.html",
+        _render(
+            title=f"Reproduction run {directory.name}",
+            headline=claim_table.headline(claims),
+            groups=[(said, _rows(claims[claims["origin"] == origin])) for origin, said in claim_table.ORIGINS.items()],
+            broken=[claim_table.line(claim) for claim in claims.itertuples() if claim.holds is False],
+            figures=_figures(directory),
+            notebooks=_notebooks(directory, manifest),
+            points=_points(directory, manifest),
+            made_by=_made_by(manifest),
+        ),
+    )
+
+
+def notebook_page(directory: Path, name: str) -> str:
+    """Return an executed notebook as HTML, with links to its log and back to `index.html`."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    notebook = nbformat.read(directory / f"{name}.ipynb", as_version=4)
+    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter.exclude_anchor_links = True
+    body, _ = exporter.from_notebook_node(notebook)
+    # Without Jupyter nothing draws a widget: its place says where it can be used.
+    widget = r'<script type="application/vnd\.jupyter\.widget-view\+json">.*?</script>'
+    said = f"<p class=note>An interactive control: open {name}.ipynb in JupyterLab to use it.</p>"
+    body = re.sub(widget, said, body, flags=re.DOTALL)
+    logs = sorted((directory / "logs").glob(f"{name}*.log"))
+    return _render(title=f"{name} of run {directory.name}", body=body, logs=[log.name for log in logs])
+
+
+def _render(**context: Any) -> str:
+    import jinja2
+    from pygments.formatters import HtmlFormatter
+
+    loader = jinja2.PackageLoader("nwor_lab", ".")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["quote"] = quote
+    highlighting = HtmlFormatter(style="default").get_style_defs(".highlight")
+    return environment.get_template("report.html.j2").render(highlighting=highlighting, **context)
+
+
+def _rows(claims: Any) -> list[dict[str, str]]:
+    return [
+        {
+            "verdict": claim_table.verdict(claim.kind, claim.holds),
+            "claim": claim.claim,
+            "expected": claim.predicted,
+            "found": claim.measured,
+            "notebook": claim.notebook,
+        }
+        for claim in claims.itertuples()
+    ]
+
+
+def _figures(directory: Path) -> list[dict[str, Any]]:
+    found = []
+    for image in sorted((directory / "figures").glob("*.png")):
+        text = image.with_suffix(".txt")
+        caption = text.read_text(encoding="utf-8").strip() if text.exists() else ""
+        others = [path.name for path in sorted(image.parent.glob(f"{image.stem}.*")) if path.suffix in (".pdf", ".csv")]
+        found.append({"name": image.stem, "caption": caption, "others": others})
+    return found
+
+
+def _notebooks(directory: Path, manifest: dict[str, Any]) -> list[dict[str, str]]:
+    rows = []
+    for name, entry in sorted(manifest["notebooks"].items()):
+        passed = ", ".join(f"{key}={value}" for key, value in entry.get("passed", {}).items())
+        time = f"{entry['seconds']:.0f} s" if entry.get("seconds") else ""
+        state = STATES.get(entry.get("state", ""), "") + (f": {entry['error']}" if entry.get("error") else "")
+        page = f"{name}.html" if (directory / f"{name}.html").exists() else ""
+        rows.append({"name": name, "state": state, "time": time, "passed": passed or "the defaults", "page": page})
+    return rows
+
+
+def _points(directory: Path, manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    points = manifest.get("points", [])
+    return [(point, claim_table.headline(results.claims(directory / point))) for point in points]
+
+
+def _made_by(manifest: dict[str, Any]) -> dict[str, str]:
+    """When, from which commit, with what and on what the run was made, as its first notebook noted it."""
+    noted = [entry["provenance"] for entry in manifest["notebooks"].values() if "provenance" in entry]
+    if not noted:
+        return {}
+    made, git, cpu, gpu = noted[0], noted[0]["git"], noted[0]["cpu"], noted[0]["gpu"]
+    versions = {name: found for name, found in made["versions"].items() if "unavailable" not in found}
+    return {
+        "begun": made["time"],
+        "commit": git if isinstance(git, str) else git["commit"] + ("" if git["clean"] else ", with local changes"),
+        "CPU": cpu if isinstance(cpu, str) else f"{cpu['model']}, {cpu['cores']} cores, {cpu['machine']}",
+        "GPU": "; ".join(gpu) if isinstance(gpu, list) else "none",
+        "Python": made["python"],
+        "versions": ", ".join(f"{name} {found}" for name, found in versions.items()),
+    }

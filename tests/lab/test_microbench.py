@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The microbenchmarks: bytes by hand, what is made of samples and counters, the search's choice, the recorded data."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from nwor.attention import configs
+from nwor.attention.configs import H200, Config
+from nwor_lab import paths, results
+from nwor_lab.microbench import attention, counters, operators, timer, tune
+from nwor_lab.microbench.inputs import KEYS, AttentionShape, shape_of
+from nwor_lab.microbench.operators import KEPT, OURS, PEERS, QUERY, ROWS, SHAPES, bytes_moved, rows_moved
+from nwor_lab.operators import check
+from nwor_lab.plots import attention as attention_plots
+from nwor_lab.plots import kernels, style
+
+SHAPE = AttentionShape(32, 8, 16, 512)
+
+
+@pytest.fixture(scope="module")
+def times() -> pd.DataFrame:
+    return results.read_table("kernel_times", paths.RECORDED)
+
+
+# -- the all-layer operators ---------------------------------------------------------------------------------------
+
+
+def made_up(us: dict[str, float], rows: int = 2304, kept: int = 3) -> pd.DataFrame:
+    """Samples of one case (8 heads, bf16) in which `us` gives each op's time; the copy runs at 4 TB/s."""
+    lines = [{"op": "copy", "value": 2e3, "bytes": 8_000_000_000, "rows": 0, "kept": 0, "launches": 0}]
+    for op, value in us.items():
+        moved = 0 if op == "empty" else bytes_moved(op, shape_of(8, "bf16"), rows, kept)
+        launches = 32 if op in PEERS else 1
+        lines += [{"op": op, "value": value, "bytes": moved, "rows": rows, "kept": kept, "launches": launches}] * 3
+    return results.tidy(lines, metric="time", unit="us").assign(kv_heads=8, cache="bf16")
+
+
+def test_bytes_are_the_rows_that_move() -> None:
+    """A row of 8 heads x 128 in bf16 is 4 KiB a layer; each is read once and written once."""
+    shape = shape_of(8, "bf16")
+    assert shape.row == 4096
+    assert [rows_moved(op, 18, 3) for op in ("commit", "restore", "log", "vllm")] == [6, 12, 18, 6]
+    assert bytes_moved("commit", shape, 18, 3) == 2 * 32 * 6 * 4096
+    assert bytes_moved("commit", shape, 18, 0) == 0 == bytes_moved("restore", shape, 18, QUERY)
+    assert shape_of(8, "fp8").row * 2 == shape.row
+
+
+def test_model_share_and_speedup() -> None:
+    """Empty kernel plus bytes at the copy's bandwidth; shares with and without the launch."""
+    moved = bytes_moved("commit", shape_of(8, "bf16"), 2304, 3)
+    ideal = 3 + moved / 4e6
+    frame = made_up({"empty": 3, "commit": 2 * ideal - 3, "stream": ideal, "vllm": 20 * ideal})
+    assert kernels.ceilings(frame) == (4.0, 3.0)
+    (line,) = kernels.modelled(frame).itertuples()
+    assert line.model == pytest.approx(ideal)
+    assert line.net == pytest.approx(0.5)
+    assert line.gross == pytest.approx(moved / (2 * ideal - 3) / 4e6)
+    assert kernels.speedups(frame)["vllm"].item() == pytest.approx(20 * ideal / (2 * ideal - 3))
+
+
+def test_every_sample_is_kept(times: pd.DataFrame) -> None:
+    """Each case and op, 30 samples or more, all of them different enough to be no copies of one number."""
+    frame = kernels.medians(times)
+    ours = frame[frame["op"].isin(OURS) & frame["kept"].isin(KEPT)]
+    assert len(ours) == len(OURS) * len(SHAPES) * len(ROWS) * len(KEPT)
+    assert frame["samples"].min() >= 30
+    assert set(PEERS) <= set(frame["op"])
+    spread = times[times["metric"] == "time"].groupby(["op", *kernels.KEYS], observed=True)["value"].nunique()
+    assert (spread > 1).all()
+
+
+def test_parity_stands_beside_the_times(times: pd.DataFrame) -> None:
+    """Each timed peer has its bytes compared, in every case that writes rows, and none differs."""
+    compared = times[times["metric"] == "bytes_differing"]
+    timed = times[(times["metric"] == "time") & times["op"].isin(["commit", *PEERS]) & (times["kept"] > 0)]
+    keys = ["op", *kernels.KEYS]
+    assert set(compared[keys].itertuples(index=False, name=None)) == set(timed[keys].itertuples(index=False, name=None))
+    assert kernels.unequal_bytes(times) == 0
+    broken = times.copy()
+    broken.loc[compared.index[0], "value"] = 7
+    assert kernels.unequal_bytes(broken) == 7
+
+
+def test_counters_cover_every_case_that_exceeds_the_cache() -> None:
+    cases = operators.counted()
+    assert {case[4] for case in cases} == set(OURS)
+    assert min(bytes_moved(op, shape_of(*case), rows, kept) for *case, rows, kept, op in cases) >= 192 << 20
+    found = kernels.counted(results.read_table("kernel_counters", paths.RECORDED))
+    assert len(found) == len(cases)
+    assert np.allclose(found["both"], (found["read"] + found["written"]) / 2) and (found["both"] - 1).abs().max() < 0.1
+
+
+def test_figures_are_drawn_from_the_recorded_samples(times: pd.DataFrame, tmp_path) -> None:
+    drawn = [kernels.over_share(tmp_path, times), kernels.launches(tmp_path, times)]
+    drawn.append(kernels.counters(tmp_path, results.read_table("kernel_counters", paths.RECORDED)))
+    table = attention_plots.frame(pd.concat([samples(0.7), samples(0.9, batch=64)]), bandwidth=4.0)
+    drawn += [draw(tmp_path, table) for draw in (attention_plots.ratios, attention_plots.over_floor)]
+    drawn.append(attention_plots.kernel_picture(tmp_path, k=5, context=20, splits=1))
+    style.close()
+    for path in drawn:
+        assert path.with_suffix(".png").stat().st_size > 5_000
+        assert len(pd.read_csv(path.with_suffix(".csv")))
+
+
+def test_the_recorded_comparison_is_of_a_gpu() -> None:
+    """What an H200 compared, recorded: every operator it has, and no byte that differs."""
+    frame = check.recorded()
+    sums = frame.pivot_table(index="operator", columns="metric", values="value", aggfunc="sum")
+    assert set(frame["device"]) == {"cuda"}
+    assert set(sums.index) == set(check.ops.OPERATORS) - {"verify_attention"}
+    assert (sums["bytes_compared"] > 0).all() and (sums["bytes_differing"] == 0).all()
+
+
+@pytest.mark.parametrize("module", [operators, attention, counters])
+def test_the_commands_need_a_gpu(module, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as raised:
+        module.main(["--out", str(tmp_path)])
+    assert raised.value.code == 2 and "no NVIDIA GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clean", [False, True])
+def test_the_timer_takes_what_it_is_given(clean: bool) -> None:
+    """One sample a repeat and call, times in the right order, and a cold cache: no faster than memory allows."""
+    small, large = (torch.zeros(n << 20, dtype=torch.int32, device="cuda") for n in (2, 64))
+    calls = {"empty": timer.empty, "small": small.bitwise_not_, "large": large.bitwise_not_}
+    samples = pd.DataFrame(timer.interleaved(calls, 30, clean), columns=["op", "repeat", "us"])
+    assert samples["op"].tolist() == list(calls) * 30
+    median = samples.groupby("op")["us"].median()
+    assert median["empty"] < median["small"] < median["large"]
+    assert 2 * large.nbytes / median["large"] / 1e6 < 6  # TB/s: memory, not cache
+
+
+# -- the attention -------------------------------------------------------------------------------------------------
+
+
+def samples(ratio: float = 0.8, **other) -> pd.DataFrame:
+    """Three samples of each call: the empty kernel 2 us, vLLM's faster 100 us more, nwor `ratio` of that."""
+    us = {"empty": 2, "nwor": 2 + 100 * ratio, "flash": 112, "flash 1": 102, "triton": 152, "write": 5}
+    shape = vars(SHAPE) | {"bytes": SHAPE.bytes} | other
+    rows = [
+        shape | {"op": op, "metric": "time", "unit": "us", "value": time + jitter, "repeat": n}
+        for op, time in us.items()
+        for n, jitter in enumerate((0, -1, 1))
+    ]
+    wrong = {"metric": "error", "unit": "relative", "value": 2e-3}
+    return results.tidy(rows + [shape | wrong | {"op": op} for op in ("nwor", "flash", "triton")], mode="", model="")
+
+
+def test_bytes_that_have_to_move():
+    """By hand: 2 heads of keys and values; prefix read, 9 new rows read and stored, query read and output written."""
+    row = 2 * 2 * 128
+    bf16 = 3 * (100 * row * 2 + 9 * row * (2 + 2) + 9 * 4 * 128 * (2 + 2))
+    fp8 = 3 * (100 * row * 1 + 9 * row * (2 + 1) + 9 * 4 * 128 * (1 + 2))
+    assert AttentionShape(4, 2, 3, 100).bytes == bf16
+    assert AttentionShape(4, 2, 3, 100, "fp8").bytes == fp8
+    assert AttentionShape(4, 2, 3, 100, k=0).bytes == bf16 - 3 * 8 * (row * (2 + 2) + 4 * 128 * (2 + 2))
+
+
+def test_net_times_are_without_the_empty_kernel_and_beside_the_faster_backend():
+    line = attention.net(samples(0.8)).iloc[0]
+    assert line["nwor"] == pytest.approx(80)
+    assert line["vanilla"] == line["flash 1"] == pytest.approx(100)
+    assert line["ratio"] == pytest.approx(0.8)
+    table = attention_plots.frame(samples(), bandwidth=4.0)
+    assert table["floor"].iloc[0] == pytest.approx(SHAPE.bytes / 4e6)
+    assert attention_plots.errors(samples())["over_flash"].tolist() == [1]
+
+
+def test_what_a_layer_saves_alone_and_between_its_neighbours():
+    """Alone 112 - 82 us, whatever the empty kernel takes; between them 50 - 30, whatever the neighbours take."""
+    alone = samples(0.8)
+    between = {"none": 40.0, "nwor": 70.0, "flash": 90.0, "triton": 95.0}
+    rows = [alone[alone.op == "nwor"].assign(op=op, metric="between", value=us) for op, us in between.items()]
+    (found,) = attention_plots.saved(pd.concat([alone, *rows])).to_dict("records")
+    assert (found["alone"], found["between"]) == pytest.approx((30, 20))
+
+
+# -- the search of `nwor tune` -------------------------------------------------------------------------------------
+
+
+def test_tuned_configurations_are_what_the_recorded_search_found():
+    """The shipped file follows from the recorded search by the rule of `best`."""
+    knobs = [*Config.__dataclass_fields__]
+    searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet").astype({"cache": str})
+    known = [name for name in searched if name not in (*AttentionShape.__dataclass_fields__, "value", "vanilla")]
+    found = tune.best(searched.rename(columns=dict(zip(known, knobs, strict=True))))
+    assert found == [{name: entry[name] for name in found[0]} for entry in configs.shipped(H200.name)]
+
+
+def searched(times: dict[int, float], vanilla: float = 100.0, **config) -> pd.DataFrame:
+    """One configuration's times by context, beside vLLM's."""
+    rows = [
+        asdict(SHAPE) | asdict(Config(**config)) | {"context": context, "value": us} for context, us in times.items()
+    ]
+    return pd.DataFrame(rows).assign(vanilla=vanilla)
+
+
+def test_a_configuration_that_never_loses_comes_first():
+    """Even where another would be faster at most contexts."""
+    fast, never_slow = searched({512: 60, 8192: 105}, tile=64), searched({512: 80, 8192: 97}, tile=32)
+    (entry,) = tune.best(pd.concat([fast, never_slow]))
+    assert entry["tile"] == 32
+    (entry,) = tune.best(pd.concat([fast, never_slow]).assign(vanilla=104))
+    assert entry["tile"] == 64, "no more than 1.02 times vLLM's time"
+
+
+def test_a_choice_is_printed_in_words():
+    assert tune.in_words(asdict(Config(tile=64, warps=4, stages=3, registers=0))).startswith(
+        "tile 64, warps 4, stages 3, splits 1"
+    )
+
+
+def test_warps_keep_keys_of_their_own_where_windows_have_few_rows():
+    def tried(heads: int, k: int) -> bool:
+        return max(list(asdict(config).values())[-1] for config in tune.kernels(AttentionShape(32, heads, 4, 512, k=k)))
+
+    assert (tried(32, 8), tried(8, 3), tried(8, 8)) == (True, True, False)
+
+
+def test_windows_of_each_length_have_a_configuration_of_their_own():
+    """Two and nine rows of one query head fill the same tile, and are not the same work."""
+    frames = [searched({512: 60}, tile=tile).assign(k=k, heads=8) for k, tile in ((1, 128), (8, 32))]
+    table = tune.best(pd.concat(frames))
+    for query, tile in ((2, 128), (3, 128), (7, 32), (9, 32)):
+        found = configs.nearest(table, 16, 8, 1, 128, 2, query)
+        assert found is not None and found["tile"] == tile, query
+
+
+# -- hardware counters ---------------------------------------------------------------------------------------------
+
+TIME, DRAM = "gpu__time_duration.sum", "dram__bytes_read.sum"
+PRINTED = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","verify_windows","gpu__time_duration.sum","ns","12,736"
+"0","7","verify_windows","dram__bytes_read.sum","Kbyte","1.5"
+"0","7","verify_windows","other","","1"
+"1","7","flash<1, 2>","gpu__time_duration.sum","us","13"
+"1","7","flash<1, 2>","dram__bytes_read.sum","byte","7"
+"""
+
+
+def test_what_the_profiler_prints_is_read():
+    first, second = counters.parse(PRINTED, (TIME, DRAM))
+    assert first == {"kernel": "verify_windows", TIME: (pytest.approx(12.736), "us"), DRAM: (1500, "byte")}
+    assert second == {"kernel": "flash<1, 2>", TIME: (13, "us"), DRAM: (7, "byte")}
+    assert counters.parse("==PROF== no kernels were profiled", (TIME,)) == []
+    with pytest.raises(RuntimeError, match="gave no lost of launch 0"):
+        counters.parse(PRINTED, (TIME, "lost"))
+    with pytest.raises(RuntimeError, match="is in fortnight, not in byte"):
+        counters.parse(PRINTED.replace('"us"', '"fortnight"'), (TIME,))
+    with pytest.raises(counters.Unreadable, match="no lost/ncu on the PATH: install Nsight Compute"):
+        counters.read("a.module", metrics=(TIME,), kernels="x", ncu="lost/ncu")
+
+
+@pytest.mark.parametrize(
+    ("says", "forbidden"),
+    [("==ERROR== ERR_NVGPUCTRPERM - no permission to read counters", True), ("ImportError: no module", False)],
+)
+def test_a_profiler_that_fails_says_why(says, forbidden, tmp_path):
+    """A program that crashes under it is no reason to do without its counters."""
+    ncu = tmp_path / "ncu"
+    ncu.write_text(f"#!/bin/sh\necho '{says}'; exit 3\n")
+    ncu.chmod(0o755)
+    with pytest.raises(RuntimeError, match=f"failed with 3: {says}") as raised:
+        counters.read("nwor_lab.microbench.counters", metrics=(TIME,), kernels="x", ncu=str(ncu))
+    assert isinstance(raised.value, counters.Unreadable) is forbidden
+
+
+def test_the_profiler_is_asked_for_what_is_read(tmp_path):
+    ncu = tmp_path / "ncu"
+    ncu.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\ncat <<END\n{PRINTED}END\n')
+    ncu.chmod(0o755)
+    options = ("--profile-from-start", "off")
+    seen = counters.read("a.module", "--launch", metrics=(TIME,), kernels="a|b", options=options, ncu=str(ncu))
+    assert [launch["kernel"] for launch in seen] == ["verify_windows", "flash<1, 2>"]
+    asked = (tmp_path / "asked").read_text()
+    assert "--clock-control none" in asked and "regex:a|b --profile-from-start off" in asked
+    assert asked.endswith("-m a.module --launch\n") and f"--metrics {TIME} " in asked
+
+
+def launches(combined: bool = True) -> list[dict]:
+    """As the profiler gives them of every shape: the n-th launch takes n us."""
+    names = ["verify_windows", "void vllm::reshape_and_cache_flash_kernel<>", "flash::FlashAttnFwdSm90<>"]
+    names += ["flash::FlashAttnFwdCombine<>"] * combined
+    every = [name for _ in counters.shapes() for name in names]
+    values = dict.fromkeys(counters.METRICS, (1.0, "%"))
+    return [{"kernel": name, **values, TIME: (float(n), "us")} for n, name in enumerate(every)]
+
+
+def test_launches_are_matched_with_shapes_and_kernels():
+    frame = counters.table(launches())
+    found = frame[frame.metric == "time"].reset_index()
+    assert (found.value == found.index).all()
+    assert found.op[:5].tolist() == ["nwor", "write", "flash", "combine", "nwor"]
+    assert (found.context[0], found.context[4]) == (512, 8192)
+    assert len(counters.shown(frame)) == 3 * len(counters.shapes())
+    assert len(counters.table(launches(combined=False))) == 3 * 6 * len(counters.shapes())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda seen: seen[1:], lambda seen: seen[:-4], lambda seen: seen[:2] + seen[4:],
+     lambda seen: seen + seen[:4], lambda seen: seen + seen[-2:]],
+)  # fmt: skip
+def test_launches_that_are_not_those_of_the_shapes_are_an_error(wrong):
+    """Else a shape's counters would be another's."""
+    with pytest.raises(
+        RuntimeError, match="which are not this kit's kernel, vLLM's write and FlashAttention of 13 shapes"
+    ):
+        counters.table(wrong(launches()))
+
+
+def test_the_recorded_counters_are_of_every_shape():
+    frame = results.read_table("attention_counters", paths.RECORDED)
+    assert len(frame.groupby(KEYS)) == len(counters.shapes())
+    assert set(frame.metric) == set(counters.METRICS.values())
+    assert frame[frame.metric == "dram"].value.between(0, 100).all()

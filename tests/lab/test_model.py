@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a mode is faster, by hand and against the price of a step; predicted against measured, no point hidden."""
+
+import pandas as pd
+import pytest
+
+from nwor_lab import paths, results
+from nwor_lab.model import breakeven, predicted
+from nwor_lab.model.breakeven import H200, MODELS, Chip, step_difference, step_difference_us
+from nwor_lab.model.traffic import Moved, Shape, Window
+from nwor_lab.plots import kernels, paper
+
+LLAMA_7B = MODELS["llama-2-7b"]
+
+
+def test_the_chip_is_the_recorded_one():
+    bandwidth, empty = kernels.ceilings(results.read_table("kernel_times", paths.RECORDED))
+    assert H200.launch_us == pytest.approx(empty, rel=0.03)
+    assert H200.copy_bytes_per_s == pytest.approx(bandwidth * 1e12, rel=0.03)
+    with pytest.raises(ValueError, match="0 us or more"):
+        Chip("x", -1, 1)
+
+
+def test_a_step_by_hand():
+    """stage, one request, k = 8, 2 accepted: 30 launches less, and 32 x (2 x 2 - 9) x 16 KiB."""
+    window = Window.of(8, [2], [512])
+    moved = step_difference("stage", LLAMA_7B, window)
+    assert (moved.launches, moved.read + moved.written) == (-30, -32 * 5 * 16384)
+    got = step_difference_us("stage", LLAMA_7B, window, Chip("x", 3.0, 4.25e12))
+    assert got == pytest.approx(-30 * 3.0 - 32 * 5 * 16384 / 4.25e6)
+    cow = step_difference("cow", LLAMA_7B, window)
+    assert (cow.launches, cow.read + cow.written) == (3, 2 * 32 * (3 + 6) * 16384)
+
+
+def test_the_table_says_of_each_point_whether_the_mode_is_faster():
+    table = breakeven.differences({"llama-2-7b": LLAMA_7B}, [1, 8], [0.5, 1.0], [1, 1024])
+    assert len(table) == 2 * 2 * 2 * 2
+    assert (table["is_faster"] == (table["us"] < 0)).all()
+    assert not table.loc[table["mode"] == "cow", "is_faster"].any()
+    faster = table[table["is_faster"]].set_index(["k", "acceptance", "batch"]).index
+    # With all of 8 drafts accepted staging moves more than vanilla; with one draft it moves as much.
+    assert {(k, a, b) for k in (1, 8) for a in (0.5, 1.0) for b in (1, 1024)} - set(faster) == {(8, 1.0, 1024)}
+
+
+def test_published_acceptance_is_priced_as_published():
+    table = breakeven.published_differences(paper.published_survival(), [16], modes=("stage",))
+    llama = table[table["model"] == "Llama-2-chat-7B"]
+    assert llama["k"].tolist() == [1, 2, 3, 4, 5]
+    assert llama["kept"].iloc[1] == pytest.approx(1 + 0.76 + 0.76 * 0.69)
+    assert llama["acceptance"].iloc[0] == pytest.approx(0.76)
+    assert set(table["model"]) >= {"Llama-3.1-8B", "Qwen3-8B", "gpt-oss-20b", "Vicuna-7B"}
+    assert not table["model"].str.contains("DeepSeek").any(), "latent attention has no rows of keys and values"
+
+
+# -- predicted against measured ------------------------------------------------------------------------------------
+
+
+def bench(**settings) -> pd.DataFrame:
+    """Two repeats of vanilla (1 ms, then 2 ms a step) and of cow, a tenth slower; 4 requests, k = 4, half accepted."""
+    rows = []
+    for repeat in (0, 1):
+        for mode, slower in (("off", 1.0), ("cow", 1.1)):
+            common = {"mode": mode, "repeat": repeat}
+            rows += [
+                {**common, "metric": "step_ms", "value": slower * (1 + repeat), "step": step} for step in range(10)
+            ]
+            counts = {"windows": 40, "draft_tokens": 160, "accepted_tokens": 80}
+            rows += [{**common, "metric": metric, "value": value} for metric, value in counts.items()]
+    return results.tidy(pd.DataFrame(rows), model="Llama-2-7b-hf", k=4, batch=4, unit="", **settings)
+
+
+def test_a_measured_point_by_hand():
+    (point,) = predicted.against_measured(bench()).to_dict("records")
+    assert (point["requests"], point["drafts"], point["rejected"]) == (4, 16, 8)
+    us = 3 * 3.3 + 2 * 32 * 16384 * (8 + 4 + 8) / 4.24e6
+    assert point["difference_us"] == pytest.approx(us)
+    assert point["predicted"] == pytest.approx(1 + us / 1500)
+    assert point["measured"] == pytest.approx(1.1), "repeat for repeat, whatever the machine did between them"
+    assert point["error"] == pytest.approx(point["predicted"] - 1.1)
+
+
+def test_every_setting_is_a_point_of_its_own():
+    parts = [bench(), bench(kv_heads=8), bench(kv_heads=8, kv_cache_dtype="fp8"), bench(prompt=2048), bench(tp=2)]
+    found = predicted.against_measured(pd.concat(parts, ignore_index=True))
+    assert len(found) == len(parts)
+    bytes_us = found["difference_us"] - 3 * 3.3
+    assert (bytes_us / bytes_us.iloc[0]).tolist() == pytest.approx([1, 1 / 4, 1 / 8, 1, 1 / 2])
+
+
+def attention_times(times: dict[str, float], shapes: dict[tuple[int, int, int], float]) -> pd.DataFrame:
+    """Table `attention` of bf16 and k=8: `times` of each op, times the factor of each (KV heads, batch, context)."""
+    rows = [
+        {"op": op, "value": factor * us, "heads": 32, "kv_heads": heads, "batch": batch, "context": context}
+        for (heads, batch, context), factor in shapes.items()
+        for op, us in times.items()
+    ]
+    return pd.DataFrame(rows).assign(cache="bf16", metric="between", k=8, run_id="")
+
+
+def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours():
+    """32 layers save 70 - 60 us each, and a step opens and commits 8 drafts once."""
+    times = {"nwor": 60.0, "flash": 70.0, "triton": 65.0, "write": 4.0, "empty": 3.0}
+    shapes = {(32, 4, 512): 1.0, (32, 4, 4096): 10.0, (16, 4, 512): 100.0, (32, 16, 512): 1000.0}
+    attention = attention_times(times, shapes)
+    attention = pd.concat([attention, attention.assign(metric="time", value=1.0)])
+    staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8)
+    (point,) = predicted.against_measured(staged, attention=attention).to_dict("records")
+    commit = 2 * 32 * 16384 * 8 / 4.24e6
+    assert point["with_attention"] == pytest.approx(1 + (-32 * 10 + 2 * 3.3 + commit) / 1500)
+    assert point["predicted"] != point["with_attention"]
+    (other,) = predicted.against_measured(staged.assign(backend="TRITON_ATTN"), attention=attention)["with_attention"]
+    assert other == pytest.approx(1 + (-32 * 5 + 2 * 3.3 + commit) / 1500)
+    others = (staged.assign(k=4), staged.assign(batch=5), staged.assign(kv_cache_dtype="fp8"), bench(prompt=700))
+    for unknown in (*others, staged.assign(run_id="an earlier kernel's")):
+        assert predicted.against_measured(unknown, attention=attention)["with_attention"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "run", "fell_back"), [(8192, "steps-12", True), (2048, "steps-12", False), (8192, "x", False)]
+)
+def test_a_recorded_step_that_fell_back_is_predicted_to_take_vanillas_time(prompt, run, fell_back):
+    attention = attention_times({"nwor": 60.0, "flash": 70.0}, {(32, 16, 512): 1.0, (32, 16, 8192): 1.0})
+    staged = bench(kv_heads=32, kv_cache_dtype="auto", prompt=prompt).replace({"mode": {"cow": "stage"}})
+    staged = staged.assign(k=8, batch=16, run_id=run)
+    (found,) = predicted.against_measured(staged, attention=attention.assign(run_id=run))["with_attention"]
+    assert (found == 1) == fell_back
+
+
+def test_recorded_steps_that_fell_back_took_vanillas_time():
+    table = results.read_table("gpu_steps", paths.RECORDED)
+    attention = results.read_table("attention", paths.RECORDED)
+    found = predicted.against_measured(table, attention=attention).query("with_attention == 1")
+    assert len(found) == len(predicted.FELL_BACK) and found["measured"].between(0.995, 1.005).all()
+
+
+def test_what_cannot_be_predicted_is_an_error():
+    table = bench()
+    with pytest.raises(ValueError, match="no cache is known of model 'mine': pass shapes="):
+        predicted.against_measured(table.assign(model="mine"))
+    assert len(predicted.against_measured(table.assign(model="mine"), shapes={"mine": Shape(2, 2, 8)})) == 1
+    with pytest.raises(ValueError, match="mode off has no step times"):
+        predicted.against_measured(table[table["mode"] != "off"])
+
+
+def test_the_recorded_run_is_predicted_point_for_point():
+    table = results.read_table("gpu_cow", paths.RECORDED)
+    found = predicted.against_measured(table)
+    assert len(found) == table["graphs"].nunique()
+    assert found["predicted"].between(1, 1.01).all()
+    assert found["measured"].gt(1).all()
+
+
+def test_kernels_are_priced_by_launches_and_bytes():
+    medians = kernels.medians(results.read_table("kernel_times", paths.RECORDED))
+    found = predicted.kernels_against_model(medians)
+    assert len(found) == medians["op"].isin(["commit", "log", "restore", "vllm"]).sum()
+    line = found.query("op == 'vllm' and kv_heads == 32 and cache == 'bf16' and rows == 72 and kept == 9").iloc[0]
+    assert line["predicted"] == pytest.approx(H200.us(Moved(32 * 72 * 16384, 32 * 72 * 16384, 32)))
+    assert line["error"] == pytest.approx(line["predicted"] / line["us"] - 1)

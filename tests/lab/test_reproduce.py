@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reproduction run goes on past a failure, resumes, and takes no half-written result for a whole one."""
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+
+from nwor_lab import on_ray, parameters, paths, report, reproduce, results
+
+EXECUTED = ("08_break_even",)
+"""Notebooks of the kit that the tests run, beside the small ones made here."""
+
+DECLARE = 'mode: str = "cow"  # a mode\nk: int = 4  # drafts\nks: list[int] = [1]  # more\nrun_dir: str = ""  # folder'
+BEGIN = 'from nwor_lab import results\n\nrun = results.start(globals(), "{name}")'
+WORK = """
+import os, pathlib
+place = pathlib.Path({place!r})
+(place / f"{name}-{{k}}-{{os.getpid()}}").touch()
+print("seen in the log", k)
+assert k != 2 or (place / "mended").exists(), "not mended"
+"""
+END = """
+run.claim("mode", "cow", mode, mode == "cow")
+run.expect("drafts", 4.0, k, k == 4)
+run.skip("fp8 caches", 0, "no AVX-512 here", origin="recorded")
+run.table("steps", [{"metric": "k", "value": k, "unit": "1"}])
+run.finish()"""
+
+
+def write_notebook(place: Path, name: str, more: str = "") -> Path:
+    notebook = nbformat.v4.new_notebook()
+    cells = (DECLARE, BEGIN.format(name=name), WORK.format(place=str(place), name=name) + more, END)
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in cells]
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, place / f"{name}.ipynb")
+    return place / f"{name}.ipynb"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the notebook `01_book`, which fails for k=2 until there is a file `mended`."""
+    monkeypatch.setattr(paths, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
+    monkeypatch.delenv("NWOR_MAKE", raising=False)
+    write_notebook(tmp_path, "01_book")
+    return tmp_path
+
+
+def ran(place: Path) -> list[int]:
+    """The k of each time `01_book` was executed, sorted."""
+    return sorted(int(path.name.split("-")[1]) for path in place.glob("01_book-*"))
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_read_as_declared_and_off_stays_a_word() -> None:
+    read = {("off", "str"): "off", ("1", "str"): "1", ("2", "int"): 2, ("0.5", "float"): 0.5, ("true", "bool"): True}
+    read |= {("1,2,4", "list[int]"): [1, 2, 4], ("off,cow", "list[str]"): ["off", "cow"]}
+    assert {words: parameters.parse(*words) for words in read} == read
+    with pytest.raises(ValueError, match="not true or false"):
+        parameters.parse("off", "bool")
+
+
+def test_a_grid_is_the_product_of_its_values(place: Path) -> None:
+    book = [place / "01_book.ipynb"]
+    points = parameters.read_points(book, {"mode": "off"}, ["k=1,3", "ks=1,2;8"])
+    assert list(points) == ["k=1,ks=1,2", "k=1,ks=8", "k=3,ks=1,2", "k=3,ks=8"]
+    assert points["k=3,ks=1,2"] == {"01_book": {"mode": "off", "k": 3, "ks": [1, 2]}}
+    assert parameters.read_points(book, {}, []) == {"": {"01_book": {}}}
+    assert list(parameters.read_points(book, {}, ["mode=a/b"])) == ["mode=a-b"], "a folder's name"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-p", "mdoe", "off"], "no notebook here has a parameter mdoe; they have k, ks, mode"),
+        (["-p", "run_dir", "x"], "no notebook here has a parameter run_dir"),
+        (["-p", "k", "two"], "01_book: parameter k='two' is not of type int"),
+        (["--grid", "k=1.5"], "parameter k='1.5' is not of type int"),
+        (["--grid", "kk=1"], "has a parameter kk"),
+        (["--grid", "k="], "--grid k=: write it as name=value,value"),
+        (["--grid", "k=1,1"], "--grid gives k=1 twice"),
+        (["--only", "09_none"], "no notebook 09_none; there are 01_book"),
+        (["--resume", "--run", "never"], "holds no run to resume"),
+    ],
+)
+def test_a_wrong_word_is_one_line_before_anything_starts(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert reproduce.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nwor reproduce: ") and said in line
+    assert not (place / "results").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_starts(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "file").touch()
+    assert reproduce.main(["--run", str(place / "file" / "run")]) == 2
+    monkeypatch.setattr(results.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    assert reproduce.main(["--run", "full"]) == 2
+    unwritable, full = capsys.readouterr().err.splitlines()
+    assert "file/run: Not a directory; name another folder" in unwritable
+    assert "1 MB are free where 200 are needed; name another folder" in full
+    assert ran(place) == []
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_past_a_failure_and_is_resumed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_notebook(place, "02_book")
+    assert reproduce.main(["--run", "first", "-p", "k", "2"]) == 1
+    said = capsys.readouterr()
+    assert "notebook 2 of 2: 02_book" in said.out
+    assert said.err.count("FAILED: AssertionError: not mended") == 2 and "2 of 2 notebooks failed" in said.err
+    run = place / "results" / "first"
+    assert results.read_manifest(run)["notebooks"]["01_book"]["state"] == "failed"
+    log = (run / "logs" / "01_book.log").read_text()
+    assert "seen in the log 2" in log and "not mended" in log
+    assert "FAILED: AssertionError: not mended" in (run / "index.html").read_text()
+
+    (place / "mended").touch()
+    assert reproduce.main(["--resume", "--only", "01_book"]) == 0, "with the parameters of the first time"
+    entries = results.read_manifest(run)["notebooks"]
+    assert entries["01_book"]["passed"] == {"k": 2} and entries["02_book"]["state"] == "failed"
+    said = capsys.readouterr().out
+    assert "not at the defaults 01_book: drafts: expected 4, found 2" in re.sub(r"\s+", " ", said)
+    assert reproduce.main(["--resume"]) == 0
+    assert "done before" in capsys.readouterr().out
+    assert ran(place) == [2, 2], "what is whole is not run again"
+    assert not results.is_finished(run), "parameters were not the defaults"
+    assert reproduce.main(["--resume", "--run", "first", "-p", "k", "4"]) == 0
+    assert ran(place) == [2, 2, 4] and results.newest_run() is None, "another parameter"
+
+
+def test_claims_decide_and_those_measured_are_counted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce.main(["--run", "whole"]) == 0
+    said = capsys.readouterr()
+    assert "2 of 2 claims measured in this run hold" in said.out
+    measured, recorded = said.out.index("claims measured in this run: 2"), said.out.index("claims recorded earlier")
+    assert measured < recorded < said.out.index("skipped  01_book: fp8 caches: no AVX-512 here")
+    assert results.newest_run("steps") == place / "results" / "whole"
+    assert reproduce.main(["--run", "bad", "-p", "mode", "off"]) == 1
+    said = capsys.readouterr()
+    assert "does not hold: 01_book: mode: expected cow, found off" in said.err.splitlines()
+    assert results.newest_run("steps") == place / "results" / "whole", "a failed run is no source of figures"
+    assert reproduce.main(["--run", "whole"]) == 2
+    assert "holds a run: add --resume, or name another --run" in capsys.readouterr().err
+
+
+def test_what_draws_the_others_runs_again_after_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_notebook(place, "02_book")
+    monkeypatch.setattr(reproduce, "DRAWS", ("02_book",))
+    assert reproduce.main(["--run", "w"]) == 0
+    results.update_manifest(place / "results" / "w", "01_book", whole=None)
+    assert reproduce.main(["--resume", "--run", "w"]) == 0
+    assert len(list(place.glob("0?_book-*"))) == 4
+
+
+def lose_the_notebook(run: Path) -> None:
+    (run / "01_book.ipynb").unlink()
+
+
+def lose_the_entry(run: Path) -> None:
+    results.update_manifest(run, "01_book", whole=None)
+
+
+def change_the_notebook(run: Path) -> None:
+    write_notebook(paths.NOTEBOOKS, "01_book", "\n# changed")
+
+
+@pytest.mark.parametrize("fault", [lose_the_notebook, lose_the_entry, change_the_notebook])
+def test_a_result_that_is_not_whole_is_made_again(place: Path, fault) -> None:
+    assert reproduce.main(["--run", "s"]) == 0
+    run = place / "results" / "s"
+    fault(run)
+    (run / "steps.parquet").write_bytes(b"half")
+    assert reproduce.main(["--run", "s", "--resume"]) == 0
+    assert ran(place) == [4, 4] and results.read_table("steps", run)["value"].tolist() == [4]
+
+
+def test_a_notebook_that_changes_while_it_runs_is_no_result(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_notebook(place, "01_book", "\n(place / '01_book.ipynb').open('a').write(' ')")
+    assert reproduce.main(["--run", "s"]) == 1
+    assert "the notebook changed while it ran" in capsys.readouterr().err
+    assert not results.is_finished(place / "results" / "s")
+
+
+def start(place: Path, *words: str, **environ: str) -> subprocess.Popen:
+    """A reproduction run of the notebooks in `place` in another process, in the midst of k=3."""
+    write_notebook(place, "01_book", "\nimport time\nwhile k == 3 and not (place / 'go').exists(): time.sleep(0.05)\n")
+    code = f"import sys; from pathlib import Path; from nwor_lab import paths, reproduce; place = Path({str(place)!r})"
+    code += "; paths.NOTEBOOKS, paths.RESULTS = place, place / 'results'; sys.exit(reproduce.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *words]
+    child = subprocess.Popen(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
+    deadline = time.monotonic() + 120
+    while 3 not in ran(place):
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return child
+
+
+@pytest.mark.parametrize(
+    ("environ", "again"),
+    [({}, "nwor reproduce --resume --run s"), ({"NWOR_MAKE": "1"}, "make reproduce RESUME=s")],
+)
+def test_an_interrupt_says_how_to_go_on(place: Path, environ: dict[str, str], again: str) -> None:
+    child = start(place, "--run", "s", "-p", "k", "3", **environ)
+    child.send_signal(signal.SIGINT)
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == 130 and said.splitlines()[-1] == f"interrupted; go on with: {again}"
+    assert "Traceback" not in said
+    assert results.read_manifest(place / "results" / "s")["notebooks"]["01_book"]["state"] == "interrupted"
+
+
+# -- a grid ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_goes_on_past_a_failed_point_and_is_resumed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--only", "01_book", "--grid", "k=1,2,3", "--run", "s"]
+    assert reproduce.main(words) == 1
+    assert "1 of 3 notebooks failed" in capsys.readouterr().err
+    run = place / "results" / "s"
+    assert results.read_table("steps", run)["value"].tolist() == [1, 3]
+    assert "not mended" in (run / "k=2" / "logs" / "01_book.log").read_text()
+    (place / "mended").touch()
+    assert reproduce.main(["--run", "s", "--resume"]) == 0
+    assert ran(place) == [1, 2, 2, 3]
+    steps = results.read_table("steps", run)
+    assert dict(zip(steps["run_id"], steps["value"], strict=True)) == {"k=1": 1, "k=2": 2, "k=3": 3}
+    page = (run / "index.html").read_text()
+    assert "A grid of 3 points" in page and 'href="k%3D2/index.html"' in page and (run / "k=2" / "index.html").exists()
+
+
+def test_a_killed_grid_is_resumed_where_it_was(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    child = start(place, "--grid", "k=1,3,4", "--run", "s")
+    assert reproduce.main(["--run", "s", "--resume"]) == 2
+    assert "another run is at work in" in capsys.readouterr().err
+    child.kill()
+    child.communicate()
+    (place / "go").touch()
+    assert reproduce.main(["--run", "s", "--resume"]) == 0
+    assert ran(place) == [1, 3, 3, 4]
+
+
+# -- on a Ray cluster --------------------------------------------------------------------------------------------------
+
+
+def test_without_ray_it_says_how_to_get_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert reproduce.main(["--grid", "k=1", "--ray", "auto"]) == 2
+    assert "pip install --no-deps -r requirements/ray.lock" in capsys.readouterr().err
+    (pin,) = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["ray"]
+    assert pin in (paths.ROOT / "requirements" / "ray.lock").read_text().splitlines()
+
+
+def test_a_node_with_other_code_refuses() -> None:
+    with pytest.raises(RuntimeError, match="install the same commit"):
+        on_ray._on_node(reproduce.run_point, "k=1", {}, {}, "another")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A Ray cluster of two nodes on this machine, one CPU and one (pretended) GPU each; its address."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("no Ray here: pip install --no-deps -r requirements/ray.lock")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1})
+    nodes.add_node(num_cpus=1, num_gpus=1)
+    yield nodes.address
+    nodes.shutdown()
+
+
+def test_a_cluster_runs_the_points_each_with_its_gpu(
+    cluster: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meet = (
+        "\nimport time\n(place / f'node-{os.environ[\"RAY_RAYLET_PID\"]}').touch()\n"
+        "while k > 2 and len(list(place.glob('node-*'))) < 2: time.sleep(0.05)\n"
+        "if k == 1: os.kill(os.getppid(), 9); time.sleep(60)\n"
+    )
+    write_notebook(place, "01_book", meet)
+    words = ["--run", "s", "--ray", cluster, "--gpus", "1"]
+    assert reproduce.main([*words, "--grid", "k=3,4,2,1"]) == 1
+    assert "2 of 4 notebooks failed" in capsys.readouterr().err
+    run = place / "results" / "s"
+    assert len(list(place.glob("node-*"))) == 2, "both nodes had a point at the same time"
+    assert "not mended" in (run / "k=2" / "logs" / "01_book.log").read_text()
+    assert (run / "k=1" / "logs" / "ray.log").read_text(), "a point whose worker died"
+    assert results.read_table("steps", run)["value"].tolist() == [3, 4]
+    (place / "mended").touch()
+    assert reproduce.main([*words, "--resume", "--grid", "k=3,4,2"]) == 0
+    assert ran(place) == [1, 2, 2, 3, 4]
+    assert reproduce.main(["--grid", "k=1", "--ray", cluster, "--gpus", "2"]) == 2
+    assert "a point asks for 2 GPUs, and the largest node has 1" in capsys.readouterr().err
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """Collect what a page refers to."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found |= {value for name, value in attributes if name in ("href", "src") and value}
+
+
+def test_the_report_is_complete_and_loads_nothing_from_outside(tmp_path: Path) -> None:
+    run = results.Run(tmp_path / "run", "01_book")
+    run.claim("a < b & c", 10_000, 123_456.0, True)
+    run.claim("as recorded", 1, 2, False, origin="recorded")
+    run.table("steps", pd.DataFrame([{"metric": "k", "value": 1, "unit": "1"}]))
+    page = report.write(run.directory)
+    text = page.read_text()
+    assert "a &lt; b &amp; c" in text and ">10000<" in text and ">123456<" in text and "nan" not in text.lower()
+    assert text.index("Claims measured in this run") < text.index("Claims recorded earlier")
+    assert "1 of 1 claims measured in this run hold" in text and "as recorded: expected 1, found 2" in text
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_a_notebook_of_the_kit_runs_and_is_reported(name: str, tmp_path: Path) -> None:
+    assert reproduce.main(["--only", name, "--run", str(tmp_path / "run")]) == 0
+    run = tmp_path / "run"
+    book = nbformat.read(run / f"{name}.ipynb", as_version=4)
+    outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert outputs and not [output for output in outputs if output.get("name") == "stderr"], "no warnings on the page"
+    for page in (run / "index.html", run / f"{name}.html"):
+        links = {link for link in Links(page).found if not link.startswith(("#", "data:"))}
+        assert f"{name}.html" in links or page.name != "index.html"
+        local = {link for link in links if not link.startswith("http")}
+        missing = [link for link in local if not link.startswith("../") and not (run / link).exists()]
+        assert missing == []
+    assert set(results.claims(run)["notebook"]) == {name}
+    assert results.is_finished(run)
