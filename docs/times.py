@@ -14,12 +14,11 @@ import pandas as pd
 
 from docs.values import table, value
 from nwor_lab.experiments.gpu_steps import SETTING, between_engine_spread, gpu_steps
+from nwor_lab.microbench.attention import net
 from nwor_lab.model.predicted import FELL_BACK, against_measured
 from nwor_lab.model.ratios import abba_ratio
-
-PEERS = ["vllm", "vllm triton", "flashinfer", "index_copy", "index_put"]
-"""Other ways to write the rows of a commit: vLLM's two writers and FlashInfer's, a launch a layer, and torch's."""
-
+from nwor_lab.plots import kernels
+from nwor_lab.plots.attention import saved
 
 # -- whole steps -----------------------------------------------------------------------------------------------------
 
@@ -183,47 +182,32 @@ def v1_cow(graphs: bool) -> float:
 # -- kernels alone ---------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def kernels() -> pd.DataFrame:
-    """Median us of each operator and shape on a GPU, with `bytes`; `empty` is the empty kernel's us.
+def commit_speedup(*peers: str) -> float:
+    """How many times faster one commit of all layers is than the fastest of these peers, in its worst shape.
 
-    `share` is the part of a large copy's bandwidth that is reached, `net_share` that without the empty kernel's time.
+    Of 9 rows, a third of them kept.
     """
-    rows = table("kernel_times").query("metric == 'time'")
-    copy = rows[rows["op"] == "copy"]
-    bandwidth = copy["bytes"].iloc[0] / copy["value"].median()
-    groups = rows[rows["rows"] > 0].groupby(["op", "kv_heads", "cache", "rows", "kept", "launches"])
-    found = pd.DataFrame({"us": groups["value"].median(), "bytes": groups["bytes"].first()}).reset_index()
-    found["empty"] = rows.loc[rows["op"] == "empty", "value"].median()
-    found["share"] = found["bytes"] / found["us"] / bandwidth
-    found["net_share"] = found["bytes"] / (found["us"] - found["empty"]) / bandwidth
-    return found
-
-
-def commit_speedup(*peers: str, rows: int = 9, kept: int = 3) -> float:
-    """How many times faster one commit of all layers is than the fastest of these peers, in its worst shape."""
-    wide = kernels().query("rows == @rows and kept == @kept").pivot_table("us", ["kv_heads", "cache"], "op")
-    return float(wide[list(peers)].div(wide["commit"], axis=0).min().min())
+    ratios = kernels.speedups(table("kernel_times"))[list(peers)]
+    return float(ratios.xs(9, level="rows").xs(3, level="kept").min().min())
 
 
 def least_lead() -> float:
     """How many times faster the commit is than any peer in any shape in which it keeps a row."""
-    wide = kernels().pivot_table("us", ["kv_heads", "cache", "rows", "kept"], "op")
-    wide = wide[wide["vllm"].notna()]
-    return float(wide[PEERS].div(wide["commit"], axis=0).min().min())
+    return float(kernels.speedups(table("kernel_times")).min().min())
 
 
 def held(metric: str, all_move: bool = False) -> pd.Series:
-    """Of commit, restore and log, by shape: `share` or `net_share` of 2,304 rows, or `empties` of 9 rows.
+    """Of commit, restore and log, by shape: a share of a copy's bandwidth of 2,304 rows, or `empties` of 9 rows.
 
-    `empties` is the time over the empty kernel's; `all_move` leaves the shapes in which every row moves.
+    `gross` has the launch in it, `net` has not; `empties` is the time over the empty kernel's. `all_move` leaves the
+    shapes in which every row moves.
     """
-    rows = kernels().query("op in ('commit', 'restore', 'log') and bytes > 0 and kept in (0, 3, 9)")
-    rows = rows[(rows["op"] != "log") | (rows["kept"] == 9)]
+    times = table("kernel_times")
+    rows = kernels.modelled(times).query("kept in (0, 3, 9)")
     rows = rows[rows["rows"] == (9 if metric == "empties" else 2304)]
     if all_move:
         rows = rows[rows["bytes"] == rows.groupby(["kv_heads", "cache"])["bytes"].transform("max")]
-    return rows["us"] / rows["empty"] if metric == "empties" else rows[metric]
+    return rows["us"] / kernels.ceilings(times)[1] if metric == "empties" else rows[metric]
 
 
 @functools.cache
@@ -233,13 +217,7 @@ def attention() -> pd.DataFrame:
     `alone` and `between`: us saved beside FlashAttention 3, in samples of a layer and between its neighbours.
     """
     rows = table("attention")
-    keys = ["heads", "kv_heads", "batch", "context", "cache", "k"]
-    times = rows[rows["metric"] == "time"].pivot_table("value", keys, "op", "median")
-    times = times.drop(columns="empty").sub(times["empty"], axis=0)
-    between = rows[rows["metric"] == "between"].pivot_table("value", keys, "op", "median")
-    saved = {"alone": times["flash"] - times["nwor"], "between": between["flash"] - between["nwor"]}
-    found = pd.DataFrame({"ratio": times["nwor"] / times.drop(columns=["nwor", "write"]).min(axis=1), **saved})
-    return found.reset_index()
+    return net(rows).reset_index().merge(saved(rows))
 
 
 def slow_attention() -> pd.DataFrame:

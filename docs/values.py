@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from nwor_lab import claim_table
+
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "data" / "recorded"
 RENAMED = {"05_paper_figures": "09_paper_figures", "09_cache_audit": "05_cache_audit"}
@@ -110,23 +112,28 @@ def cpu() -> str:
 
 @functools.cache
 def claims() -> pd.DataFrame:
-    """All recorded claims: `notebook` as numbered now, `claim`, `predicted`, `measured`, `holds`, `origin`."""
-    rows = table("claims").copy()
+    """All recorded claims, as `claim_table.COLUMNS`, with notebooks as they are numbered now, and their `verdict`."""
+    rows = table("claims")
     if set(rows["notebook"]) & set(RENAMED) and "05_cache_audit" not in set(rows["notebook"]):
-        rows["notebook"] = rows["notebook"].replace(RENAMED)
+        rows = rows.assign(notebook=rows["notebook"].replace(RENAMED))
     if "origin" not in rows:
         recorded = rows["claim"].str.contains("recorded|at scale|as timed") | rows["notebook"].str.match("06|07")
-        rows["origin"] = np.select([rows["notebook"].str.match("08"), recorded], ["model", "recorded"], "measured")
+        rows = rows.assign(
+            origin=np.select([rows["notebook"].str.match("08"), recorded], ["model", "recorded"], "measured")
+        )
     on_gpus = table("gpu_claims").assign(origin="recorded")
-    return pd.concat([rows, on_gpus.assign(claim="whole notebook on GPUs: " + on_gpus["claim"])], ignore_index=True)
+    on_gpus["claim"] = "whole notebook on GPUs: " + on_gpus["claim"]
+    found = pd.concat([claim_table.complete(rows), claim_table.complete(on_gpus)], ignore_index=True)
+    return found.assign(verdict=list(map(claim_table.verdict, found["kind"], found["holds"])))
 
 
-def measured(claim: str) -> str:
-    """What the recorded run measured for the claim of exactly that text."""
-    found = claims().loc[lambda all: all["claim"] == claim, "measured"]
+def measured(claim: str, *earlier: str) -> str:
+    """What the recorded run measured for the claim of exactly that text, or of one that it had earlier."""
+    rows = claims()
+    found = next((part for text in (claim, *earlier) if len(part := rows[rows["claim"] == text])), rows[:0])
     if len(found) != 1:
         raise LookupError(f"{len(found)} recorded claims read {claim!r}")
-    return str(found.iloc[0])
+    return str(found["measured"].iloc[0])
 
 
 def cpu_claim(text: str, digits: int | None = None) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,18 +40,14 @@ def side_by_side(
 ) -> dict[str, Audited]:
     """Decode `prompts` greedily with an engine of each mode, all steps audited; prints what it is doing.
 
-    What vLLM logs goes to a file, whose name is printed.
-
     Raises:
-        RuntimeError: an engine does not start; the message holds its traceback.
+        RuntimeError: an engine does not start; the message names its log.
     """
     batch = min(8, len(prompts))
     spec = EngineSpec(str(model), str(draft), k=k, dtype=dtype, batch=batch, num_blocks=17 * batch, block_size=32)
-    log = Path(tempfile.mkstemp(prefix="nwor-demo-", suffix=".log")[1])
-    print(f"starting {len(modes)} vLLM engines, half a minute ({', '.join(modes)}; their log: {log})", flush=True)
+    print(f"starting {len(modes)} vLLM engines ({', '.join(modes)}), about half a minute", flush=True)
     with contextlib.ExitStack() as stack:
-        with output_to(log):
-            engines = {mode: stack.enter_context(Engine(spec, Settings(mode=mode, audit=True))) for mode in modes}
+        engines = {mode: stack.enter_context(Engine(spec, Settings(mode=mode, audit=True))) for mode in modes}
         found = {}
         for mode, engine in engines.items():
             engine.wait()
@@ -62,22 +56,6 @@ def side_by_side(
             generation = engine.generate(ids, max_tokens)
             found[mode] = Audited(generation, engine.report()[0])
     return found
-
-
-@contextlib.contextmanager
-def output_to(path: Path) -> Iterator[None]:
-    """Send the standard output and error of processes started in this block to the file `path`."""
-    sys.stdout.flush()
-    saved = [os.dup(stream) for stream in (1, 2)]
-    with path.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    try:
-        yield
-    finally:
-        for stream, old in zip((1, 2), saved, strict=True):
-            os.dup2(old, stream)
-            os.close(old)
 
 
 def pages(runs: dict[str, Audited], block_size: int = 32) -> pd.DataFrame:

@@ -34,8 +34,10 @@ def parse(text: str, kind: str) -> Any:
         ValueError: the text is not of that type.
     """
     if kind.startswith("list"):
-        inner = kind[5:-1] if "[" in kind else "str"
-        return [parse(item.strip(), inner) for item in text.strip("[]").split(",") if item.strip()]
+        items = [item.strip() for item in text.strip("[]").split(",") if item.strip()]
+        if "[" in kind:
+            return [parse(item, kind[5:-1]) for item in items]
+        return [int(item) if item.lstrip("-").isdigit() else item for item in items]
     if kind == "bool":
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{text!r} is not true or false")

@@ -6,12 +6,13 @@ Each executed notebook becomes a page beside it. The pages load nothing from out
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nwor_lab import claim_table, results
+from nwor_lab import claim_table, paths, results
 
 STATES = {"done": "done", "failed": "FAILED", "interrupted": "interrupted", "running": "not finished"}
 
@@ -51,8 +52,16 @@ def notebook_page(directory: Path, name: str) -> str:
     widget = r'<script type="application/vnd\.jupyter\.widget-view\+json">.*?</script>'
     said = f"<p class=note>An interactive control: open {name}.ipynb in JupyterLab to use it.</p>"
     body = re.sub(widget, said, body, flags=re.DOTALL)
+    body = re.sub(r'href="(?!https?:|#|data:)([^"#]+)', lambda found: f'href="{_link(directory, found[1])}', body)
     logs = sorted((directory / "logs").glob(f"{name}*.log"))
     return _render(title=f"{name} of run {directory.name}", body=body, logs=[log.name for log in logs])
+
+
+def _link(directory: Path, link: str) -> str:
+    """Return a link of a notebook as it is from the run's folder: to a page of the run, else to the checkout."""
+    if link.endswith(".ipynb") and (directory / link).exists():
+        return link.removesuffix(".ipynb") + ".html"
+    return link if (directory / link).exists() else os.path.relpath(paths.NOTEBOOKS / link, directory)
 
 
 def _render(**context: Any) -> str:

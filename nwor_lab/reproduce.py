@@ -31,6 +31,13 @@ from nwor_lab import claim_table, parameters, paths, report, results
 DRAWS = ("09_paper_figures",)
 """Notebooks that draw the tables of the others: they run again when one of those has."""
 
+KERNEL = [
+    "--IPKernelApp.log_level=CRITICAL",
+    "--IPKernelApp.matplotlib=inline",
+    f"--IPKernelApp.exec_lines={results.MUTE}",
+]
+"""Figures on the page whatever MPLBACKEND says, and no warnings of libraries, from before the first import on."""
+
 
 def notebooks(only: list[str] | None = None) -> list[Path]:
     """Return the notebooks in order; `only` names some of them, with or without `.ipynb`.
@@ -77,7 +84,7 @@ def run_notebook(notebook: Path, directory: Path, given: dict[str, Any]) -> str 
                     cwd=str(paths.ROOT),
                     stdout_file=file,
                     stderr_file=file,
-                    extra_arguments=["--IPKernelApp.log_level=CRITICAL", f"--IPKernelApp.exec_lines={results.MUTE}"],
+                    extra_arguments=KERNEL,
                 )
                 problem = None if fingerprint(notebook, given) == made_from else "the notebook changed while it ran"
             except Exception as error:  # noqa: BLE001 - the other notebooks still run, and the run fails at its end

@@ -268,6 +268,7 @@ def mute() -> None:
         os.environ.setdefault(name, value)
     for name in ("torch", "triton", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a kernel that ends tells of tasks that it drops
 
 
 def start(scope: dict[str, Any], name: str) -> Run:

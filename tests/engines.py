@@ -95,6 +95,22 @@ def _loop(pipe: Any) -> None:
         pipe.send(_run(*job))
 
 
+def _unhook() -> None:
+    """Restore vLLM's own methods, whichever of the two plugins' hooks lies outside."""
+    from nwor.vllm import patch
+    from nwor_lab.audit import hooks
+
+    def hooks_inside(method: Any) -> int:
+        return 1 + hooks_inside(method.__wrapped__) if hasattr(method, "__wrapped__") else 0
+
+    found: dict[tuple, list[Any]] = {}
+    for (owner, name, *_), original in [*patch._originals.items(), *hooks._wrapped.items()]:
+        found.setdefault((owner, name), []).append(original)
+    patch._originals.clear(), hooks._wrapped.clear()
+    for (owner, name), originals in found.items():
+        setattr(owner, name, min(originals, key=hooks_inside))
+
+
 def _run(
     spec: EngineSpec, settings: Settings, fault: Callable[[], None] | None, calls: list[dict[str, Any]]
 ) -> Outcome:
@@ -103,9 +119,7 @@ def _run(
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    import nwor.vllm
-
-    nwor.vllm.unregister()
+    _unhook()
     vllm.plugins.plugins_loaded = False
     set_cudagraph_capturing_enabled(True)  # an engine of the V1 runner leaves it off, and the V2 runner as it is
     environ = {**spec.environ(), **settings.environ(), "VLLM_CPU_KVCACHE_SPACE": "1"}

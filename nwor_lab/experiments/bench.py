@@ -168,7 +168,7 @@ class Session:
         answers = {name: generation.text[:4] for name, generation in self.given.items()}
         return rows, {"ranks": ranks, "metrics": metrics, "parity": parity, "answers": answers}
 
-    def cut(self, length: int, size: int) -> list[list[int]]:
+    def prompts_of(self, length: int, size: int) -> list[list[int]]:
         """The prompts of a load."""
         return [prompt[:length] for prompt in self.prompts[:size]]
 
@@ -181,7 +181,7 @@ class Session:
         """A greedy pass of a load by every variant, compared with the baseline's: the first mode's, or for an engine
         that pauses its own, paused. An audit, if there is one, ends with the first pass.
         """
-        prompts, tokens = self.cut(length, size), self.plan.max_tokens
+        prompts, tokens = self.prompts_of(length, size), self.plan.max_tokens
         if self.spec.prefix_caching:
             for engine in self.engines.values():
                 engine.generate(prompts, 1)  # every variant finds the prompts cached: its sums are as in the others
@@ -220,7 +220,7 @@ class Session:
         for length, size in self.loads:
             if plan.paused or self.spec.prefix_caching or (repeat == 0 and (length, size) != self.first):
                 self.check_parity(length, size)
-            prompts = self.cut(length, size)
+            prompts = self.prompts_of(length, size)
             load = {"repeat": repeat, "temperature": temperature, **self.load(length, size)}
             for variant, engine in self.in_order(repeat):
                 say(f"repeat {repeat + 1} of {plan.repeats}: {variant.name}, {size} prompts")
@@ -239,7 +239,9 @@ class Session:
             for variant, engine in self.in_order(repeat):
                 say(f"profile {repeat + 1} of 2: {variant.name}, {size} prompts")
                 with variant.on(engine):
-                    found = kernel_rows(*engine.kernel_times(self.cut(self.shortest, size), self.plan.max_tokens))
+                    found = kernel_rows(
+                        *engine.kernel_times(self.prompts_of(self.shortest, size), self.plan.max_tokens)
+                    )
                 rows += [{**variant.columns, **load, "unit": "us", **row} for row in found]
         return rows
 
@@ -277,18 +279,24 @@ def main(
     arguments = options.parser(command, description, **defaults).parse_args(argv)
     directory = Path(arguments.run_dir) if arguments.run_dir else paths.RESULTS / arguments.name
     logs = directory.resolve() / "logs" / arguments.name
+
+    def end(status: int, why: object) -> int:
+        print(f"nwor {command}: {' '.join(str(why).split())}", file=sys.stderr)
+        return status
+
     try:
-        spec, plan, prompts = options.parse_config(arguments)
-        probe_writable(directory)
+        try:
+            spec, plan, prompts = options.parse_config(arguments)
+            results.check_folder(directory)
+        except (ValueError, OSError) as error:
+            return end(2, error)
         say(f"weights and cache in {machine.summary(arguments.dtype)}; engines' logs: {logs}-*.log")
         rows, report = run(spec, plan, prompts, str(logs))
         frame, path = write_results(directory, vars(arguments), spec, plan, rows, report)
-    except (ValueError, OSError, EngineError) as error:
-        print(f"nwor {command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, EngineError) else 2
+    except (EngineError, OSError) as error:
+        return end(1, error)
     except KeyboardInterrupt:
-        print(f"nwor {command}: interrupted before its end, no results were written; start it again", file=sys.stderr)
-        return 130
+        return end(130, "interrupted before its end, no results were written; start it again")
     status = (show or show_summary)(frame, plan, report)
     print(f"written: {path} and .json")
     return status
@@ -299,19 +307,6 @@ def show_summary(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> 
     table = survival.summary(survival.survival(frame)).reset_index() if plan.count else summary(frame, plan)
     print(table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3f}"))
     return 0
-
-
-def probe_writable(directory: Path) -> None:
-    """Raise `ValueError` unless results can be written to `directory`, which is made; nothing stays in it."""
-    probe = directory / f".{os.getpid()}.part"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(bytes(1 << 20))
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"{directory} cannot be written to ({error.strerror}): choose another --run-dir") from error
 
 
 def write_results(

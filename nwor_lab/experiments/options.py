@@ -31,7 +31,7 @@ def parser(command: str, description: str, **defaults: Any) -> argparse.Argument
     )
     made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
     made.add_argument("--shape", default="", help=f"random weights of a shape instead: {', '.join(shapes.SHAPES)}")
-    made.add_argument("--run-dir", default="", help="folder to write to (default: results/ and the name)")
+    made.add_argument("--run-dir", default="", help="folder to write to (default: results/NAME)")
     made.add_argument(
         "--name", default=defaults.get("name", command), help="name of the table and report (default: %(default)s)"
     )

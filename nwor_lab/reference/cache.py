@@ -32,12 +32,6 @@ class LayerContext:
     v_scale: float = 1.0
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if self.key_cache.shape != self.value_cache.shape or self.key_cache.dtype != self.value_cache.dtype:
-            raise ValueError(f"layer {self.layer}: key and value cache differ in shape or dtype")
-        if self.dtype not in FP8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
-            raise ValueError(f"layer {self.layer}: scales are for fp8 caches, this one is {self.dtype}")
-
     @property
     def dtype(self) -> torch.dtype:
         return self.key_cache.dtype

@@ -160,7 +160,7 @@ def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repea
 
 
 def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # noqa: F811
-    """Engines of one length are up at once, and those of the next after them; rows and reports are told apart."""
+    """Engines of one length are up at once, and those of the next after them; rows and reports name theirs."""
     words = ["--mode", "off,stage", "--k", "2,4", "--batches", "1,8", "--repeats", "2", "--no-audit"]
     assert bench.main([*words, "--random-prompts", "16", "--run-dir", str(tmp_path)]) == 0
     order = [(engine.mode, engine.spec.k) for engine in engines.every]
@@ -189,7 +189,7 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # no
         (["--profile"], "--profile sees the kernels of a GPU"),
         (["--shape", "tiny"], "--shape has no tokenizer"),
         (["--shape", "huge", "--random-prompts", "8"], "shape 'huge' is not one of llama-2-7b"),
-        (["--run-dir", "/proc/nwor"], "/proc/nwor cannot be written to"),
+        (["--run-dir", "/proc/nwor"], "cannot write results to /proc/nwor"),
     ],
 )
 def test_wrong_input_is_one_line_before_an_engine_starts(words, says, engines, tmp_path, capsys):  # noqa: F811

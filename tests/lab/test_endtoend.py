@@ -202,7 +202,7 @@ def test_shape_of_the_shipped_pair(dtype, kv_cache_dtype, tp, row):
 
 
 def gpu_tables(stage: tuple[float, float]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """One setting, two repeats: vanilla takes 10 ms, `stage` as told; of the kernels vanilla's take 8 ms, stage's 7."""
+    """One setting, two repeats: vanilla takes 10 ms, `stage` as given; vanilla's kernels take 8 ms, stage's 7."""
     common = {"tp": 1, "kv_heads": 8, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4, "engine": "stage"}
     steps = [
         common | {"mode": mode, "repeat": repeat, "metric": "step_ms", "value": value}
@@ -236,20 +236,20 @@ def test_profiles_in_both_orders_count_once():
 
 
 def test_parity_stands_beside_the_time_of_its_load():
-    """Of this setting's passes alone; NaN where it was not judged."""
+    """Of this setting's passes alone; NaN where it was not compared."""
     steps, kernels = gpu_tables((9.4, 9.6))
-    judged = {
+    compared = {
         "equal_requests": (3.0, 2.0),
         "requests": (4.0, 4.0),
         "largest_gap": (0.0, 0.1),
         "largest_shift": (0.2, 0.0),
     }
     common = steps[steps["mode"] == "stage"].head(1).drop(columns="repeat")
-    more = [common.assign(metric=name, value=value) for name, values in judged.items() for value in values]
+    more = [common.assign(metric=name, value=value) for name, values in compared.items() for value in values]
     elsewhere = common.assign(metric="largest_gap", value=9.0, batch=64)
     table = gpu_steps.gpu_steps(pd.concat([steps, *more, elsewhere]), kernels).set_index("mode")
-    assert table.loc["stage", list(judged)].tolist() == [5, 8, 0.1, 0.2]
-    assert table.loc["off", list(judged)].isna().all() and table["step"].isna().tolist() == [False, True]
+    assert table.loc["stage", list(compared)].tolist() == [5, 8, 0.1, 0.2]
+    assert table.loc["off", list(compared)].isna().all() and table["step"].isna().tolist() == [False, True]
     near = [more.replace({"value": {0.2: 0.15}}) for more in more]
     assert gpu_steps.gpu_steps(pd.concat([steps, *near]), kernels)["step"].notna().all(), "0.15 nats are a near tie"
 

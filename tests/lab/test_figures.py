@@ -266,3 +266,48 @@ def test_a_manifest_that_cannot_be_read_is_no_whole_run(run_of) -> None:
     run = run_of("broken", {"01": "done"})
     (run / "manifest.json").write_text("{")
     assert "can be read" in paper.unfinished(run)
+
+
+# -- what they say ---------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_number_changes_its_figure_alone(tmp_path: Path, recorded: dict, monkeypatch) -> None:
+    monkeypatch.setattr(paper, "FIGURES", {name: paper.FIGURES[name] for name in ("rejected_share", "step_time")})
+    run = results.Run(tmp_path, "notebook")
+    paper.draw(run, recorded)
+    steps = recorded["steps"].copy()
+    steps.loc[steps["metric"] == "step_ms", "value"] *= 2
+    same = paper.same_again(run, {**recorded, "steps": steps})
+    assert not same["step_time.pdf"] and same["rejected_share.pdf"]
+
+
+@pytest.mark.parametrize(("rows", "caption"), [(0, "a caption"), (1, "  ")])
+def test_a_figure_needs_data_and_a_caption(tmp_path: Path, rows: int, caption: str) -> None:
+    fig, _ = style.figure()
+    frame = results.tidy([{"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}]).head(rows)
+    with pytest.raises(ValueError, match="needs data and a caption"):
+        style.save(fig, results.Run(tmp_path, "notebook"), "empty", frame, caption)
+    assert not (tmp_path / "figures").exists()
+
+
+def test_published_acceptance_is_turned_into_survival() -> None:
+    llama = paper.published_survival().query("model == 'Llama-2-chat-7B, EAGLE-1'").sort_values("position")
+    assert llama["value"].tolist() == pytest.approx([0.76, 0.76 * 0.69, 0.76 * 0.69 * 0.67, 0.2389, 0.16247], abs=1e-4)
+
+
+def test_the_rejected_share_follows_from_survival() -> None:
+    survival = 0.7 ** np.arange(1, 5)
+    rows = [{"metric": "survival", "value": value, "position": position} for position, value in enumerate(survival)]
+    measured = {"metric": "rejected_share", "value": (4 - survival.sum()) / 5}
+    table = results.tidy([*rows, measured], unit="share", k=4, temperature=0.0)
+    predicted = paper.predict_rejected(table).set_index("k")["value"]
+    assert predicted[1] == pytest.approx((1 - 0.7) / 2)
+    assert predicted[2] == pytest.approx((2 - 0.7 - 0.49) / 3)
+    assert predicted[4] == pytest.approx(measured["value"])
+
+
+def test_the_recorded_tables_say_where_they_are_from() -> None:
+    manifest = results.read_manifest(paths.RECORDED)
+    found = {results.read_table(name, paths.RECORDED)["run_id"].iloc[0] for name in paper.TABLES}
+    assert found == {manifest["run_id"]}
+    assert all(len(entry["provenance"]["git"]["commit"]) == 40 for entry in manifest["notebooks"].values())

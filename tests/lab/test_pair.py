@@ -24,12 +24,12 @@ from nwor_lab.pair.model import (
     load_weights,
 )
 from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET, PROMPTS
-from tests.checkpoints import ARCHITECTURES, random_eagle3, random_pair, write_biased_copy
+from tests.checkpoints import random_pair
 from tests.lab.pairs import small_pair
 
 sys.path.insert(0, str(DATA / "pair"))
 from corpus import BLOCKS
-from train import DRAFTS, acceptance, generate
+from train import acceptance, generate
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
@@ -180,64 +180,3 @@ def test_wrong_checkpoints_say_what_to_do(tmp_path):
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"missing or unexpected: \['model.norm.weight'\]"):
         load_target(path)
-
-
-# Random pairs and biased copies
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_random_pair_loads_in_transformers(architecture, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    target, eagle = random_pair(tmp_path, architecture=architecture)
-    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
-    assert type(model).__name__ == ARCHITECTURES[architecture]
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    assert tokenizer.decode(tokenizer("naïve\n\tx").input_ids) == "naïve\n\tx"
-    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 320)
-    if architecture == "llama":
-        load_pair(target, eagle)
-
-
-def test_random_pair_is_its_seed_and_obeys_noise(tmp_path):
-    files = [random_pair(tmp_path / str(i), seed=s)[0] / "model.safetensors" for i, s in enumerate((5, 5, 6))]
-    first, again, other = (f.read_bytes() for f in files)
-    assert first == again != other
-
-    lengths = []
-    for noise in (0.0, 0.5, 4.0):
-        target, head = load_pair(*random_pair(tmp_path / f"noise{noise}", noise=noise, dtype=torch.float32))
-        prompts = [[7 * i + 3, 11 * i + 50] for i in range(12)]
-        survival = acceptance(head, target, generate(target, prompts, 24, "cpu"), [2] * 12, 24)
-        lengths.append(1 + sum(survival))
-    assert 1 + DRAFTS > lengths[0] > lengths[1] > lengths[2] and lengths[1] > 1.2
-
-
-def test_random_eagle3_drafts_by_its_targets_lm_head(tmp_path):
-    target, _ = random_pair(tmp_path, head_dim=64)
-    whole = load_weights(random_eagle3(tmp_path / "whole", target))
-    assert "d2t" not in whole
-    assert torch.equal(whole["lm_head.weight"], load_weights(target)["lm_head.weight"])
-    some = load_weights(random_eagle3(tmp_path / "some", target, draft_vocab_size=288))
-    drafted = torch.arange(288) + some["d2t"]
-    assert some["d2t"].dtype == torch.int64
-    assert (drafted[0], drafted[-1], len(drafted.unique())) == (0, 319, 288)
-    assert torch.equal(some["lm_head.weight"], whole["lm_head.weight"][drafted])
-    assert json.loads((tmp_path / "some" / "config.json").read_text())["draft_vocab_size"] == 288
-
-
-def test_biased_copy_changes_fc_by_the_bias_alone(tmp_path):
-    target_path, eagle = random_pair(tmp_path / "pair", dtype=torch.float32)
-    _, head = load_pair(target_path, eagle)
-    bias = torch.linspace(-1, 1, 128)
-    _, zero = load_pair(target_path, write_biased_copy(eagle, tmp_path / "zero"))
-    _, biased = load_pair(target_path, write_biased_copy(eagle, tmp_path / "biased", bias))
-    x = torch.randn(5, 256)
-    with torch.no_grad():
-        assert torch.equal(zero.fc(x), head.fc(x))
-        torch.testing.assert_close(biased.fc(x), head.fc(x) + bias)
-    assert (tmp_path / "biased" / "config.json").read_text() == (eagle / "config.json").read_text()
-    with pytest.raises(ValueError, match=r"shape \(128,\)"):
-        write_biased_copy(eagle, tmp_path / "wrong", torch.zeros(7))
-    assert not (tmp_path / "wrong").exists()

@@ -23,7 +23,7 @@ from tests.lab.pairs import SMALL, small_pair
 
 sys.path.insert(0, str(DATA / "pair"))
 from corpus import corpus_hash, cut_prompts, read_corpus, train_tokenizer
-from train import DRAFTS, Recipe, acceptance, generate, main, unroll
+from train import DRAFTS, Recipe, main, unroll
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
@@ -76,38 +76,6 @@ def test_unrolled_passes_are_a_real_draft_chain():
             chain = draft_chain(head, ids[0], hidden[0], position, DRAFTS)
             diagonal = torch.stack([passes[j, position + j] for j in range(DRAFTS)])
             torch.testing.assert_close(diagonal, chain, rtol=1e-4, atol=1e-5)
-
-
-def test_acceptance_counts_what_drafting_token_by_token_accepts():
-    target, head = small_pair(4)
-    head.fc.weight.data = torch.cat((0.5 * torch.randn(32, 32), torch.eye(32)), 1)
-    prompts, new = [[5, 9, 33], [17], [2, 60, 8, 1, 44]], 16
-    ids = generate(target, prompts, new, "cpu")
-    survived, windows = [0] * DRAFTS, 0
-    for row, prompt in zip(ids, prompts, strict=True):
-        hidden = hidden_states(target, row[None], torch.arange(len(row))[None])[0]
-        for last in range(len(prompt) - 1, len(prompt) + new - 1 - DRAFTS):
-            windows += 1
-            for j, feature in enumerate(draft_chain(head, row, hidden, last, DRAFTS)):
-                if head.lm_head(feature).argmax() != row[last + 2 + j]:
-                    break
-                survived[j] += 1
-    with torch.no_grad():
-        measured = acceptance(head, target, ids, [len(p) for p in prompts], new)
-    assert measured == pytest.approx([s / windows for s in survived])
-    assert 0 < measured[0] < 1
-
-
-def test_generate_is_greedy_decoding_of_each_row_alone():
-    target, _ = small_pair(1)
-    prompts = [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
-    ids = generate(target, prompts, 6, "cpu")
-    for row, prompt in zip(ids, prompts, strict=True):
-        text = list(prompt)
-        for _ in range(6):
-            hidden = hidden_states(target, torch.tensor([text]), torch.arange(len(text))[None])
-            text.append(int(target.lm_head(hidden)[0, -1].argmax()))
-        assert row[: len(text)].tolist() == text
 
 
 @pytest.fixture(scope="module")

@@ -211,6 +211,7 @@ def test_cancel_undoes_a_window(mode):
     first = batch.slot_mapping[batch.query_start_loc[:-1]]
     always_kept = first[:0] if mode == "blind" else first
     assert cache.changed_bytes(before, torch.cat((prefill, always_kept))) == 0
+    assert policy.counts.cancelled == int(mode != "cow")
     run_step(policy, batch, [0, 0, 0, 0, 0])
 
 

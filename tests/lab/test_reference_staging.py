@@ -9,7 +9,6 @@ from torch._subclasses import FakeTensorMode
 
 from nwor_lab.model.traffic import Shape
 from nwor_lab.reference import PagedCache, StagingBuffer, make_policy
-from nwor_lab.reference.cache import LayerContext
 from tests.lab.reference_models import fresh_rows, make_case, paged, run_step
 
 SHAPE = Shape(num_layers=3, num_kv_heads=2, head_size=8, cache_bytes=4)
@@ -163,16 +162,6 @@ def test_wrong_calls_are_errors_and_change_nothing():
     assert torch.equal(cache.pool, before)
 
 
-def test_rows_not_staged_are_poison():
-    """What nobody wrote must not look like a number."""
-    buffer, cache, _, rows = window(4)
-    buffer.stage(cache.layers[0], torch.tensor([0]), rows[0][0][:1], rows[0][1][:1])
-    key, value = cache.layers[0].decode(buffer.entries[0].rows, torch.float32)
-    assert key[1:].isnan().all() and value[1:].isnan().all()
-    with pytest.raises(IndexError, match="not staged"):
-        buffer.tail(0, torch.arange(4), torch.float32)
-
-
 # -- the layer context ------------------------------------------------------------------------------------------
 
 
@@ -191,16 +180,6 @@ def test_each_commit_uses_its_own_layers_scale():
     assert not torch.equal(cache.pool, twin.pool)
     buffer.commit(torch.ones(5, dtype=torch.bool))
     assert torch.equal(cache.pool, twin.pool)
-
-
-def test_contexts_that_cannot_be_are_errors():
-    cache = torch.zeros(2, 4, 2, 8)
-    with pytest.raises(ValueError, match="differ"):
-        LayerContext(0, cache, cache[:1])
-    with pytest.raises(ValueError, match="scales are for fp8"):
-        LayerContext(0, cache, cache, k_scale=0.5)
-    with pytest.raises(ValueError, match="bytes an element"):
-        PagedCache(SHAPE, 2, 4, torch.bfloat16)
 
 
 # -- a batch of verifies and prefills -----------------------------------------------------------------------
@@ -366,27 +345,6 @@ def test_padding_is_skipped():
     buffer.commit(torch.ones(18, dtype=torch.bool))
     expect(cache, before, rows, batch.slot_mapping, slots >= 0)
     assert (buffer.counts.staged_tokens, buffer.counts.fallbacks) == (10, 0)
-
-
-def test_many_rows_alone_are_no_window():
-    """A batch of prefills has `num_tokens > 1` and nothing to verify."""
-    cache, batch = make_case(SHAPE, torch.float32, [(0, 0, 9), (4, 0, 5)])
-    buffer = StagingBuffer(cache.layers, 64)
-    buffer.finish_warm_up()
-    assert not buffer.begin(batch.slot_mapping, batch.window_rows)
-    assert buffer.state == "direct"
-
-
-def test_cancel_leaves_the_window_rows_as_they_were():
-    buffer, cache, batch, rows = batch_case()
-    buffer.begin(batch.slot_mapping, batch.window_rows)
-    before = cache.pool.clone()
-    write_all_layers(buffer, cache, batch, rows)
-    buffer.cancel()
-    prefill = batch.num_drafts[batch.row_request] == 0
-    assert cache.changed_bytes(before, batch.slot_mapping[prefill]) == 0
-    assert (buffer.counts.cancelled, buffer.counts.staged_tokens, buffer.state) == (1, 0, "direct")
-    assert buffer.begin(batch.slot_mapping, batch.window_rows)
 
 
 def test_a_drafters_layer_is_written_at_once_in_the_middle_of_a_window():
