@@ -23,8 +23,8 @@ SHIPPED = Path(__file__).parent / "configs"
 
 HEAD_SIZES = (64, 96, 128, 256)
 LARGEST_TILE = 128  # packed rows of one tile; more make more tiles, each of which reads the pages
-LARGEST_APART = 1 << 11  # sums that each warp keeps of its own keys: of more, the registers would spill
-COMBINED = 1 << 14  # partial sums that are added at a time: of more, the registers would spill
+MAX_SUMS_PER_WARP = 1 << 11  # sums that each warp keeps of its own keys: of more, the registers would spill
+MAX_COMBINED_SUMS = 1 << 14  # partial sums that are added at a time: of more, the registers would spill
 
 
 def next_power_of_2(number: int) -> int:
@@ -74,8 +74,8 @@ class Config:
     """How a shape is run; it changes no result beyond the order of sums.
 
     tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
-    splits: programs of a window, KV head and tile of rows, at most. least: tiles of positions for which one more split
-    is worth its sums. apart: each warp attends to keys of its own, for tiles of few rows.
+    splits: programs of a window, KV head and tile of rows, at most. min_tiles_per_split: tiles of positions for which one more split
+    is worth its sums. keys_per_warp: each warp attends to keys of its own, for tiles of few rows.
     """
 
     tile: int = 64
@@ -83,8 +83,8 @@ class Config:
     stages: int = 3
     registers: int = 0
     splits: int = 1
-    least: int = 1
-    apart: bool = False
+    min_tiles_per_split: int = 1
+    keys_per_warp: bool = False
 
 
 def row_tiles(max_query_len: int, group: int, largest: int = LARGEST_TILE) -> tuple[int, int]:
@@ -168,7 +168,9 @@ def choose(
     """The configuration of the nearest shape of the device's table; without one, what fills the device twice."""
     entry = nearest(tuned(device), requests, kv_heads, group, head_size, cache_bytes, max_query_len)
     if entry is None:
-        config = Config(splits=max(1, min(64, 2 * device.multiprocessors // (requests * kv_heads))), least=2)
+        config = Config(
+            splits=max(1, min(64, 2 * device.multiprocessors // (requests * kv_heads))), min_tiles_per_split=2
+        )
     else:
         config = Config(**{name: entry[name] for name in Config.__dataclass_fields__})
         # The number of programs is what a number of splits is good for.
@@ -193,8 +195,8 @@ def _fitting(config: Config, rows: int, head_size: int, cache_bytes: int, device
     warps = 8 if rows * width > 8192 else config.warps
     registers = config.registers if width <= 128 else 0
     config = shrunk(replace(config, tile=max(config.tile, 32)), rows, head_size, cache_bytes, device)
-    apart = config.apart and rows * width <= LARGEST_APART and config.tile >= 16 * warps
-    return replace(config, warps=warps, registers=registers, apart=apart)
+    keys_per_warp = config.keys_per_warp and rows * width <= MAX_SUMS_PER_WARP and config.tile >= 16 * warps
+    return replace(config, warps=warps, registers=registers, keys_per_warp=keys_per_warp)
 
 
 def plan_split_combine(
@@ -210,4 +212,9 @@ def plan_split_combine(
     max_splits = next_power_of_2(splits)
     # A row for each of four warps at least; of more than eight, a window's few rows would be left to few splits.
     combine_rows = 8 if rows > 4 * max_splits else 4
-    return splits, grid_barrier, max_splits, min(combine_rows, COMBINED // (max_splits * next_power_of_2(head_size)))
+    return (
+        splits,
+        grid_barrier,
+        max_splits,
+        min(combine_rows, MAX_COMBINED_SUMS // (max_splits * next_power_of_2(head_size))),
+    )

@@ -28,7 +28,7 @@ import torch
 from nwor.attention.configs import (
     H200,
     HEAD_SIZES,
-    LARGEST_APART,
+    MAX_SUMS_PER_WARP,
     Config,
     Device,
     file_name,
@@ -56,16 +56,16 @@ ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves al
 
 
 def kernels(shape: AttentionShape, device: Device = H200) -> list[Config]:
-    """The binaries that are tried: tiles, warps, stages, bounds of registers, warps apart; whole and split."""
+    """The binaries that are tried: tiles, warps, stages, bounds of registers, keys per warp; whole and split."""
     most = (2, 3) if shape.element == 1 else (2,)
     rows, width = rows_of(shape, device)[0], next_power_of_2(shape.head_size)
     kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
     found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
     if shape.heads == shape.kv_heads:
         found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
-    if rows * width <= LARGEST_APART:
+    if rows * width <= MAX_SUMS_PER_WARP:
         few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
-        found += [Config(tile, warps, stage, apart=True) for tile, warps, stage in few]
+        found += [Config(tile, warps, stage, keys_per_warp=True) for tile, warps, stage in few]
     found = list(dict.fromkeys(shrunk(kernel, rows, shape.head_size, shape.element, device) for kernel in found))
     return [replace(kernel, splits=splits) for splits in (1, 2) for kernel in found]
 
@@ -86,16 +86,19 @@ def filled(device: Device) -> int:
 
 
 def divisions(
-    shape: AttentionShape, kernel: Config, device: Device = H200, least: Sequence[int] = (64, 128, 256, 512, 2048, 4096)
+    shape: AttentionShape,
+    kernel: Config,
+    device: Device = H200,
+    positions_per_split: Sequence[int] = (64, 128, 256, 512, 2048, 4096),
 ) -> list[Config]:
     """The kernel with every worthwhile number of splits and of tiles that one has at least."""
     if kernel.splits == 1:
         return [kernel]
     splits = {2} | {int(fill * filled(device) / programs(shape, device)) for fill in (0.5, 1, 2)}
     return [
-        replace(kernel, splits=number, least=positions // kernel.tile)
+        replace(kernel, splits=number, min_tiles_per_split=positions // kernel.tile)
         for number in sorted(splits & set(range(2, 65)))
-        for positions in least
+        for positions in positions_per_split
         if positions >= kernel.tile
     ]
 
@@ -105,7 +108,7 @@ def filling(shape: AttentionShape, kernel: Config, device: Device = H200) -> Con
     if kernel.splits == 1:
         return kernel
     splits = min(64, max(2, filled(device) // programs(shape, device)))
-    return replace(kernel, splits=splits, least=128 // kernel.tile)
+    return replace(kernel, splits=splits, min_tiles_per_split=128 // kernel.tile)
 
 
 def _compile(job: tuple[AttentionShape, list[Config]]) -> None:
@@ -140,7 +143,7 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
                     config.splits, programs(shape, device), rows, shape.head_size, device.multiprocessors
                 )
                 binary = (
-                    replace(config, splits=config.splits > 1, least=0),
+                    replace(config, splits=config.splits > 1, min_tiles_per_split=0),
                     combined[1:],
                     shape.group,
                     shape.query,
@@ -211,7 +214,7 @@ def best(searched: pd.DataFrame, head_size: int = HEAD_SIZE) -> list[dict[str, A
 
 
 def in_words(config: dict[str, Any]) -> str:
-    """A configuration as a line: `tile 64, warps 4, stages 3, splits 2, least 8`; knobs that are off are left out."""
+    """A configuration as a line: `tile 64, warps 4, stages 3, splits 2, min tiles per split 8`; knobs that are off are left out."""
     knobs = {name: config[name] for name in asdict(Config())}
     return ", ".join(name if value is True else f"{name} {value}" for name, value in knobs.items() if value)
 

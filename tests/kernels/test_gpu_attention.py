@@ -22,9 +22,11 @@ from nwor.attention.verify import verify_attention
 pytestmark = MARKS
 on_gpu = pytest.mark.skipif(INTERPRETED, reason="needs an NVIDIA GPU")
 
-SPLIT = Config(tile=32, splits=3, least=1)
-APART = Config(tile=64, splits=3, least=1, apart=True)
-CONFIGS = pytest.mark.parametrize("config", [Config(tile=32), SPLIT, APART], ids=["whole", "split", "apart"])
+SPLIT = Config(tile=32, splits=3, min_tiles_per_split=1)
+KEYS_PER_WARP = Config(tile=64, splits=3, min_tiles_per_split=1, keys_per_warp=True)
+CONFIGS = pytest.mark.parametrize(
+    "config", [Config(tile=32), SPLIT, KEYS_PER_WARP], ids=["whole", "split", "keys per warp"]
+)
 
 
 @CONFIGS
@@ -84,7 +86,7 @@ def test_windows_larger_than_a_tile_of_rows():
 def test_numbers_of_splits(splits, head_size):
     """Each power of 2 above them is a kernel of its own; fewer than all have keys, and one window has no prefix."""
     requests = ((64 * 20, 9), (0, 2), (40, 1))
-    config = Config(tile=32, splits=splits, least=1)
+    config = Config(tile=32, splits=splits, min_tiles_per_split=1)
     Windows(requests, num_heads=4, num_kv_heads=1, head_size=head_size, config=config).check()
 
 
@@ -122,7 +124,7 @@ def test_values_that_saturate_and_nan():
 @pytest.mark.parametrize(("prefix", "shares"), [(128, 1), (160, 1), (224, 1), (256, 2), (300, 2), (384, 3), (1000, 3)])
 def test_a_prefix_is_cut_only_where_each_share_is_worth_it(prefix, shares):
     """A prefix a tile longer than one share takes is no reason for a second: its sums would cost more than it saves."""
-    config = Config(tile=32, splits=3, least=4)
+    config = Config(tile=32, splits=3, min_tiles_per_split=4)
     problem = Windows(((prefix, 9),), num_heads=1, num_kv_heads=1, config=config).to_device()
     problem.workspace.softmax.fill_(float("nan"))
     problem.check()

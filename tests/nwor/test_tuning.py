@@ -53,7 +53,9 @@ def test_another_device_has_its_own_limits_and_one_warning(caplog, monkeypatch):
     """The H200's table lies there, and its configurations are not taken."""
     assert tuned(A100) == []
     found = [choose(A100, requests, **SHAPE) for requests in (1, 4, 16, 64)]
-    assert [config.splits for config in found] == [27, 6, 1, 1] and {config.least for config in found} == {2}
+    assert [config.splits for config in found] == [27, 6, 1, 1] and {
+        config.min_tiles_per_split for config in found
+    } == {2}
     (said,) = caplog.records
     assert said.levelno == logging.WARNING and "nwor tune" in said.message and A100.name in said.message
 
@@ -65,7 +67,7 @@ def test_a_name_that_is_alike_is_another_device(name, caplog):
 
 def test_the_users_folder_comes_first(tmp_path, monkeypatch, caplog):
     entry = dict(tuned(H200)[0])
-    tune.write(tmp_path, A100.name, [], [entry | {"tile": 32, "slower_from": 512}])
+    tune.write(tmp_path, A100.name, [], [entry | {"tile": 32}])
     monkeypatch.setenv("VLLM_NWOR_TUNING", str(tmp_path))
     tuned.cache_clear()
     assert [one["tile"] for one in tuned(A100)] == [32] and (tmp_path / "NVIDIA_A100_SXM4_80GB.json").exists()
