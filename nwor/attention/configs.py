@@ -74,8 +74,8 @@ class Config:
     """How a shape is run; it changes no result beyond the order of sums.
 
     tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
-    splits: programs of a window, KV head and tile of rows, at most. min_tiles_per_split: tiles of positions for which one more split
-    is worth its sums. keys_per_warp: each warp attends to keys of its own, for tiles of few rows.
+    splits: programs of a window, KV head and tile of rows, at most. min_tiles_per_split: tiles of positions for which
+    one more split is worth its sums. keys_per_warp: each warp attends to keys of its own, for tiles of few rows.
     """
 
     tile: int = 64

@@ -214,7 +214,7 @@ def best(searched: pd.DataFrame, head_size: int = HEAD_SIZE) -> list[dict[str, A
 
 
 def in_words(config: dict[str, Any]) -> str:
-    """A configuration as a line: `tile 64, warps 4, stages 3, splits 2, min tiles per split 8`; knobs that are off are left out."""
+    """A configuration as a line, such as `tile 64, warps 4, stages 3, splits 2`; what is off is left out."""
     knobs = {name: config[name] for name in asdict(Config())}
     return ", ".join(name if value is True else f"{name} {value}" for name, value in knobs.items() if value)
 
