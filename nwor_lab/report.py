@@ -43,10 +43,12 @@ def notebook_page(directory: Path, name: str) -> str:
     """Return an executed notebook as HTML, with links to its log and back to `index.html`."""
     import nbformat
     from nbconvert import HTMLExporter
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
     notebook = nbformat.read(directory / f"{name}.ipynb", as_version=4)
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     exporter.exclude_anchor_links = True
+    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     body, _ = exporter.from_notebook_node(notebook)
     # Without Jupyter nothing draws a widget: its place says where it can be used.
     widget = r'<script type="application/vnd\.jupyter\.widget-view\+json">.*?</script>'
