@@ -27,6 +27,7 @@ between replays is read on the device.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -36,7 +37,7 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., None])
 
-OPERATORS: list[str] = []
+OPERATORS: dict[str, list[str]] = {}  # names of the parameters of each
 
 
 def library() -> Path:
@@ -57,7 +58,7 @@ def load() -> None:
     """Load the extension once, and tell torch that its operators return nothing but what they write in place.
 
     Raises:
-        ImportError: the extension has not been built, or was built for another torch.
+        ImportError: the extension has not been built, or for another torch, or from other sources than these.
     """
     path = library()
     try:
@@ -66,7 +67,10 @@ def load() -> None:
         raise ImportError(
             f"{path} does not load beside torch {torch.__version__} ({error}); run `make kernels`"
         ) from error
-    for name in OPERATORS:
+    for name, parameters in OPERATORS.items():
+        operator = getattr(torch.ops._C_cache_ops, name, None)
+        if operator is None or [argument.name for argument in operator.default._schema.arguments] != parameters:
+            raise ImportError(f"{path} was built from other sources, whose {name} is another; run `make kernels`")
         torch.library.register_fake(f"_C_cache_ops::{name}", _writes_in_place)
 
 
@@ -77,7 +81,7 @@ def _writes_in_place(*args: object, **kwargs: object) -> None:
 def _operator(declaration: F) -> F:
     """Make a call of the C++ operator of that name; the declaration gives types, documentation and nothing else."""
     name = declaration.__name__
-    OPERATORS.append(name)
+    OPERATORS[name] = list(inspect.signature(declaration).parameters)
 
     @functools.wraps(declaration)
     def call(*args: Any, **kwargs: Any) -> None:

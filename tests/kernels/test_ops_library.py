@@ -104,6 +104,14 @@ def test_not_built_says_what_to_do(monkeypatch, tmp_path):
         ops.library()
 
 
+@pytest.mark.parametrize("operators", [{"open_window": ["query_start_loc", "slots"]}, {"close_window": ["slots"]}])
+def test_an_extension_of_other_sources_is_refused(operators, monkeypatch):
+    """One that was built before its operators changed made every mode fall back, for a reason that named no build."""
+    monkeypatch.setattr(ops, "OPERATORS", operators)
+    with pytest.raises(ImportError, match="was built from other sources, whose .*_window is another; run `make kernels`"):
+        ops.load.__wrapped__()
+
+
 def test_importing_ops_loads_nothing():
     """`import nwor.ops` registers nothing until an operator is used."""
     script = "import nwor.ops, torch; assert not hasattr(torch.ops._C_cache_ops, 'stage_kv_cache')"
