@@ -214,7 +214,7 @@ def held(metric: str, all_move: bool = False) -> pd.Series:
 def attention() -> pd.DataFrame:
     """One line a shape: `ratio` of attention and write of a layer in one launch to the faster backend of vLLM's.
 
-    `alone` and `between`: us saved beside FlashAttention 3, in samples of a layer and between its neighbours.
+    `alone` and `between`: us saved beside FlashAttention 3, in samples of a layer alone and in a chain of kernels.
     """
     rows = table("attention")
     return net(rows).reset_index().merge(saved(rows))

@@ -209,7 +209,7 @@ class DraftCommitManager:
         """
         assert self._slot_mapping is not None and self.staging_rows is not None and self.page_slots is not None
         if slot_mapping.untyped_storage().data_ptr() != self._slot_mapping.untyped_storage().data_ptr():
-            raise RuntimeError("slot_mapping is a copy, no view of the batch's buffer: its rows cannot be told")
+            raise RuntimeError("slot_mapping is a copy, no view of the batch's buffer: its rows cannot be found")
         first = slot_mapping.storage_offset() - self._slot_mapping.storage_offset()
         rows = slice(first, first + slot_mapping.numel())
         write(kv_cache, self.page_slots[rows])

@@ -41,7 +41,7 @@ def side_by_side(
     """Decode `prompts` greedily with an engine of each mode, all steps audited; prints what it is doing.
 
     Raises:
-        RuntimeError: an engine does not start; the message names its log.
+        RuntimeError: an engine does not start, and the message names its log; or a mode does not serve here.
     """
     batch = min(8, len(prompts))
     spec = EngineSpec(str(model), str(draft), k=k, dtype=dtype, batch=batch, num_blocks=17 * batch, block_size=32)
@@ -54,7 +54,10 @@ def side_by_side(
             ids = engine.encode(prompts)
             print(f"{mode:5} decodes {max_tokens} tokens after each of {len(ids)} prompts, audited", flush=True)
             generation = engine.generate(ids, max_tokens)
-            found[mode] = Audited(generation, engine.report()[0])
+            report = engine.report()[0]
+            if report["serving"] != mode:
+                raise RuntimeError(f"mode {mode} does not serve here: {report['reason']}")
+            found[mode] = Audited(generation, report)
     return found
 
 

@@ -16,7 +16,7 @@ prefix, attend, and leave the rows stored.
     write            `reshape_and_cache_flash` alone
     empty            one kernel of one thread that does nothing
 
-Metric `between` is what a layer takes between its neighbours: projection, rope, this, output projection, eight layers
+Metric `between` is what a layer takes in a chain of kernels: projection, rope, this, output projection, eight layers
 with weights of their own in one graph, whose replay is divided by eight; `none` is the same without it. There the new
 rows lie in the L2 cache, and each launch waits for the kernel before.
 """

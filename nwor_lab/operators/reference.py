@@ -57,7 +57,7 @@ def quantise(vector: Tensor, scale: float, fmt: str, device: str) -> Tensor:
 
 
 def scale_of(scale: Tensor | None, token: int, head: int) -> float:
-    """The scale of one token and head, told apart by the shape that the caller stated."""
+    """The scale of one token and head; the shape that the caller stated says which of the two it varies over."""
     if scale is None:
         return 1.0
     if scale.numel() == 1:

@@ -98,7 +98,7 @@ def test_loads_beside_vllm(order):
 
 
 def test_not_built_says_what_to_do(monkeypatch, tmp_path):
-    """A checkout without the extension is told to build it."""
+    """A checkout without the extension says that it has to be built."""
     monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops.py"))
     with pytest.raises(ImportError, match="make kernels"):
         ops.library()

@@ -35,7 +35,7 @@ def test_what_works_is_served(paged, max_drafts, max_requests):
 
 
 @pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
-def test_what_does_not_is_told(paged, operator, monkeypatch):
+def test_what_does_not_is_said(paged, operator, monkeypatch):
     monkeypatch.setattr(ops, operator, lambda *arguments: None)
     assert check(paged).startswith("the check at start-up failed, the pages that cow left are not those with the kept")
 
@@ -47,7 +47,7 @@ def test_what_does_not_is_told(paged, operator, monkeypatch):
 
 
 @pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
-def test_one_layer_left_out_is_told(paged, operator, monkeypatch):
+def test_one_layer_left_out_is_said(paged, operator, monkeypatch):
     """One layer's cache only."""
     move = getattr(ops, operator)
     monkeypatch.setattr(ops, operator, lambda pool, offsets, *rest: move(pool, offsets[:1].expand(2), *rest))
@@ -55,7 +55,7 @@ def test_one_layer_left_out_is_told(paged, operator, monkeypatch):
 
 
 def test_no_room_is_no_fault_of_the_operators(paged, monkeypatch):
-    """It is told with what would make room, where the manager is built."""
+    """It is an error that says what would make room, where the manager is built."""
 
     def fail(*arguments):
         raise torch.cuda.OutOfMemoryError("no room")

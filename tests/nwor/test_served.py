@@ -306,7 +306,7 @@ def test_the_documents_say_where_a_mode_serves():
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_no_mode_serves_on_rocm(mode, monkeypatch):
-    """Told at the start, and not by an operator that fails in the first step."""
+    """Said at the start, and not by an operator that fails in the first step."""
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
     layers = {"a": gpu_layer("RocmAiterUnifiedAttentionImpl"), "b": gpu_layer()}
     assert support.why_unsupported(make_runner(**ON_A_GPU), layers, mode) == "ROCm: the operators are not built for it"

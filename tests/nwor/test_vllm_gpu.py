@@ -96,7 +96,7 @@ def treated(engines, model, mode: str, stack: str, fault=None, **more) -> Outcom
 
 @pytest.mark.parametrize(("fault", "close"), [(None, True), (faults.no_commit, False)])
 def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, close):
-    """With synthetic acceptance too, as steps are timed; under vLLM's own dummy weights no fault told."""
+    """With synthetic acceptance too, as steps are timed; under vLLM's own dummy weights no fault showed."""
     target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
     more = {"load_format": FORMAT, "acceptance_length": 3.0, "enforce_eager": False}
     spec = EngineSpec(str(target), str(head), num_blocks=96, kv_cache_memory=256, **more)
@@ -139,8 +139,8 @@ def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, st
     assert compare(vanilla(stack).generation, paused.generation).equal == len(PROMPTS)
     assert paused.audit["dirty_layer_steps"] == vanilla(stack).audit["dirty_layer_steps"] > 0
     assert not any(paused.ranks[0]["counters"].values()), "no window opened, and none was cancelled"
-    turns = [{}, {"paused": True}, {}, {"paused": True}]
-    outcome = engines.run(spec_of(model, stack), Settings(mode=mode, debug_sync=True), calls=turns, logprobs=5)
+    interleaved = [{}, {"paused": True}, {}, {"paused": True}]
+    outcome = engines.run(spec_of(model, stack), Settings(mode=mode, debug_sync=True), calls=interleaved, logprobs=5)
     assert not outcome.error, outcome.error
     first, between, second, last = outcome.generations
     assert first.tokens == second.tokens and between.tokens == last.tokens == vanilla(stack).tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes in real vLLM on the CPU: tokens, caches, counters and reasons, with faults planted.
+"""Modes in real vLLM on the CPU: tokens, caches, counters and reasons, with injected faults.
 
 Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
 chunked prefill runs beside decodes throughout.
@@ -167,15 +167,15 @@ def test_off_leaves_vllm_untouched(engines, model):
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, mode):
-    """What is compared with itself must not be treated in both turns:
+    """What is compared with itself must not be treated both times:
     paused, it leaves dirty bytes and counts nothing."""
     paused = engines.run(spec_of(model), Settings(mode=mode, audit=True), paused=True)
     assert not paused.error, paused.error
     assert paused.tokens == vanilla().tokens
     assert paused.audit["dirty_layer_steps"] == vanilla().audit["dirty_layer_steps"] > 0
     assert not any(paused.ranks[0]["counters"].values()), "no window opened, and none was cancelled"
-    turns = [{}, {"paused": True}, {}]
-    outcome = engines.run(spec_of(model), Settings(mode=mode, debug_sync=True), calls=turns)
+    interleaved = [{}, {"paused": True}, {}]
+    outcome = engines.run(spec_of(model), Settings(mode=mode, debug_sync=True), calls=interleaved)
     assert not outcome.error, outcome.error
     assert [generation.tokens for generation in outcome.generations] == 3 * [vanilla().tokens]
     windows = [generation.counters["drafts"] for generation in outcome.generations]
