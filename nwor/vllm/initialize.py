@@ -49,17 +49,26 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
                     attention_gpu.install(layers.values())
                 with torch.inference_mode(False):
                     manager, context.reason = build_manager(self, settings.mode, list(layers.values()))
-            if context.reason:
-                from vllm.logger import init_logger
-
-                init_logger(__name__).warning(
-                    "NWOR mode %s: %s; vLLM's own cache write serves this model", settings.mode, context.reason
-                )
+            _log(settings.mode, manager, context.reason)
             set_active_manager(self, manager)
 
         return initialize_kv_cache
 
     return make
+
+
+def _log(mode: str, manager: DraftCommitManager | None, reason: str) -> None:
+    """One line of what serves, by a logger of vLLM's: it shows others' lines from warnings on alone."""
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.nwor")
+    if manager is None:
+        logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, reason)
+        return
+    logger.info_once(
+        "NWOR mode %s serves %d layers, for %d requests of %d drafts",
+        mode, manager.layout.num_layers, len(manager.slots), manager.max_drafts,
+    )  # fmt: skip
 
 
 def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommitManager | None, str]:

@@ -136,6 +136,7 @@ def test_serve_exports_the_counters(tp, tmp_path):
         **spec.environ(),
         **Settings(mode="stage").environ(),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
     }
     with open(tmp_path / "serve.log", "w") as log:
         server = subprocess.Popen(
@@ -166,6 +167,7 @@ def test_serve_exports_the_counters(tp, tmp_path):
         not torch.cuda.is_available()
     ):  # on a GPU a step runs ahead of the scheduler, and counts a finished request's too
         assert (staged, committed) == (drafts, accepted)
+    assert "NWOR mode stage serves 5 layers, for 8 requests of 4 drafts" in (tmp_path / "serve.log").read_text()
     assert values["vllm:nwor_scheduler_checks_total"] > 0 and values["vllm:nwor_scheduler_mismatches_total"] == 0
 
 
