@@ -63,9 +63,9 @@ def test_vllm_refuses_what_we_say_it_refuses(can, monkeypatch):
 def test_doctor_says_what_is_chosen_and_what_is_not_served():
     done = on_avx2("-m", "nwor_lab.cli", "doctor")
     assert "float32 in notebooks, bench and audit (this CPU has no bf16 instructions)" in done.stdout, done.stderr
-    assert "skipped: vLLM has no fp8 cache on this CPU (x86_64 without AVX-512 and AMX)" in done.stdout
+    assert f"cannot: {ON_AVX2}; their claims are skipped" in done.stdout
     here = doctor.choices()
-    assert [finding.name for finding in here] == ["dtype", "fp8 caches"]
+    assert [finding.name for finding in here] == ["dtype", "fp8 caches", "CUDA graphs"]
     assert here[0].value.startswith(machine.model_dtype())
 
 
@@ -74,7 +74,7 @@ def test_doctor_says_what_is_chosen_and_what_is_not_served():
 def test_an_fp8_cache_that_cannot_be_is_refused_in_one_line(command, tmp_path):
     done = on_avx2("-m", "nwor_lab.cli", command, "--kv-cache-dtype", "fp8", "--run-dir", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"--kv-cache-dtype fp8: {ON_AVX2}"]
+    assert done.stderr.splitlines() == [f"nwor {command}: --kv-cache-dtype fp8: {ON_AVX2}"]
     assert not list(tmp_path.iterdir())
 
 

@@ -287,11 +287,6 @@ def test_the_audit_refuses_a_model_it_would_see_a_part_of(engines, model):
     assert "the audit would not see the whole cache: " in outcome.error and "OfThisModel" in outcome.error
 
 
-def test_the_audit_refuses_a_packing_it_cannot_read(engines, model):
-    """It would mark other bytes than the slots'."""
-    assert "unset VLLM_NWOR_AUDIT" in engines.run(spec_of(model), Settings(audit=True), faults.unreadable_packing).error
-
-
 @pytest.mark.parametrize(
     "fault, says",
     [
