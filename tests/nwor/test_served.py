@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a mode serves and where vLLM's own write does, on light stand-ins; no engine is started."""
 
-import ast
-import inspect
-from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,60 +8,15 @@ import torch
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
-from torch import nn
-from vllm.config import ModelConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers import attention as layer_classes
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention import attention as layer_module
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import subclass_attention_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from nwor.vllm import attention_gpu, masks, own_write, support
+from nwor.vllm import attention_gpu, own_write, support
 from nwor.vllm.context import target_layers
 from nwor_lab import paths
-
-FUSED = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_attn_quant")
-
-
-def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespace:
-    """A V1 runner as far as `unsupported` looks at it; a change of a dotted name goes inside."""
-    parallel = SimpleNamespace(
-        pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
-        prefill_context_parallel_size=1,
-        use_ubatching=False,
-        enable_elastic_ep=False,
-    )
-    groups = [SimpleNamespace(layer_names=[*names, "draft"])]
-    runner = SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            speculative_config=SimpleNamespace(),
-            kv_transfer_config=None,
-            parallel_config=parallel,
-            compilation_config=SimpleNamespace(
-                pass_config=SimpleNamespace(**dict.fromkeys(FUSED, False)),
-                cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
-                use_inductor_graph_partition=False,
-                splitting_ops=["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"],
-            ),
-            model_config=SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None),
-            cache_config=SimpleNamespace(block_size=16, skip_page_size_padded=None),
-        ),
-        device=torch.device("cpu"),
-        kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        drafter=SimpleNamespace(_draft_attn_layer_names={"draft"}),
-    )
-    for path, value in changes.items():
-        *owners, name = path.split("__")
-        owner = runner
-        for part in owners:
-            owner = getattr(owner, part)
-        assert hasattr(owner, name)
-        setattr(owner, name, value)
-    return runner
+from tests.nwor.runners import FUSED, gpu_layer, make_runner
 
 
 def test_cow_needs_neither_attention_nor_a_whole_batch():
@@ -105,39 +56,6 @@ def test_layers_that_share_a_cache():
     layers = {"a": gpu_layer(), "b": gpu_layer(kv_sharing_target_layer_name="a")}
     for mode in ("cow", "stage"):
         assert support.why_unsupported(make_runner(), layers, mode) == "layers that share another layer's KV cache"
-
-
-def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Attention] = Attention, **changes):
-    """One of vLLM's attention layers, as far as the hooks look at it, without an engine to make it in."""
-    of_impl = {
-        "attn_type": "decoder",
-        "head_size": 128,
-        "kv_cache_dtype": "auto",
-        "alibi_slopes": None,
-        "sinks": None,
-        "sliding_window": (-1, -1),
-    }
-    of_layer = {
-        "attn_backend": type(implementation.replace("Impl", "Backend"), (), {}),
-        "head_size_v": changes.get("head_size", 128),
-        "kv_cache_torch_dtype": torch.bfloat16,
-        "kv_sharing_target_layer_name": None,
-        "layer_sliding_window": None,
-        "use_mm_prefix": False,
-    }
-    values = of_impl | of_layer | {"scale_of": 1} | changes
-    layer = object.__new__(layer_class)
-    nn.Module.__init__(layer)
-    layer.impl = type(implementation, (), {})()
-    vars(layer.impl).update({name: value for name, value in values.items() if name not in {*of_layer, "scale_of"}})
-    layer._k_scale = layer._v_scale = torch.ones(values["scale_of"])
-    layer.num_kv_heads, layer.head_size, layer.dtype = 2, values["head_size"], torch.bfloat16
-    layer.attn_type, layer.kv_cache_dtype = values["attn_type"], "auto"
-    layer.sliding_window = values.pop("layer_sliding_window")
-    vars(layer)["nwor_given_rows"] = True
-    for name in of_layer.keys() & values.keys():
-        setattr(layer, name, values[name])
-    return layer
 
 
 @pytest.mark.parametrize(
@@ -353,101 +271,3 @@ def test_a_group_is_served_whole_or_not_at_all(mode, other):
     del context["b"]
     made.kv_cache_config = groups_of(["a", "draft"])
     assert support.why_unsupported(made, target_layers(made), mode) == ""
-
-
-# -- masks: stage serves what it knows ---------------------------------------------------------------------------------
-
-
-def chunked(**changes) -> Attention:
-    layer = gpu_layer(layer_class=layer_classes.ChunkedLocalAttention, **changes)
-    layer.attention_chunk_size = 64
-    return layer
-
-
-def rswa() -> Attention:
-    layer = gpu_layer(layer_class=layer_classes.RSWAAttention)
-    layer._rswa_window = 64
-    return layer
-
-
-def non_causal() -> Attention:
-    return gpu_layer(layer_class=layer_classes.PrefillPrefixLMAttention)
-
-
-FLASH = type("FlashAttentionBackend", (), {})
-
-
-@pytest.mark.parametrize(
-    ("layer", "why"),
-    [
-        (gpu_layer(), ""),
-        (gpu_layer(layer_sliding_window=64, sliding_window=(63, 0)), ""),
-        (gpu_layer("CPUAttentionBackendImpl", attn_backend=type("CPUAttentionBackend", (), {}), sliding_window=-1), ""),
-        (chunked(), "attention of class ChunkedLocalAttention: its mask is not known to be causal"),
-        (rswa(), "attention of class RSWAAttention"),
-        (non_causal(), "attention of class PrefillPrefixLMAttention"),
-        (
-            gpu_layer(attn_backend=subclass_attention_backend("ChunkedLocalAttention_64_", FLASH, object)),
-            "the attention backend ChunkedLocalAttention_64_FlashAttentionBackend: stage knows ",
-        ),
-        (gpu_layer(use_mm_prefix=True), "multimodal prefixes that are attended to in both directions"),
-        (gpu_layer(attn_type="encoder_decoder"), "attention of type encoder_decoder"),
-        (gpu_layer(head_size_v=64), "values of size 64 beside keys of size 128"),
-        (gpu_layer("TritonAttentionImpl", chunk_lookback=-1, use_alibi_sqrt=False), ""),
-        (gpu_layer("TritonAttentionImpl", chunk_lookback=0), "TritonAttentionImpl.chunk_lookback is 0, a mask that"),
-        (gpu_layer("TritonAttentionImpl", use_alibi_sqrt=True), "TritonAttentionImpl.use_alibi_sqrt is True, a mask"),
-        (gpu_layer(rolling=3), "FlashAttentionImpl.rolling, which stage does not know"),
-        (gpu_layer(sliding_window=(63, 0)), "a cache of kind FullAttentionSpec("),
-        (gpu_layer(layer_sliding_window=64), "a cache of kind SlidingWindowSpec("),
-        (gpu_layer(layer_sliding_window=64, sliding_window=(63, 63)), "a cache of kind SlidingWindowSpec("),
-        (gpu_layer(layer_sliding_window=64, sliding_window=(31, 0)), "a cache of kind SlidingWindowSpec("),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
-def test_masks_that_stage_does_not_know(layer, why, monkeypatch):
-    """Look-back by chunks and windows that spare the prompt were taken for plain causal masks."""
-    monkeypatch.setattr(layer_module, "_largest_kernel_block_within", lambda *arguments: 16)
-    layer.attn_backend.customize_spec = lambda spec: spec
-    layer.attn_backend.is_mla = lambda: False
-    found = masks.unknown_mask(layer, make_runner().vllm_config)
-    assert found.startswith(why) and bool(found) == bool(why)
-    with_stage = support.why_unsupported(make_runner(), {"a": gpu_layer(), "b": layer}, "stage")
-    assert bool(with_stage) == bool(why)
-    assert support.why_unsupported(make_runner(), {"a": gpu_layer(), "b": layer}, "cow") == ""
-
-
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [
-        ("backend", "AttentionImplBase"),
-        ("backends/cpu_attn", "CPUAttentionBackendImpl"),
-        ("backends/flash_attn", "FlashAttentionImpl"),
-        ("backends/triton_attn", "TritonAttentionImpl"),
-        ("backends/flashinfer", "FlashInferImpl"),
-        ("backends/rocm_attn", "RocmAttentionImpl"),
-        ("backends/rocm_aiter_unified_attn", "RocmAiterUnifiedAttentionImpl"),
-    ],
-)
-def test_what_vllms_implementations_carry_is_known(file, name):
-    """Else a mode would refuse every model of that backend, by an attribute that this release of vLLM has added."""
-    source = (Path(vllm.__file__).parent / "v1" / "attention" / f"{file}.py").read_text()
-    [found] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == name]
-    stored = {
-        node.attr
-        for node in ast.walk(found)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
-    }
-    assert stored and stored <= masks._KNOWN | masks._NEUTRAL.keys()
-    backend = name.removesuffix("Impl").removesuffix("Backend") + "Backend"
-    assert backend in {*masks.BACKENDS, "AttentionImplBaseBackend", "RocmAttentionBackend"}
-
-
-def test_the_sources_of_masks_are_vllms():
-    """The names that `masks` looks for must be those that vLLM gives: a renamed one would be passed over."""
-    assert {"is_mm_prefix_lm", "rswa_window"} <= vars(ModelConfig).keys()
-    source = inspect.getsource(Attention.__init__)
-    for name in ("use_mm_prefix", "attn_backend", "attn_type", "head_size_v", "sliding_window"):
-        assert f"self.{name} = " in source or f"self.{name}: " in source
-    assert {"tokens_per_state", "non_causal", "attention_chunk_size", "sliding_window"} <= {
-        field.name for field in fields(FullAttentionSpec)
-    }

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward through a manager beside a copy of the pool that plain Python writes."""
+
+import pytest
+import torch
+
+from nwor.layout import CacheLayout
+from nwor.manager import DraftCommitManager
+from tests.nwor.paged import Batch, Paged, write_rows
+
+# A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch.
+QUERIES, DRAFTS = (5, 4, 1, 2, 3), (0, 3, 0, 1, 2)
+REJECTED = {"none rejected": (0, 0, 0, 0, 0), "all rejected": (0, 3, 0, 1, 2), "some rejected": (0, 1, 0, 1, 0)}
+MODES = ("cow", "stage")
+MEMORY = {
+    "NHD": {"order": "LBNH"},
+    "HND": {"order": "LBHN"},
+    "layers inside blocks": {"order": "BLHN"},
+    "packed": {"order": "LBHN", "packed": True},
+    "packed fp8": {"order": "LBHN", "packed": True, "dtype": torch.uint8},
+    "fp32": {"order": "LBNH", "dtype": torch.float32},
+}
+memory = pytest.mark.parametrize("kind", MEMORY)
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+class Step:
+    """One forward through a manager; `expected` is the pool as plain Python says it must become."""
+
+    def __init__(self, kind: str, mode: str, device: str, batch: Batch | None = None, **options: int) -> None:
+        if device == "cuda" and MEMORY[kind].get("packed"):
+            pytest.skip("a packing describes vLLM's CPU caches")
+        self.paged = Paged(**MEMORY[kind], device=device)
+        self.batch = batch or Batch(QUERIES, DRAFTS, device=device)
+        self.mode = mode
+        self.manager = DraftCommitManager(
+            CacheLayout.from_kv_caches(self.paged.targets(), self.paged.packing),
+            self.mode,
+            options.get("max_requests", 8),
+            options.get("max_drafts", 8),
+            64,
+        )
+        self.rows = [self.paged.new_rows(self.batch.num_tokens, 100 + index) for index in range(3)]
+        self.expected = self.paged.pool.clone()
+        self.before = self.paged.pool.clone(), self.batch.slot_mapping.clone()
+
+    def begin(self) -> bool:
+        return begin(self.manager, self.batch)
+
+    def writer(self, layer: int, first: int = 0):
+        """vLLM's own writer for the rows of one layer from `first` on."""
+        rows = self.rows[layer][first:]
+        return lambda cache, slots: write_rows(cache, slots, rows, self.paged.packing)
+
+    def forward_layer(self, layer: int, splits: tuple[int, ...] = ()) -> None:
+        """The write of one layer, in micro-batches cut at `splits`, and the end of its attention."""
+        cache, manager = self.paged.targets()[layer], self.manager
+        for first, last in zip((0, *splits), (*splits, self.batch.num_tokens), strict=True):
+            slots = self.batch.slot_mapping[first:last]
+            if manager.intercepts_writes:
+                manager.stage(layer, self.writer(layer, first), cache, slots)
+            else:
+                self.writer(layer, first)(cache, slots)
+
+    def forward(self, splits: tuple[int, ...] = ()) -> None:
+        for layer in range(3):
+            self.forward_layer(layer, splits)
+
+    def commit(self, num_rejected: tuple[int, ...]) -> None:
+        self.manager.commit(torch.tensor(num_rejected, dtype=torch.int32, device=self.paged.device))
+
+    def expect(self, rows: list[int], layers: tuple[int, ...] = (0, 1, 2)) -> None:
+        """Write `rows` of `layers` to the copy of the pool."""
+        for layer in layers:
+            slots = [slot if row in rows else -1 for row, slot in enumerate(self.batch.slots)]
+            cache = self.paged.targets(self.expected)[layer]
+            write_rows(cache, torch.tensor(slots), self.rows[layer], self.paged.packing)
+
+    def assert_pool(self) -> None:
+        assert torch.equal(self.paged.pool, self.expected)
+        assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back"
+
+
+def begin(manager: DraftCommitManager, batch: Batch) -> bool:
+    starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=batch.device)
+    logits = [0]
+    for drafts in batch.num_drafts:
+        logits.append(logits[-1] + drafts + 1)
+    cu_num_logits = torch.tensor(logits, dtype=torch.int32, device=batch.device)
+    return manager.begin(starts, cu_num_logits, batch.slot_mapping)
