@@ -52,6 +52,13 @@ inline Scale check_scale(const OptionalTensor& scale, const char* name, const Te
   return {data, 0, scale->stride(1)};
 }
 
+// Values beside their keys.
+inline void check_alike(const Tensor& t, const char* name, const Tensor& other, const char* other_name) {
+  check_same_shape(t, name, other, other_name);
+  check_dtype(t, name, other.scalar_type());
+  check_same_device(t, name, other, other_name);
+}
+
 inline Vectors check_vectors(const Tensor& key, const Tensor& value, const Tensor& slot_mapping,
                              const std::string& kv_cache_dtype, const OptionalTensor& k_scale,
                              const OptionalTensor& v_scale) {
@@ -60,9 +67,7 @@ inline Vectors check_vectors(const Tensor& key, const Tensor& value, const Tenso
   v.cache_dtype = check_kv_cache_dtype(kv_cache_dtype);
   v.key = check_rows(key, "key", false);
   v.value = check_rows(value, "value", false);
-  check_dtype(value, "value", key.scalar_type());
-  check_same_device(value, "value", key, "key");
-  check_same_shape(value, "value", key, "key");
+  check_alike(value, "value", key, "key");
   check_dim(slot_mapping, "slot_mapping", 1, "[tokens]");
   v.num_tokens = slot_mapping.size(0);
   check_at_least(key, "key", v.num_tokens, "tokens of slot_mapping");
@@ -120,9 +125,7 @@ inline CommitStagedArgs check_commit_staged(const Tensor& staging_key, const Ten
   CommitStagedArgs a;
   a.staging_key = check_rows(staging_key, "staging_key", false);
   a.staging_value = check_rows(staging_value, "staging_value", false);
-  check_same_shape(staging_value, "staging_value", staging_key, "staging_key");
-  check_dtype(staging_value, "staging_value", staging_key.scalar_type());
-  check_same_device(staging_value, "staging_value", staging_key, "staging_key");
+  check_alike(staging_value, "staging_value", staging_key, "staging_key");
   a.capacity = staging_key.size(0);
   a.staging_slots = check_vector<int64_t>(staging_slots, "staging_slots", ScalarType::Long, staging_key, "staging_key");
   check_length(staging_slots, "staging_slots", a.capacity, "rows of staging_key");
@@ -165,9 +168,7 @@ inline SlotLogArgs check_slot_log(const Tensor& log_key, const Tensor& log_value
   SlotLogArgs a;
   a.log_key = check_rows(log_key, "log_key", logging);
   a.log_value = check_rows(log_value, "log_value", logging);
-  check_same_shape(log_value, "log_value", log_key, "log_key");
-  check_dtype(log_value, "log_value", log_key.scalar_type());
-  check_same_device(log_value, "log_value", log_key, "log_key");
+  check_alike(log_value, "log_value", log_key, "log_key");
   a.key_cache = check_cache(key_cache, "key_cache", !logging);
   a.value_cache = check_cache(value_cache, "value_cache", !logging);
   check_cache_pair(key_cache, value_cache, log_key, "log_key");

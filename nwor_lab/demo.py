@@ -16,6 +16,7 @@ import pandas as pd
 from nwor.settings import Settings
 from nwor_lab import pair, paths
 from nwor_lab.engines.engine import Engine, EngineSpec, Generation
+from nwor_lab.experiments.bench import require_served
 
 MODES = ("off", "stage")
 
@@ -53,11 +54,9 @@ def side_by_side(
             engine.wait()
             ids = engine.encode(prompts)
             print(f"{mode:5} decodes {max_tokens} tokens after each of {len(ids)} prompts, audited", flush=True)
-            generation = engine.generate(ids, max_tokens)
-            report = engine.report()[0]
-            if report["serving"] != mode:
-                raise RuntimeError(f"mode {mode} does not serve here: {report['reason']}")
-            found[mode] = Audited(generation, report)
+            generation, ranks = engine.generate(ids, max_tokens), engine.report()
+            require_served(mode, ranks)
+            found[mode] = Audited(generation, ranks[0])
     return found
 
 

@@ -168,9 +168,8 @@ def choose(
     """The configuration of the nearest shape of the device's table; without one, what fills the device twice."""
     entry = nearest(tuned(device), requests, kv_heads, group, head_size, cache_bytes, max_query_len)
     if entry is None:
-        config = Config(
-            splits=max(1, min(64, 2 * device.multiprocessors // (requests * kv_heads))), min_tiles_per_split=2
-        )
+        splits = max(1, min(64, 2 * device.multiprocessors // (requests * kv_heads)))
+        config = Config(splits=splits, min_tiles_per_split=2)
     else:
         config = Config(**{name: entry[name] for name in Config.__dataclass_fields__})
         # The number of programs is what a number of splits is good for.
@@ -211,10 +210,6 @@ def plan_split_combine(
     grid_barrier = 1 < splits <= multiprocessors // windows
     max_splits = next_power_of_2(splits)
     # A row for each of four warps at least; of more than eight, a window's few rows would be left to few splits.
-    combine_rows = 8 if rows > 4 * max_splits else 4
-    return (
-        splits,
-        grid_barrier,
-        max_splits,
-        min(combine_rows, MAX_COMBINED_SUMS // (max_splits * next_power_of_2(head_size))),
-    )
+    wanted = 8 if rows > 4 * max_splits else 4
+    combine_rows = min(wanted, MAX_COMBINED_SUMS // (max_splits * next_power_of_2(head_size)))
+    return splits, grid_barrier, max_splits, combine_rows

@@ -44,7 +44,9 @@ class LayerContext:
 
 def context_of(runner: Any) -> RunnerContext:
     """The runner's context, made when it is first asked for."""
-    return vars(runner).setdefault("nwor", RunnerContext())
+    if "nwor" not in vars(runner):
+        runner.nwor = RunnerContext()
+    return runner.nwor
 
 
 def manager_of(runner: Any) -> DraftCommitManager | None:

@@ -257,8 +257,9 @@ def require_served(mode: str, ranks: list[dict[str, Any]], asked: str = "") -> N
     """
     wrong = [rank for rank in ranks if rank["mode"] != (asked or mode) or rank["serving"] != mode]
     if wrong or not ranks:
+        found = [{name: rank.get(name) for name in ("rank", "mode", "serving", "reason")} for rank in wrong]
         raise EngineError(
-            f"mode {mode} is not active on every rank, so nothing may be measured under its name: {wrong}"
+            f"mode {mode} is not active on every rank, so nothing may be measured under its name: {found}"
         )
 
 
