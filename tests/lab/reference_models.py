@@ -7,23 +7,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nwor_lab.model.traffic import Shape
 from nwor_lab.pair.model import ATTENTION, EagleHead
 from nwor_lab.reference.cache import Batch, PagedCache
+from tests.lab.pairs import SMALL
 
-SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-CONFIG = LlamaConfig(**SHAPE, num_hidden_layers=3, tie_word_embeddings=True, attn_implementation=ATTENTION)
+CONFIG = LlamaConfig(**SMALL, num_hidden_layers=3, tie_word_embeddings=True, attn_implementation=ATTENTION)
 
 
 def tiny_pair(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[LlamaForCausalLM, EagleHead]:
     """Random weights large enough that attention decides the next token."""
     torch.manual_seed(seed)
     target = LlamaForCausalLM(CONFIG)
-    head = EagleHead(LlamaConfig(**SHAPE, num_hidden_layers=1), target)
+    head = EagleHead(LlamaConfig(**SMALL, num_hidden_layers=1), target)
     for module in (target, head):
         for name, weight in module.named_parameters():
             if "norm" not in name:

@@ -13,19 +13,11 @@ from vllm.model_executor.layers import attention as layer_classes
 
 from nwor_lab.audit import hooks
 from nwor_lab.audit.auditor import AuditReport, CacheAudit, injected_faults
-from tests.nwor.paged import BITS, BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, WIDTH, Paged, write_rows
+from tests.nwor.paged import BITS, BLOCK_SIZE, MEMORY, NUM_BLOCKS, NUM_HEADS, WIDTH, Paged, write_rows
 
 STEP = torch.tensor([9, 4, 2, 17, 21])  # the slots of the step's rows, one request's
 KEPT, REJECTED = STEP[:3], STEP[3:]
 ROWS, GONE = (0, 5), (2,)
-MEMORY = {
-    "NHD": {"order": "LBNH"},
-    "HND": {"order": "LBHN"},
-    "layers inside blocks": {"order": "BLHN"},
-    "packed": {"order": "LBHN", "packed": True},
-    "packed fp8": {"order": "LBHN", "packed": True, "dtype": torch.uint8},
-    "fp32": {"order": "LBNH", "dtype": torch.float32},
-}
 memory = pytest.mark.parametrize("kind", MEMORY)
 
 

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import csv
 import hashlib
 import json
 import os
@@ -25,17 +24,13 @@ from nwor_lab.pair.model import (
 )
 from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET, PROMPTS
 from tests.checkpoints import random_pair
-from tests.lab.pairs import small_pair
+from tests.lab.pairs import read_csv, small_pair
 
 sys.path.insert(0, str(DATA / "pair"))
 from corpus import BLOCKS
 from train import acceptance, generate
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 # The files of the shipped pair

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe of the shipped pair (`data/pair/train.py`), on a small corpus."""
 
-import csv
 import json
 import shutil
 import sys
@@ -19,17 +18,13 @@ from nwor_lab.pair.model import (
     load_pair,
 )
 from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET
-from tests.lab.pairs import SMALL, small_pair
+from tests.lab.pairs import SMALL, read_csv, small_pair
 
 sys.path.insert(0, str(DATA / "pair"))
 from corpus import corpus_hash, cut_prompts, read_corpus, train_tokenizer
 from train import DRAFTS, Recipe, main, unroll
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 class ChainCache:

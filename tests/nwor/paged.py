@@ -11,6 +11,14 @@ from nwor_lab.operators.inputs import poison
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, WIDTH = 6, 4, 2, 8
 DRAFTER = 1  # the drafter's layer lies between target layers: the manager must find each by its address
+MEMORY = {  # how caches lie in memory, as arguments of `Paged`
+    "NHD": {"order": "LBNH"},
+    "HND": {"order": "LBHN"},
+    "layers inside blocks": {"order": "BLHN"},
+    "packed": {"order": "LBHN", "packed": True},
+    "packed fp8": {"order": "LBHN", "packed": True, "dtype": torch.uint8},
+    "fp32": {"order": "LBNH", "dtype": torch.float32},
+}
 
 
 def random_packing(block_size: int, width: int, seed: int = 0) -> Tensor:

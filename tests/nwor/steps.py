@@ -6,20 +6,12 @@ import torch
 
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
-from tests.nwor.paged import Batch, Paged, write_rows
+from tests.nwor.paged import MEMORY, Batch, Paged, write_rows
 
 # A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch.
 QUERIES, DRAFTS = (5, 4, 1, 2, 3), (0, 3, 0, 1, 2)
 REJECTED = {"none rejected": (0, 0, 0, 0, 0), "all rejected": (0, 3, 0, 1, 2), "some rejected": (0, 1, 0, 1, 0)}
 MODES = ("cow", "stage")
-MEMORY = {
-    "NHD": {"order": "LBNH"},
-    "HND": {"order": "LBHN"},
-    "layers inside blocks": {"order": "BLHN"},
-    "packed": {"order": "LBHN", "packed": True},
-    "packed fp8": {"order": "LBHN", "packed": True, "dtype": torch.uint8},
-    "fp32": {"order": "LBNH", "dtype": torch.float32},
-}
 memory = pytest.mark.parametrize("kind", MEMORY)
 modes = pytest.mark.parametrize("mode", MODES)
 

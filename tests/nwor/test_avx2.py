@@ -14,7 +14,7 @@ from nwor_lab.experiments.parity import compare
 from tests.checkpoints import random_pair
 from tests.engines import Engines, Outcome
 from tests.lab.test_machine import AVX2, on_avx2
-from tests.nwor.test_vllm_modes import GAP, ROUNDING
+from tests.nwor.on_cpu import GAP, ROUNDING
 
 pytestmark = [
     pytest.mark.engine,

@@ -7,7 +7,6 @@ import pytest
 
 from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineSpec
-from tests.checkpoints import random_pair
 from tests.engines import Engines, Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -32,13 +31,6 @@ def run():
 
     yield run
     engines.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pair")
-    random_pair(path, noise=0.3)
-    return path
 
 
 def spec_of(model: Path, method: str, **more) -> EngineSpec:

@@ -5,13 +5,10 @@ Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
 chunked prefill runs beside decodes throughout.
 """
 
-import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 
 from nwor.settings import Settings
 from nwor_lab.engines import shapes
@@ -23,8 +20,9 @@ from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
 from tests.checkpoints import random_pair
 from tests.devices import needs_fp8_cache
-from tests.engines import PROMPTS, Engines, Outcome
+from tests.engines import PROMPTS, Outcome
 from tests.nwor import faults, request_kinds
+from tests.nwor.on_cpu import GAP, ROUNDING, spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -34,49 +32,6 @@ CACHES = [
     pytest.param("bfloat16", "fp8", marks=needs_fp8_cache),
     pytest.param("bfloat16", "fp8_e5m2", marks=needs_fp8_cache),
 ]
-GAP = 0.25  # nats; near ties of the bf16 model below it may fall either way
-ROUNDING = 1e-4  # nats; a float32 sum in another order
-
-
-@pytest.fixture(scope="module")
-def engines():
-    made = Engines()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pair")
-    random_pair(path, noise=0.3)
-    return path
-
-
-def spec_of(model: Path, dtype: str = "float32", kv_cache_dtype: str = "auto", **more) -> EngineSpec:
-    return EngineSpec(
-        model=str(model / "target"),
-        draft=str(model / "eagle"),
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        max_num_batched_tokens=96,
-        num_blocks=64,
-        **more,
-    )
-
-
-@pytest.fixture(scope="module")
-def vanilla(engines, model):
-    cache: dict[tuple, Outcome] = {}
-
-    def run(dtype: str = "float32", kv_cache_dtype: str = "auto", logprobs: int = 0) -> Outcome:
-        key = dtype, kv_cache_dtype, logprobs
-        if key not in cache:
-            settings = Settings(audit=not logprobs)
-            cache[key] = engines.run(spec_of(model, dtype, kv_cache_dtype), settings, logprobs=logprobs)
-            assert not cache[key].error, cache[key].error
-        return cache[key]
-
-    return run
 
 
 def treated(engines, model, mode: str, fault=None, dtype: str = "float32", kv_cache_dtype: str = "auto") -> Outcome:
@@ -362,56 +317,3 @@ def test_batch_of_one_and_a_drafter_without_layers(model):
             assert rank["audit"]["dirty_layer_steps"] == rank["audit"]["unwritten_rows"] == 0
             assert rank["counters"]["windows"] > 0
     assert tokens["cow"] == tokens["stage"] == tokens["off"]
-
-
-class TestFcBias:
-    """EAGLE checkpoints with a bias vLLM's head has no place for; acceptance with it and without."""
-
-    BIAS = 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
-
-    def test_vllm_alone_drops_it(self, engines, model, vanilla, tmp_path):
-        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings())
-        assert outcome.generation.counters == vanilla().generation.counters
-
-    @pytest.mark.parametrize("mode", ["cow", "stage"])
-    def test_no_mode_applies_it_unasked(self, engines, model, vanilla, tmp_path, mode):
-        """A mode that did was compared with a baseline of another drafter."""
-        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(mode=mode))
-        assert not outcome.error, outcome.error
-        assert outcome.generation.counters == vanilla().generation.counters
-
-    def test_zeros_are_skipped(self, engines, model, vanilla, tmp_path):
-        outcome = engines.run(self.spec(model, tmp_path, torch.zeros(128)), Settings(mode="cow"))
-        assert not outcome.error, outcome.error
-        assert outcome.generation.counters == vanilla().generation.counters
-
-    def test_any_other_is_applied(self, engines, model, vanilla, tmp_path):
-        """A bias this large spoils the drafts; dropped, acceptance would be what it is without one."""
-        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(eagle_bias=True))
-        assert not outcome.error, outcome.error
-        assert outcome.tokens == vanilla().tokens
-        with_bias, without = outcome.generation.counters, vanilla().generation.counters
-        assert with_bias["accepted_tokens"] / with_bias["drafts"] < 0.8 * without["accepted_tokens"] / without["drafts"]
-
-    def test_a_bias_that_only_the_config_promises_is_zero(self, engines, model, vanilla, tmp_path):
-        """`"bias": true` means `fc`'s to EAGLE and the attention's to vLLM, whose memory nothing then fills."""
-        spec = self.spec(model, tmp_path, torch.zeros(128))
-        config = tmp_path / "eagle" / "config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text()), "bias": True}))
-        outcome = engines.run(spec, Settings(eagle_bias=True))
-        assert not outcome.error, outcome.error
-        assert outcome.generation.counters == vanilla().generation.counters
-
-    @staticmethod
-    def spec(model: Path, folder: Path, bias: torch.Tensor) -> EngineSpec:
-        checkpoints.write_biased_copy(model / "eagle", folder / "eagle", bias)
-        return replace(spec_of(model), draft=str(folder / "eagle"))
-
-
-def test_cpu_sampling_takes_the_temperature_it_was_given(engines, model):
-    """vLLM 0.32 divides by uninitialised memory; a temperature near 0 must be all but greedy."""
-    greedy = engines.run(spec_of(model), Settings())
-    cool = engines.run(spec_of(model), Settings(fix_cpu_sampling=True), temperature=0.01)
-    assert not cool.error, cool.error
-    same = sum(a == b for a, b in zip(greedy.tokens, cool.tokens, strict=True))
-    assert same >= len(greedy.tokens) - 2

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repairs of vLLM that a user may ask for, in real vLLM on the CPU."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nwor.settings import Settings
+from nwor_lab.engines.engine import EngineSpec
+from tests import checkpoints
+from tests.nwor.on_cpu import spec_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+class TestFcBias:
+    """EAGLE checkpoints with a bias vLLM's head has no place for; acceptance with it and without."""
+
+    BIAS = 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
+
+    def test_vllm_alone_drops_it(self, engines, model, vanilla, tmp_path):
+        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings())
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    @pytest.mark.parametrize("mode", ["cow", "stage"])
+    def test_no_mode_applies_it_unasked(self, engines, model, vanilla, tmp_path, mode):
+        """A mode that did was compared with a baseline of another drafter."""
+        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(mode=mode))
+        assert not outcome.error, outcome.error
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    def test_zeros_are_skipped(self, engines, model, vanilla, tmp_path):
+        outcome = engines.run(self.spec(model, tmp_path, torch.zeros(128)), Settings(mode="cow"))
+        assert not outcome.error, outcome.error
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    def test_any_other_is_applied(self, engines, model, vanilla, tmp_path):
+        """A bias this large spoils the drafts; dropped, acceptance would be what it is without one."""
+        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(eagle_bias=True))
+        assert not outcome.error, outcome.error
+        assert outcome.tokens == vanilla().tokens
+        with_bias, without = outcome.generation.counters, vanilla().generation.counters
+        assert with_bias["accepted_tokens"] / with_bias["drafts"] < 0.8 * without["accepted_tokens"] / without["drafts"]
+
+    def test_a_bias_that_only_the_config_promises_is_zero(self, engines, model, vanilla, tmp_path):
+        """`"bias": true` means `fc`'s to EAGLE and the attention's to vLLM, whose memory nothing then fills."""
+        spec = self.spec(model, tmp_path, torch.zeros(128))
+        config = tmp_path / "eagle" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "bias": True}))
+        outcome = engines.run(spec, Settings(eagle_bias=True))
+        assert not outcome.error, outcome.error
+        assert outcome.generation.counters == vanilla().generation.counters
+
+    @staticmethod
+    def spec(model: Path, folder: Path, bias: torch.Tensor) -> EngineSpec:
+        checkpoints.write_biased_copy(model / "eagle", folder / "eagle", bias)
+        return replace(spec_of(model), draft=str(folder / "eagle"))
+
+
+def test_cpu_sampling_takes_the_temperature_it_was_given(engines, model):
+    """vLLM 0.32 divides by uninitialised memory; a temperature near 0 must be all but greedy."""
+    greedy = engines.run(spec_of(model), Settings())
+    cool = engines.run(spec_of(model), Settings(fix_cpu_sampling=True), temperature=0.01)
+    assert not cool.error, cool.error
+    same = sum(a == b for a, b in zip(greedy.tokens, cool.tokens, strict=True))
+    assert same >= len(greedy.tokens) - 2
