@@ -94,4 +94,6 @@ def log_rows_per_request(max_drafts: int, block_size: int) -> int:
 
 def rows_per_request(mode: str, max_drafts: int, block_size: int) -> int:
     """Rows that a manager of `mode` has room for, of each request and layer: staged ones, or logged ones."""
+    if mode == "direct":
+        return 0
     return max_drafts if mode == "stage" else log_rows_per_request(max_drafts, block_size) or max_drafts

@@ -10,6 +10,9 @@ however many windows reach it before one of its drafts is accepted; mode ``stage
 `rows` while their slots stay as they were. The token before the drafts, sampled last, is never rejected, and vLLM
 publishes the block that it fills to the prefix cache while it schedules the step: it is written at once.
 
+Mode ``direct``, the control, holds nothing. Its window only says which steps NWOR's attention serves: that of
+``stage``, which stores every row in the slot that vLLM's own slot mapping names.
+
 Which rows are held is worked out on the device, into tensors that live as long as the manager: a CUDA graph captured
 once reads them in every replay, and no step waits for the device. vLLM's own buffers are never changed.
 """
@@ -24,6 +27,7 @@ from torch import Tensor
 from nwor import ops
 from nwor.counters import DeviceCounters
 from nwor.layout import CacheLayout, log_rows_per_request, rows_per_request
+from nwor.settings import ATTENDING, MODES
 
 if TYPE_CHECKING:
     from nwor.attention.verify import Workspace
@@ -36,7 +40,7 @@ class DraftCommitManager:
 
     Args:
         layout: where the layers' slots lie.
-        mode: ``cow`` or ``stage``.
+        mode: ``cow``, ``direct`` or ``stage``.
         max_requests: the most requests of a batch; a larger batch falls back to vLLM's own write.
         max_drafts: W, the most drafts of a request; a request with more falls back.
         max_tokens: the most rows of a batch.
@@ -53,7 +57,8 @@ class DraftCommitManager:
         logged: int64 [max_requests, P], ``cow`` only, as in `ops.log_all_layers`: what `rows` still holds of the window
             before. None where blocks are shorter than windows: then each window is logged whole.
         staging_rows, page_slots: int64 [max_tokens], ``stage`` only, vLLM's slot mapping in two: for each row of the
-            batch its row in `rows`, written on commit, or -1; and the slot to write now, -1 for held rows.
+            batch its row in `rows`, written on commit, or -1; and the slot to write now, -1 for held rows. ``direct``
+            has -1 alone in `staging_rows`, and None: vLLM's own slot mapping says where rows go.
         writes_first: a query of this step may read a row of another (`begin`), so vLLM's writer and attention run
             before an attention that stores rows as it attends.
         is_dummy_or_capture: the next forward is a dummy run or a capture, which has to launch all that a replay may
@@ -72,8 +77,8 @@ class DraftCommitManager:
         graphs_of_prefills: bool = False,
         attention: "Workspace | None" = None,
     ) -> None:
-        if mode not in ("cow", "stage"):
-            raise ValueError(f"a manager serves cow or stage, not {mode!r}")
+        if mode not in MODES[1:]:
+            raise ValueError(f"a manager serves {', '.join(MODES[1:])}, not {mode!r}")
 
         def minus_ones(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int64, device=layout.pool.device)
@@ -86,7 +91,7 @@ class DraftCommitManager:
         self.rows = layout.new_rows(max_requests * rows_per_request(mode, max_drafts, layout.block_size))
         log_rows = log_rows_per_request(max_drafts, layout.block_size)
         self.logged = minus_ones(max_requests, log_rows) if mode == "cow" and log_rows else None
-        self.staging_rows = minus_ones(max_tokens) if mode == "stage" else None
+        self.staging_rows = minus_ones(max_tokens) if mode in ATTENDING else None
         self.page_slots = minus_ones(max_tokens) if mode == "stage" else None
         self.counters = DeviceCounters(mode, layout, max_requests)
         self.is_dummy_or_capture, self.writes_first = True, False
@@ -106,9 +111,9 @@ class DraftCommitManager:
         return self.max_drafts + 1
 
     @property
-    def intercepts_writes(self) -> bool:
-        """A window of mode ``stage`` is open, so the target layers' writes and attention go through it."""
-        return self.is_open and self.mode == "stage"
+    def serves_attention(self) -> bool:
+        """A window is open in a mode with an attention of its own: the layers' writes and attention go through it."""
+        return self.is_open and self.mode in ATTENDING
 
     def begin(
         self,
@@ -153,16 +158,17 @@ class DraftCommitManager:
                 len(self.slots),
             )
         previous_requests, self._previous_requests = self._previous_requests, ()
-        ops.open_window(
-            query_start_loc,
-            cu_num_logits,
-            slot_mapping,
-            self.slots if fits else self.slots.new_empty(num_requests, 0),  # no columns: every window falls back
-            self.num_drafts if fits else self.num_drafts.new_empty(num_requests),
-            self.staging_rows,
-            self.page_slots,
-            self.counters.totals,
-        )
+        if self.mode != "direct" or not fits:
+            ops.open_window(
+                query_start_loc,
+                cu_num_logits,
+                slot_mapping,
+                self.slots if fits else self.slots.new_empty(num_requests, 0),  # no columns: every window falls back
+                self.num_drafts if fits else self.num_drafts.new_empty(num_requests),
+                self.staging_rows if self.mode == "stage" else None,
+                self.page_slots,
+                self.counters.totals,
+            )
         if not fits:
             return False
         self.num_requests, self._slot_mapping, self.writes_first = num_requests, slot_mapping, writes_first
@@ -184,8 +190,9 @@ class DraftCommitManager:
         if self.is_open:
             raise RuntimeError("a window is open: commit or cancel it before hold_nothing, or its rows are lost")
         self.is_dummy_or_capture, self._previous_requests, self.writes_first = slot_mapping is None, (), False
-        if self.staging_rows is None or self.page_slots is None:
+        if self.page_slots is None:
             return
+        assert self.staging_rows is not None
         self.staging_rows.fill_(-1)
         self.page_slots.fill_(-1)
         if slot_mapping is not None:
@@ -195,6 +202,8 @@ class DraftCommitManager:
         self, layer: int, write: Callable[[Tensor, Tensor], None], kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Take over one layer's cache write: held rows go to staging, all others to the pages as ever.
+
+        Mode ``direct`` holds none.
 
         Args:
             layer: the target layer's index.
@@ -207,7 +216,11 @@ class DraftCommitManager:
         Raises:
             RuntimeError: `slot_mapping` is no view of that given to `begin`.
         """
-        assert self._slot_mapping is not None and self.staging_rows is not None and self.page_slots is not None
+        if self.page_slots is None:
+            write(kv_cache, slot_mapping)
+            self.mark_staged(layer)
+            return
+        assert self._slot_mapping is not None and self.staging_rows is not None
         if slot_mapping.untyped_storage().data_ptr() != self._slot_mapping.untyped_storage().data_ptr():
             raise RuntimeError("slot_mapping is a copy, no view of the batch's buffer: its rows cannot be found")
         first = slot_mapping.storage_offset() - self._slot_mapping.storage_offset()
@@ -236,7 +249,7 @@ class DraftCommitManager:
         """
         if not self.is_open:
             raise RuntimeError("no window is open: begin one before the forward, and commit it once")
-        if self.mode == "stage" and not all(self._staged):
+        if self.mode in ATTENDING and not all(self._staged):
             missing = [layer for layer, staged in enumerate(self._staged) if not staged]
             self.cancel()
             raise RuntimeError(
@@ -245,7 +258,7 @@ class DraftCommitManager:
         decisions = self.num_drafts[: self.num_requests], num_rejected, self.counters.kept[: self.num_requests]
         if self.mode == "cow":
             self._restore(*decisions, self.counters.totals)
-        else:
+        elif self.mode == "stage":
             ops.commit_all_layers(*self._cache_and_slots(), self.rows, *decisions, self.counters.totals)
         self.num_requests = self._slot_mapping = None
 

@@ -312,7 +312,7 @@ def commit_all_layers(
 def verify_attention(
     query: Tensor,
     kv_cache: Tensor,
-    staging: Tensor,
+    staging: Tensor | None,
     output: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -332,12 +332,13 @@ def verify_attention(
     Args:
         query: [T, Hq, D] float32, float16 or bfloat16; head vectors dense, D a multiple of 8.
         kv_cache: [num_blocks, H, N, 2 * D], one layer's pages, of the dtype of `query`, or uint8 for fp8.
-        staging: [B, H, N, 2 * D], the layer's mini-cache of drafts, of the same dtype and packing.
+        staging: [B, H, N, 2 * D], the layer's mini-cache of drafts, of the same dtype and packing; None: drafts lie in
+            the pages.
         output: [T, Hq, D], written for the rows of requests with a window; other rows keep what they held.
         query_start_loc: int32 [R + 1]; seq_lens: int32 [R], this step's rows included.
         block_table: int32 [R, max_blocks].
-        window_start: int32 [R], the staging row of each request's first draft, the second row of its query; negative:
-            no window.
+        window_start: int32 [R], the staging row of each request's first draft, the second row of its query, any number
+            from 0 without staging; negative: no window.
         packing: int32 [N, 2 * D], as in `log_all_layers`.
         scale, softcap: of the scores; softcap 0 is none. sliding_window: 0 or the window in positions.
         kv_cache_dtype, k_scale, v_scale: how uint8 elements are read.

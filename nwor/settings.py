@@ -9,8 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-Mode = Literal["off", "cow", "stage"]
+Mode = Literal["off", "cow", "direct", "stage"]
 MODES: tuple[str, ...] = get_args(Mode)
+ATTENDING = ("direct", "stage")
+"""Modes with an attention of their own."""
+CLEAN = ("cow", "stage")
+"""Modes that leave nothing of a rejected draft in the pages."""
 PREFIX = "VLLM_NWOR_"
 WORDS = ("mode", "tuning")  # the others are 0 or 1
 
@@ -20,7 +24,8 @@ class Settings:
     """One process's settings; a value that is not one of those listed is an error, never a default.
 
     mode: ``off`` leaves vLLM untouched; ``cow`` logs the draft slots before the forward and restores the rejected
-        ones; ``stage`` keeps drafts out of the pages until they are accepted.
+        ones; ``stage`` keeps drafts out of the pages until they are accepted, with an attention that finds them where
+        they wait; ``direct``, the control, has that attention and writes every row to its page at once, as vLLM does.
     emit_metrics: export the ``vllm:nwor_*`` counters.
     debug_sync: check the worker's committed counts against the scheduler's in every step, and stop at a difference.
     audit: for the lab's plugin, which compares the whole cache before and after every step, in every mode, ``off`` too.

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from nwor.settings import MODES
 from nwor_lab import machine, paths, provenance, results
 
 VLLM_RELEASE = "0.32"
@@ -149,7 +150,7 @@ def modes(found: list[Finding]) -> list[Finding]:
     treated = engine + [f"{section}: see above" for section in ("plugin", "operators") if section in sections]
     return [
         Finding("modes", mode, f"cannot run: {'; '.join(why)}" if why else "can run", not why, needed=True)
-        for mode, why in {"off": engine, "cow": treated, "stage": treated}.items()
+        for mode, why in {mode: treated if mode != "off" else engine for mode in MODES}.items()
     ]
 
 

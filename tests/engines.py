@@ -21,11 +21,13 @@ PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i 
 class Outcome:
     """What an engine did, or the traceback of why it stopped.
 
+    audits: what the audit found on rank 0 during each call with a `fault` of its own.
     libraries: vLLM's own compiled libraries that its process had loaded, by file name.
     """
 
     generations: list[Generation] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
+    audits: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     counters_after_start: dict[str, int] = field(default_factory=dict)
     libraries: list[str] = field(default_factory=list)
@@ -71,7 +73,8 @@ class Engines:
 
         calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
             ``abandon`` is how many steps other requests run for before they are aborted and these begin, ``paused``
-            says that the mode is for as long, ``asleep`` that the engine sleeps and is woken first, and ``joined``
+            says that the mode is for as long, ``fault`` is injected for as long and audited apart,
+            ``asleep`` says that the engine sleeps and is woken first, and ``joined``
             lists the tokens by which the prompt of a request that joins the first prompt's goes on behind all of that
             one's tokens (`_join`).
         """
@@ -144,16 +147,21 @@ def _run(
                 if "joined" in call:
                     outcome.generations.append(_join(served, call["prompts"][0], call["max_tokens"], call["joined"]))
                     continue
-                outcome.generations.append(
-                    served.generate(
-                        call["prompts"],
-                        call["max_tokens"],
-                        call.get("temperature", 0.0),
-                        call.get("seed", 0),
-                        call.get("logprobs", 0),
-                        call.get("sampling", ()),
+                with pytest.MonkeyPatch.context() as for_this_call:
+                    if "fault" in call:
+                        call["fault"](for_this_call)
+                    outcome.generations.append(
+                        served.generate(
+                            call["prompts"],
+                            call["max_tokens"],
+                            call.get("temperature", 0.0),
+                            call.get("seed", 0),
+                            call.get("logprobs", 0),
+                            call.get("sampling", ()),
+                        )
                     )
-                )
+                if "fault" in call:
+                    outcome.audits.append(served.on_every_rank(_end_audit)[0])
                 if call.get("paused"):
                     served.on_every_rank(pause.resume)
             outcome.libraries = _loaded()
@@ -166,6 +174,15 @@ def _run(
             cleanup_dist_env_and_memory()
             os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
     return outcome
+
+
+def _end_audit(worker: Any) -> dict[str, Any]:
+    """What the audit found, which begins anew."""
+    from nwor_lab.audit import hooks
+
+    found = hooks.report(worker)
+    worker.model_runner.cache_audit.reset()
+    return found
 
 
 def _loaded() -> list[str]:

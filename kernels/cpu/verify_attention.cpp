@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of verify windows on the CPU: pages through the block table, up to each window's first row; drafts from
-// staging.
+// staging, or without one from the pages too.
 //
 // Pages and staging hold elements of one packing, so one gather reads both. Softmax and sums are fp32 whatever the
 // cache holds, each (request, KV head) is one task, and the order of positions is the order of the sequence.
@@ -59,7 +59,8 @@ void attend(const Problem& p, const Q* query, const Pages<C>& pages, const Pages
             int64_t request, int64_t kv_head) {
   const int64_t first_row = p.query_start_loc[request];
   const int64_t rows = p.query_start_loc[request + 1] - first_row;
-  const int64_t length = p.seq_lens[request], prefix = length - rows, written = prefix + 1;
+  const int64_t length = p.seq_lens[request], prefix = length - rows;
+  const int64_t written = staging.data ? prefix + 1 : length;
   const int64_t d = p.head_size, slot_elements = 2 * d;
   std::vector<float> keys(length * d), values(length * d), scores(length), vector(d), sum(d);
   for (int64_t position = 0; position < length; ++position) {
@@ -99,11 +100,12 @@ void attend(const Problem& p, const Q* query, const Pages<C>& pages, const Pages
 }
 
 template <class Q, class C>
-void run(const Problem& p, const Tensor& query, const Tensor& kv_cache, const Tensor& staging, const Tensor& output) {
+void run(const Problem& p, const Tensor& query, const Tensor& kv_cache, const std::optional<Tensor>& staging,
+         const Tensor& output) {
   auto pages_of = [](const Tensor& cache) {
     return Pages<C>{static_cast<const C*>(cache.data_ptr()), cache.size(0), cache.stride(0), cache.stride(1)};
   };
-  const Pages<C> pages = pages_of(kv_cache), staged = pages_of(staging);
+  const Pages<C> pages = pages_of(kv_cache), staged = staging ? pages_of(*staging) : Pages<C>{};
   const Q* q = static_cast<const Q*>(query.data_ptr());
   Q* out = static_cast<Q*>(output.data_ptr());
   torch::stable::parallel_for(0, p.num_requests * p.num_kv_heads, 1, [&](int64_t begin, int64_t end) {
@@ -115,7 +117,7 @@ void run(const Problem& p, const Tensor& query, const Tensor& kv_cache, const Te
 }
 
 template <class C>
-void run_query(const Problem& p, const Tensor& query, const Tensor& kv_cache, const Tensor& staging,
+void run_query(const Problem& p, const Tensor& query, const Tensor& kv_cache, const std::optional<Tensor>& staging,
                const Tensor& output) {
   switch (query.scalar_type()) {
     case ScalarType::Float: return run<float, C>(p, query, kv_cache, staging, output);
@@ -129,12 +131,14 @@ void check_index(const Tensor& tensor, const char* name, int64_t least) {
   STD_TORCH_CHECK(tensor.numel() >= least, name, " has ", tensor.numel(), " elements, needs ", least);
 }
 
-void verify_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& staging, Tensor& output,
-                      const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_table,
-                      const Tensor& window_start, const Tensor& packing, double scale, double softcap,
-                      int64_t sliding_window, std::string kv_cache_dtype, double k_scale, double v_scale) {
+void verify_attention(const Tensor& query, const Tensor& kv_cache, const std::optional<Tensor>& staging,
+                      Tensor& output, const Tensor& query_start_loc, const Tensor& seq_lens,
+                      const Tensor& block_table, const Tensor& window_start, const Tensor& packing, double scale,
+                      double softcap, int64_t sliding_window, std::string kv_cache_dtype, double k_scale,
+                      double v_scale) {
   STD_TORCH_CHECK(query.dim() == 3 && output.dim() == 3, "query and output must be [num_tokens, num_heads, head_size]");
-  STD_TORCH_CHECK(kv_cache.dim() == 4 && staging.dim() == 4, "kv_cache and staging must be [blocks, H, N, 2 * D]");
+  STD_TORCH_CHECK(kv_cache.dim() == 4 && (!staging || staging->dim() == 4),
+                  "kv_cache and staging must be [blocks, H, N, 2 * D]");
   const int64_t heads = query.size(1), d = query.size(2), kv_heads = kv_cache.size(1), n = kv_cache.size(2);
   const int64_t requests = window_start.numel();
   STD_TORCH_CHECK(output.size(0) == query.size(0) && output.size(1) == heads && output.size(2) == d &&
@@ -143,11 +147,11 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const Tensor&
   STD_TORCH_CHECK(query.stride(2) == 1 && output.stride(2) == 1, "head vectors must be dense");
   STD_TORCH_CHECK(kv_cache.size(3) == 2 * d, "kv_cache rows hold ", kv_cache.size(3), " elements, needs 2 * ", d);
   STD_TORCH_CHECK(d % 8 == 0, "head size ", d, " is no multiple of 8");
-  STD_TORCH_CHECK(staging.size(1) == kv_heads && staging.size(2) == n && staging.size(3) == 2 * d &&
-                      staging.scalar_type() == kv_cache.scalar_type(),
+  STD_TORCH_CHECK(!staging || (staging->size(1) == kv_heads && staging->size(2) == n && staging->size(3) == 2 * d &&
+                               staging->scalar_type() == kv_cache.scalar_type()),
                   "staging must have the heads, block size, row and dtype of kv_cache");
-  STD_TORCH_CHECK(kv_cache.stride(3) == 1 && kv_cache.stride(2) == 2 * d && staging.stride(3) == 1 &&
-                      staging.stride(2) == 2 * d,
+  const auto dense = [d](const Tensor& cache) { return cache.stride(3) == 1 && cache.stride(2) == 2 * d; };
+  STD_TORCH_CHECK(dense(kv_cache) && (!staging || dense(*staging)),
                   "kv_cache and staging must hold each block and head as one dense [N, 2 * D] chunk");
   STD_TORCH_CHECK(heads % kv_heads == 0, heads, " query heads do not divide among ", kv_heads, " KV heads");
   check_index(query_start_loc, "query_start_loc", requests + 1);
@@ -177,9 +181,11 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const Tensor&
     STD_TORCH_CHECK(p.query_start_loc[r] >= 0 && rows > 0 && prefix >= 0 && p.query_start_loc[r + 1] <= query.size(0),
                     "request ", r,
                     ": its rows do not fit its length or the batch");
-    STD_TORCH_CHECK(p.window_start[r] + rows - 1 <= staging.size(0) * n, "request ", r, ": its window leaves staging");
-    STD_TORCH_CHECK(prefix / n < block_table.size(1), "request ", r, ": block_table is too short");
-    for (int64_t page = 0; page * n <= prefix; ++page) {
+    STD_TORCH_CHECK(!staging || p.window_start[r] + rows - 1 <= staging->size(0) * n, "request ", r,
+                    ": its window leaves staging");
+    const int64_t last = staging ? prefix : p.seq_lens[r] - 1;
+    STD_TORCH_CHECK(last / n < block_table.size(1), "request ", r, ": block_table is too short");
+    for (int64_t page = 0; page * n <= last; ++page) {
       const int64_t block = p.block_table[r * p.table_width + page];
       STD_TORCH_CHECK(block >= 0 && block < kv_cache.size(0), "request ", r, ": block ", block, " is not in the cache");
     }
@@ -202,7 +208,7 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const Tensor&
 
 STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
   m.def(
-      "verify_attention(Tensor query, Tensor kv_cache, Tensor staging, Tensor(a!) output, Tensor query_start_loc, "
+      "verify_attention(Tensor query, Tensor kv_cache, Tensor? staging, Tensor(a!) output, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_table, Tensor window_start, Tensor packing, *, float scale, float softcap=0, "
       "int sliding_window=0, str kv_cache_dtype='auto', float k_scale=1, float v_scale=1) -> ()");
 }

@@ -3,7 +3,8 @@
 
 Why: vLLM attends over pages alone, so a row that is not in them would not be seen.
 How: drafts are written by vLLM's own writer into staging, a mini-cache of the same packing; our operator reads them
-there, and what lies before them through the block table. Rows of other requests in the batch go vLLM's way.
+there, and what lies before them through the block table. Rows of other requests in the batch go vLLM's way. Mode
+``direct`` writes all rows as vLLM does, and our operator reads them all through the block table.
 When it can go: when the CPU backend takes keys and values beside the cache.
 """
 
@@ -32,7 +33,7 @@ def _make_update(original: Callable) -> Callable:
         self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         context = getattr(layer, "nwor", None)
-        if context is None or not context.manager.intercepts_writes:
+        if context is None or not context.manager.serves_attention:
             return original(self, layer, key, value, kv_cache, slot_mapping)
 
         def write(cache: Tensor, slots: Tensor) -> None:
@@ -58,19 +59,22 @@ def _make_forward(original: Callable) -> Callable:
     ) -> Tensor:
         context = getattr(layer, "nwor", None)
         vanilla = (self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        if context is None or not context.manager.intercepts_writes or attn_metadata is None:
+        if context is None or not context.manager.serves_attention or attn_metadata is None:
             return original(*vanilla)
         manager = context.manager
         tokens, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
-        # The second row of a query, its first draft, says where the window lies; a query of one row has none.
-        second = torch.minimum(starts[:-1] + 1, starts[1:] - 1)
-        window_start = manager.staging_rows[second].to(torch.int32)
+        if manager.mode == "direct":  # any query no longer than a window; all its rows are in the pages
+            window_start, staging = (starts.diff() <= manager.max_query_len).int() - 1, None
+        else:
+            # The second row of a query, its first draft, says where the window lies; a query of one row has none.
+            second = torch.minimum(starts[:-1] + 1, starts[1:] - 1)
+            window_start, staging = manager.staging_rows[second].int(), manager.staging_of(context.index)
         if not bool((window_start >= 0).all()):
             original(*vanilla)
         ops.verify_attention(
             query[:tokens],
             kv_cache,
-            manager.staging_of(context.index),
+            staging,
             output[:tokens].view(query[:tokens].shape),
             starts,
             attn_metadata.seq_lens,

@@ -4,11 +4,12 @@
 Why: vLLM attends over pages alone, and writes them in a launch of its own before each layer's attention.
 How: where no query is longer than a window, `nwor.attention.verify.verify_attention` takes the place of writer and
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
-that a captured graph serves whatever step replays it. Where a batch has longer queries (prefill), or one that may read
-a row which another stores in this step, vLLM's writer and attention run first, with held rows masked in a copy of the
-slots, and our kernel then serves the windows. All backends share one signature, and all but FlashInfer's metadata
-describe the batch as a whole; FlashInfer's gets that description where it is built. ROCm AITER's unified attention
-cannot be run before our operators are built for ROCm: what its hook takes is held to vLLM's own classes.
+that a captured graph serves whatever step replays it; in mode ``direct`` all rows go to the pages. Where a batch has
+longer queries (prefill), or one that may read a row which another stores in this step, vLLM's writer and attention
+run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. All backends share
+one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's gets that description
+where it is built. ROCm AITER's unified attention cannot be run before our operators are built for ROCm: what its hook
+takes is held to vLLM's own classes.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 
@@ -114,7 +115,8 @@ def _make_update(original: Callable) -> Callable:
             manager = context.manager
             if _serves(manager) and _serves_alone(manager, metadata):
                 return  # the attention kernel stores these rows
-            slot_mapping = manager.page_slots[: slot_mapping.numel()]
+            if manager.page_slots is not None:
+                slot_mapping = manager.page_slots[: slot_mapping.numel()]
         original(self, layer, key, value, kv_cache, slot_mapping)
 
     return do_kv_cache_update
@@ -161,17 +163,22 @@ def _make_forward(original: Callable) -> Callable:
             return original(*vanilla)
         if not _serves_alone(manager, attn_metadata):
             original(*vanilla)
+        if manager.page_slots is None:  # mode direct stages no row
+            slots, staging = attn_metadata.slot_mapping, kv_cache
+        else:
+            slots, staging = manager.page_slots, manager.staging_of(context.index)
+        rows = slice(min(len(query), len(slots)))  # vLLM pads queries further than its own slots
         verify_attention(
-            query,
+            query[rows],
             key,
             value,
             kv_cache,
-            output,
+            output[rows],
             query_start_loc=attn_metadata.query_start_loc,
             seq_lens=attn_metadata.seq_lens,
             block_table=attn_metadata.block_table,
-            page_slots=manager.page_slots,
-            staging=manager.staging_of(context.index),
+            page_slots=slots,
+            staging=staging,
             staging_rows=manager.staging_rows,
             max_query_len=manager.max_query_len,
             scale=self.scale,

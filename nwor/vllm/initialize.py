@@ -8,14 +8,14 @@ import torch
 
 from nwor.layout import CacheLayout, rows_per_request
 from nwor.manager import DraftCommitManager
-from nwor.settings import Settings
+from nwor.settings import ATTENDING, Settings
 from nwor.vllm import own_write, self_check
 from nwor.vllm.context import context_of, set_active_manager, target_group, target_layers
 from nwor.vllm.support import why_unsupported
 
 
 def make_load(original: Callable) -> Callable:
-    """A wrapper of a GPU runner's `load_model`, for mode ``stage``: the layers are watched from their first run on."""
+    """A wrapper of a GPU runner's `load_model`, for modes that attend: it watches their layers' first run."""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         from nwor.vllm import attention_gpu
@@ -39,11 +39,11 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
                 return
             context, layers = context_of(self), target_layers(self)
             context.group, context.counts = target_group(self, layers), None
-            context.copies_counts = settings.emit_metrics or settings.debug_sync
+            context.copies_counts = settings.mode != "direct" and (settings.emit_metrics or settings.debug_sync)
             context.reason = why_unsupported(self, layers, settings.mode)
             manager = None
             if not context.reason:
-                if settings.mode == "stage" and self.device.type == "cuda":
+                if settings.mode in ATTENDING and self.device.type == "cuda":
                     from nwor.vllm import attention_gpu
 
                     attention_gpu.install(layers.values())
@@ -89,7 +89,7 @@ def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommi
     full_graphs = graphs is not None and graphs.has_full_cudagraphs()
     max_requests, max_drafts = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
     try:
-        if mode == "stage" and on_gpu:
+        if mode in ATTENDING and on_gpu:
             from nwor.attention.verify import Workspace
 
             impl = layers[0].impl

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nwor.settings import Settings
+from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
 from nwor.vllm.carrier import add_to_output
 from nwor.vllm.context import context_of, manager_of
@@ -26,7 +26,7 @@ from nwor.vllm.patch import wrap
 def install(settings: Settings) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    if settings.mode == "stage":
+    if settings.mode in ATTENDING:
         wrap(GPUModelRunner, "load_model", ("self", "load_dummy_weights", "args", "model", "kwargs"), make_load)
     wrap(
         GPUModelRunner,

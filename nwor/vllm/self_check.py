@@ -3,7 +3,7 @@
 
 Pages are scratch of the model's own layout, filled by vLLM's own writer, or under ``cow``, which serves writers of any
 kind, with random bytes. What the mode leaves in them is compared with what is there when the kept rows alone are
-written, and under ``stage`` the attention with plain PyTorch.
+written, or under ``direct`` all rows, and where a mode has an attention of its own that with plain PyTorch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
+from nwor.settings import ATTENDING
 from nwor.vllm.context import LayerContext
 
 # Relative error over all outputs: ten times that of sums in another order, a tenth of that of a row unseen.
@@ -35,9 +36,9 @@ def failure(manager: DraftCommitManager, layers: Sequence[Any]) -> str:
     Raises:
         torch.cuda.OutOfMemoryError: there is no room for a window.
     """
-    checked = _one_of_each_shape(layers) if manager.mode == "stage" else layers[:2]
+    checked = _one_of_each_shape(layers) if manager.mode in ATTENDING else layers[:2]
     try:
-        for requests in _batches(len(manager.slots), manager.slots.is_cuda and manager.mode == "stage"):
+        for requests in _batches(len(manager.slots), manager.slots.is_cuda and manager.mode in ATTENDING):
             window = _Window(manager, checked, requests)
             if wrong := window.wrong():
                 return f"the check at start-up failed, {wrong} of {requests} requests"
@@ -101,7 +102,7 @@ class _Window:
             self.layout, manager.mode, requests, max_drafts, sum(tails), attention=manager.attention
         )
         generator = torch.Generator().manual_seed(0)
-        if manager.mode == "stage":
+        if manager.mode in ATTENDING:
             self.rows = [self._random_rows(layer, generator) for layer in layers]
         else:
             shape = len(layers), len(torch.cat(self.slots)), layout.num_heads, layout.row_bytes
@@ -130,14 +131,15 @@ class _Window:
         self._write(self.pages, ~in_tail)
         written, expected = self.pages.clone(), self.pages.clone()
         self._write(written, in_tail)
-        kept = in_tail.clone()
-        kept[tail_rows] = torch.cat(
-            [torch.arange(t) < t - r for t, r in zip(self.tails, self.rejected, strict=True)]
-        ).to(self.device)
+        kept = in_tail.clone()  # under direct the rejected rows too
+        if mode != "direct":
+            kept[tail_rows] = torch.cat(
+                [torch.arange(t) < t - r for t, r in zip(self.tails, self.rejected, strict=True)]
+            ).to(self.device)
         self._write(expected, kept)
         outputs = self._step(slots, tail_rows)
         if not self._same_pages(expected):
-            return f"the pages that {mode} left are not those with the kept rows alone: a window"
+            return f"the pages that {mode} left are not those with the rows it is to write: a window"
         if not outputs:
             return ""
         for layer, rows, cache, output in zip(self.layers, self.rows, self._caches(written), outputs, strict=True):
@@ -201,6 +203,7 @@ class _Window:
             query_start_loc=starts,
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
             block_table=self.block_table,
+            slot_mapping=slot_mapping,
         )
         outputs = []
         of_layers: Any = SimpleNamespace(attn_metadata={layer.layer_name: metadata for layer in self.layers})

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nwor.settings import Settings
+from nwor.settings import ATTENDING, Settings
 from nwor.vllm.context import context_of, manager_of
 from nwor.vllm.patch import wrap, wrapped
 
@@ -19,7 +19,7 @@ from nwor.vllm.patch import wrap, wrapped
 class Status:
     """One rank's answer to: what is active here, and what has it done?
 
-    mode is what was asked for; serving is what is active: ``cow``, ``stage`` or ``off``;
+    mode is what was asked for; serving is what is active, ``off`` where vLLM's own write is;
     reason says why they differ.
     """
 
@@ -48,7 +48,7 @@ def install(settings: Settings) -> None:
             runner.install(settings)
             if not on_cpu:
                 _reset_after_warm_up()
-            elif settings.mode == "stage":
+            elif settings.mode in ATTENDING:
                 attention_cpu.install()
             return original(self)
 

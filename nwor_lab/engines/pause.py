@@ -4,7 +4,7 @@
 Why: engines of one configuration differ, by up to a percent of a step, in kernels that no mode touches. One engine
 differs from itself, paused, in nothing but where the captures of its graphs put their buffers.
 How: hooks without a manager call vLLM's own code alone. What a FULL graph holds of them was captured, so beside the
-graphs of mode ``stage`` a set of vLLM's own is kept, captured by vLLM's own `capture_model`; vLLM's graph manager
+graphs of modes that attend a set of vLLM's own is kept, captured by vLLM's own `capture_model`; vLLM's graph manager
 replays out of one dict, which is exchanged for that of the set wanted. Two captures of the same kernels do not take
 quite as long: who compares them captures both sets anew now and then.
 When it can go: when vLLM can switch a hook off.
@@ -13,6 +13,7 @@ When it can go: when vLLM can switch a hook off.
 from typing import Any
 
 from nwor.manager import DraftCommitManager
+from nwor.settings import ATTENDING
 from nwor.vllm.context import manager_of, set_active_manager
 
 
@@ -71,14 +72,14 @@ def _serving(worker: Any) -> DraftCommitManager:
         raise RuntimeError("a window is open: pause between requests")
     if _hold(manager) and not worker.use_v2_model_runner:
         raise RuntimeError(
-            "the V1 runner's FULL graphs hold mode stage: pause it under the V2 runner, or with enforce_eager"
+            "the V1 runner's FULL graphs hold the mode: pause it under the V2 runner, or with enforce_eager"
         )
     return manager
 
 
 def _hold(manager: DraftCommitManager) -> bool:
     """Whether FULL graphs hold the mode: all that ``cow`` launches comes before and after them."""
-    return manager.mode == "stage" and manager.uses_full_cudagraphs
+    return manager.mode in ATTENDING and manager.uses_full_cudagraphs
 
 
 def _graphs(runner: Any) -> dict[str, Any]:

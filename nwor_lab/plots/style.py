@@ -37,6 +37,7 @@ MODE_STYLE = {
     "off": ModeStyle("vanilla (off)", "#555555", "o", "-", ""),
     "blind": ModeStyle("blind staging", "#E69F00", "X", ":", "xx"),
     "cow": ModeStyle("copy-on-write (cow)", "#D55E00", "s", "--", "//"),
+    "direct": ModeStyle("direct (control)", "#009E73", "D", ":", "\\\\"),
     "stage": ModeStyle("stage", "#0072B2", "^", "-.", ".."),
 }
 OTHER = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#555555", "#000000")
@@ -105,7 +106,8 @@ def relplot(
     """`seaborn.relplot` in the kit's style: a line for each value of column `by`, the legend above; see `save`.
 
     Args:
-        frame: one row a point. Columns `low` and `high`, where there are such, are drawn as whiskers.
+        frame: one row a point. Columns `low` and `high`, where there are such, are drawn as whiskers, and where column
+            `tuned_on` is False the marker is an open circle.
         width: of the figure, `panel`: height of a panel, both in inches. `ncols`: columns of the legend.
         kwargs: as `seaborn.relplot` takes them, such as `col` and `col_wrap`; `style` is another column than `by`
             where line and marker mean something of their own.
@@ -129,6 +131,10 @@ def relplot(
     )  # fmt: skip
     if "low" in frame:
         grid.map_dataframe(_whiskers, x, y, by, looks)
+    if not frame.get("tuned_on", pd.Series(True, frame.index)).all():
+        grid.map_dataframe(_open_held_out, x, y, by, looks)
+        marker = mpl.lines.Line2D([], [], linestyle="none", marker="o", color="black", markerfacecolor="white")
+        grid.figure.legend([marker], ["held out of the tuning"], loc="outside lower center")
     sns.move_legend(grid, "outside upper center", ncols=ncols, title=None, columnspacing=1, handlelength=2.8)
     grid.figure.set_size_inches(width, grid.figure.get_size_inches()[1] + 0.5)
     return grid
@@ -138,6 +144,11 @@ def _whiskers(x: str, y: str, by: str, looks: dict[str, ModeStyle], data: pd.Dat
     for label, rows in data.groupby(by, observed=True):
         spread = [rows[y] - rows["low"], rows["high"] - rows[y]]
         plt.errorbar(rows[x], rows[y], spread, linestyle="none", color=looks[label].color, elinewidth=0.6, capsize=1.5)
+
+
+def _open_held_out(x: str, y: str, by: str, looks: dict[str, ModeStyle], data: pd.DataFrame, **_: Any) -> None:
+    for label, rows in data[~data["tuned_on"].astype(bool)].groupby(by, observed=True):
+        plt.plot(rows[x], rows[y], "o", color=looks[label].color, markerfacecolor="white", zorder=5)
 
 
 def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode") -> None:

@@ -137,14 +137,15 @@ class Backend:
         )
         return output
 
-    def verify(self) -> Tensor:
-        """Ours: the drafts' slots hold other rows, and the drafts lie in staging, written by vLLM's writer."""
-        cache, count = self.layer.kv_cache.clone(), len(self.tail_rows)
-        staging = torch.zeros_like(cache[:2])
-        self.write(staging, torch.arange(count), self.tail_rows)
-        self.write(cache, self.slots[self.tail_rows], self.tail_rows.roll(1))
-        first = self.tail_rows[self.query_start_loc[:-1].long()]
-        self.write(cache, self.slots[first], first)
+    def verify(self, staged: bool) -> Tensor:
+        """Ours: drafts lie in staging, written by vLLM's writer, and their slots hold other rows; or in the pages."""
+        cache, staging = self.layer.kv_cache.clone(), None
+        if staged:
+            staging = torch.zeros_like(cache[:2])
+            self.write(staging, torch.arange(len(self.tail_rows)), self.tail_rows)
+            self.write(cache, self.slots[self.tail_rows], self.tail_rows.roll(1))
+            first = self.tail_rows[self.query_start_loc[:-1].long()]
+            self.write(cache, self.slots[first], first)
         output = torch.full_like(self.query, float("nan"))
         ops.verify_attention(
             self.query,
@@ -219,14 +220,15 @@ def test_a_packing_that_cannot_be_read(monkeypatch):
     assert attention_cpu.find_packing(backend.layer) is None
 
 
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "in pages"])
 @pytest.mark.parametrize("sliding_window", [-1, 1, 4, 33])
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
-def test_our_attention_is_vllms(dtype, kv_cache_dtype, isa, sliding_window):
-    """The same bytes, prefix in pages and tail in staging, give what vLLM's attention gives over pages."""
+def test_our_attention_is_vllms(dtype, kv_cache_dtype, isa, sliding_window, staged):
+    """The same bytes, prefix in pages and tail in staging or in pages too, give what vLLM's attention gives."""
     backend = Backend(dtype, kv_cache_dtype, isa, sliding_window=sliding_window)
     backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
     theirs = backend.attend()
-    close(backend.verify(), theirs, backend.layer.isa)
+    close(backend.verify(staged), theirs, backend.layer.isa)
 
 
 def test_what_sliding_window_means():

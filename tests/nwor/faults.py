@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults injected in a child's process, each one a way this has failed before; a test that stays green is no test."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from nwor import ops
 from nwor.manager import DraftCommitManager
@@ -213,3 +219,131 @@ def writes_its_own(patch: pytest.MonkeyPatch) -> None:
         return attend(self, query, None, None)
 
     patch.setattr(Attention, "forward", forward)
+
+
+# -- of what a mode moves, for one call of an engine that has started; most are invisible in the count of rows ---------
+
+
+def none(patch: pytest.MonkeyPatch) -> None:
+    """No fault."""
+
+
+def moved_with(operator: str, change: Callable[[dict[str, Any]], dict[str, Any]], patch: pytest.MonkeyPatch) -> None:
+    """The operator of `nwor.ops` works with some arguments changed."""
+    move = getattr(ops, operator)
+
+    def changed(*arguments: Any) -> None:
+        named = dict(zip(ops.OPERATORS[operator], arguments, strict=False))
+        move(**(named | change(named)))
+
+    patch.setattr(ops, operator, changed)
+
+
+def another_layer(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"rows": arguments["rows"].roll(1, 0)}
+
+
+def another_head(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"rows": arguments["rows"].flip(2)}
+
+
+def another_request(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Pairs of requests with as many drafts, kept and rejected, have each other's."""
+    slots, alone = arguments["slots"].clone(), {}
+    decisions = torch.stack([arguments["num_drafts"][: len(slots)], arguments["num_rejected"]], dim=1).tolist()
+    for request, decision in enumerate(map(tuple, decisions)):
+        if (other := alone.pop(decision, None)) is None:
+            alone[decision] = request
+        else:
+            slots[[other, request]] = slots[[request, other]]
+    return {"slots": slots}
+
+
+def one_less_rejected(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"num_rejected": (arguments["num_rejected"] - 1).clamp(min=0)}
+
+
+def one_more_rejected(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"num_rejected": torch.minimum(arguments["num_rejected"] + 1, arguments["num_drafts"])}
+
+
+def requantised(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Fp8 rows read as scaled numbers, rounded to bf16, and written towards zero."""
+    rows = arguments["rows"].view(torch.float8_e4m3fn)
+    numbers = (rows.float() * 0.37).bfloat16().float() / 0.37
+    nearest = numbers.to(torch.float8_e4m3fn)
+    return {"rows": nearest.view(torch.uint8) - (nearest.float().abs() > numbers.abs()).byte()}
+
+
+def _part_committed(part: str, patch: pytest.MonkeyPatch) -> None:
+    commit = ops.commit_all_layers
+
+    def of_a_part(
+        pool: Tensor, offsets: Tensor, strides: Any, slots: Tensor, packing: Tensor, rows: Tensor, *rest: Any
+    ):  # type: ignore[no-untyped-def]
+        before = pool.clone()
+        commit(pool, offsets, strides, slots, packing, rows, *rest)
+        _, _, heads, size, width = rows.shape
+        shape = int(slots.max()) // size + 1, heads, packing.numel(), width // packing.shape[1]
+        for offset in offsets.tolist():
+            now, then = (
+                torch.as_strided(memory, shape, (*strides[:2], shape[3], 1), offset) for memory in (pool, before)
+            )
+            if part == "keys":
+                values = packing[:, packing.shape[1] // 2 :].flatten().long()
+                now[:, :, values] = then[:, :, values]
+            else:
+                now[:, 1:] = then[:, 1:]
+
+    patch.setattr(ops, "commit_all_layers", of_a_part)
+
+
+keys_without_values = partial(_part_committed, "keys")
+one_head_only = partial(_part_committed, "head 0")
+
+
+def late_commit(patch: pytest.MonkeyPatch) -> None:
+    """In the next step, once that one has begun."""
+    commit, begin, waiting = ops.commit_all_layers, DraftCommitManager.begin, []
+
+    def later(pool: Tensor, *rest: Any) -> None:
+        waiting.append([pool, *(given.clone() if isinstance(given, Tensor) else given for given in rest)])
+
+    def begin_and_commit(self, *arguments, **named):  # type: ignore[no-untyped-def]
+        opened = begin(self, *arguments, **named)
+        while waiting:
+            commit(*waiting.pop())
+        return opened
+
+    patch.setattr(ops, "commit_all_layers", later)
+    patch.setattr(DraftCommitManager, "begin", begin_and_commit)
+
+
+def write_between_steps(patch: pytest.MonkeyPatch) -> None:
+    from nwor.vllm import runner_v1
+
+    commit, add_to_output, committed = DraftCommitManager.commit, runner_v1.add_to_output, []
+
+    def commit_and_remember(self, num_rejected):  # type: ignore[no-untyped-def]
+        commit(self, num_rejected)
+        committed.append(self.layout)
+
+    def add_and_write(*arguments: Any) -> None:
+        add_to_output(*arguments)
+        while committed:
+            layout = committed.pop()
+            layout.pool[layout.layer_offsets[-1]] ^= 1
+
+    patch.setattr(DraftCommitManager, "commit", commit_and_remember)
+    patch.setattr(runner_v1, "add_to_output", add_and_write)
+
+
+def stale_log(patch: pytest.MonkeyPatch) -> None:
+    """The log says that it holds a slot's bytes, and holds those of the first step."""
+    log, logged_once = ops.log_all_layers, []
+
+    def log_once(pool, offsets, strides, slots, packing, rows, logged):  # type: ignore[no-untyped-def]
+        log(pool, offsets, strides, slots, packing, rows.clone() if logged_once else rows, logged)
+        logged_once.append(True)
+
+    patch.setattr(ops, "log_all_layers", log_once)

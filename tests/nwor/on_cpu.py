@@ -4,9 +4,9 @@
 from pathlib import Path
 
 from nwor_lab.engines.engine import EngineSpec
+from nwor_lab.experiments.parity import tolerance
 
-GAP = 0.25  # nats; near ties of the bf16 model below it may fall either way
-ROUNDING = 1e-4  # nats; a float32 sum in another order
+ROUNDING = tolerance("float32")
 
 
 def spec_of(model: Path, dtype: str = "float32", kv_cache_dtype: str = "auto", **more) -> EngineSpec:

@@ -49,7 +49,7 @@ class Step:
         cache, manager = self.paged.targets()[layer], self.manager
         for first, last in zip((0, *splits), (*splits, self.batch.num_tokens), strict=True):
             slots = self.batch.slot_mapping[first:last]
-            if manager.intercepts_writes:
+            if manager.serves_attention:
                 manager.stage(layer, self.writer(layer, first), cache, slots)
             else:
                 self.writer(layer, first)(cache, slots)

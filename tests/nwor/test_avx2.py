@@ -10,11 +10,10 @@ import pytest
 from nwor.settings import Settings
 from nwor_lab import machine
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.experiments.parity import compare
+from nwor_lab.experiments.parity import compare, tolerance
 from tests.checkpoints import random_pair
 from tests.engines import Engines, Outcome
 from tests.lab.test_machine import AVX2, on_avx2
-from tests.nwor.on_cpu import GAP, ROUNDING
 
 pytestmark = [
     pytest.mark.engine,
@@ -57,7 +56,7 @@ def test_a_mode_on_vllms_avx2_library(run, mode, dtype):
     assert (audit["dirty_layer_steps"] == 0) == (mode != "off")
     assert treated.ranks[0]["serving"] == mode
     parity = compare(vanilla.generation, treated.generation)
-    assert parity.within(ROUNDING if dtype == "float32" else GAP), parity
+    assert parity.within(tolerance(dtype)), parity
     if mode == "cow" or dtype == "float32":
         assert parity.equal == parity.requests == 13
 

@@ -130,7 +130,7 @@ def test_a_backend_that_was_never_run(stood_in, monkeypatch, backend, name, is_o
     impl = getattr(module, name)(**GIVEN, kv_cache_dtype="bfloat16")
     manager = SimpleNamespace(
         max_query_len=5, is_open=is_open, is_dummy_or_capture=not is_open, graphs_of_prefills=False,
-        writes_first=False, page_slots=None, staging_rows=None, attention=None,
+        writes_first=False, page_slots=torch.zeros(8), staging_rows=None, attention=None,
         staging_of=lambda index: None, mark_staged=lambda index: calls.append(index),
     )  # fmt: skip
     scale = torch.ones(1)

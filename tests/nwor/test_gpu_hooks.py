@@ -17,13 +17,14 @@ class Layer:
 
     layer_name = "layers.0"
 
-    def __init__(self, monkeypatch, is_open: bool, capture: bool) -> None:
+    def __init__(self, monkeypatch, is_open: bool, capture: bool, direct: bool = False) -> None:
         self.calls: list[str] = []
         ours = ModuleType("nwor.attention.verify")
-        ours.verify_attention = lambda *arguments, **more: self.calls.append("ours")
+        ours.verify_attention = lambda *arguments, **more: self.calls.append(f"ours {more['page_slots'][0]:.0f}")
         monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
         manager = SimpleNamespace(
-            max_query_len=WIDTH, is_open=is_open, is_dummy_or_capture=capture, page_slots=torch.full((64,), 7),
+            max_query_len=WIDTH, is_open=is_open, is_dummy_or_capture=capture,
+            page_slots=None if direct else torch.full((64,), 7),
             staging_rows=None, staging_of=lambda index: None, mark_staged=lambda index: None, attention=None,
             writes_first=False, graphs_of_prefills=False,
         )  # fmt: skip
@@ -33,27 +34,29 @@ class Layer:
 
     def run(self, monkeypatch, max_query_len: int) -> list[str]:
         metadata = SimpleNamespace(
-            max_query_len=max_query_len, seq_lens=torch.zeros(8), query_start_loc=None, block_table=None
-        )
+            max_query_len=max_query_len, seq_lens=torch.zeros(8), query_start_loc=None, block_table=None,
+            slot_mapping=torch.full((8,), 3),
+        )  # fmt: skip
         monkeypatch.setattr(attention_gpu, "attention_metadata", lambda layer_name: metadata)
         update = attention_gpu._make_update(
             lambda impl, layer, key, value, cache, slots: self.calls.append(f"write {slots[0]}")
         )
         forward = attention_gpu._make_forward(lambda *arguments: self.calls.append("vLLM"))
-        update(self.impl, self, None, None, None, torch.zeros(8))
-        forward(self.impl, self, None, None, None, None, metadata, None)
+        update(self.impl, self, None, None, None, metadata.slot_mapping)
+        query = torch.zeros(16, 1, 1)  # padded further than the slots
+        forward(self.impl, self, query, None, None, None, metadata, query)
         return self.calls
 
 
 # A capture or a real step, a window open or not, its longest query, and what is called.
 CASES = {
-    "windows": (False, True, 4, ["ours"]),
+    "windows": (False, True, 4, ["ours 7"]),
     "no window": (False, False, 4, ["write 7", "vLLM"]),
     "no drafts": (False, False, 1, ["write 7", "vLLM"]),
-    "prefill beside windows": (False, True, 30, ["write 7", "vLLM", "ours"]),
+    "prefill beside windows": (False, True, 30, ["write 7", "vLLM", "ours 7"]),
     "prefill alone": (False, False, 30, ["write 7", "vLLM"]),
-    "a captured decode": (True, False, 4, ["ours"]),
-    "a captured mixed batch": (True, False, 30, ["write 7", "vLLM", "ours"]),
+    "a captured decode": (True, False, 4, ["ours 7"]),
+    "a captured mixed batch": (True, False, 30, ["write 7", "vLLM", "ours 7"]),
 }
 
 
@@ -65,15 +68,22 @@ def test_what_serves_a_batch(case, monkeypatch):
     assert layer.run(monkeypatch, max_query_len) == called
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_direct_goes_the_same_way_by_vllms_own_slots(case, monkeypatch):
+    capture, is_open, max_query_len, called = CASES[case]
+    layer = Layer(monkeypatch, is_open, capture, direct=True)
+    assert layer.run(monkeypatch, max_query_len) == [call.replace("7", "3") for call in called]
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
     """Our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
     layer = Layer(monkeypatch, is_open, capture=False)
     layer.nwor.manager.writes_first = True
-    assert layer.run(monkeypatch, 4) == ["write 7", "vLLM", "ours"][: 3 if is_open else 2]
+    assert layer.run(monkeypatch, 4) == ["write 7", "vLLM", "ours 7"][: 3 if is_open else 2]
 
 
-@pytest.mark.parametrize(("capture", "called"), [(True, ["write 7", "vLLM", "ours"]), (False, ["ours"])])
+@pytest.mark.parametrize(("capture", "called"), [(True, ["write 7", "vLLM", "ours 7"]), (False, ["ours 7"])])
 def test_a_graph_that_any_batch_may_replay(capture, called, monkeypatch):
     """It is captured with small queries, and has to serve long ones."""
     layer = Layer(monkeypatch, not capture, capture)

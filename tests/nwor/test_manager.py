@@ -30,7 +30,31 @@ def test_a_step_keeps_the_accepted_rows_alone(mode, kind, rejected, device):
     step.expect(step.batch.kept(REJECTED[rejected]))
     step.assert_pool()
     assert not torch.equal(step.paged.pool, step.before[0])
-    assert not step.manager.is_open and not step.manager.intercepts_writes
+    assert not step.manager.is_open and not step.manager.serves_attention
+
+
+@pytest.mark.parametrize("rejected", REJECTED)
+@memory
+def test_direct_writes_every_row_at_once(kind, rejected, device):
+    """The control holds nothing and counts nothing; a layer that did not go through its hook still stops the commit."""
+    step = Step(kind, "direct", device)
+    assert step.begin() and step.manager.serves_attention
+    step.forward()
+    step.expect(list(range(step.batch.num_tokens)))
+    step.assert_pool()
+    step.commit(REJECTED[rejected])
+    step.assert_pool()
+    assert step.manager.counters.read() == Counters() and step.manager.rows.numel() == 0
+    step.begin()
+    step.forward_layer(0)
+    with pytest.raises(RuntimeError, match=r"target layers \[1, 2\] staged nothing"):
+        step.commit(REJECTED[rejected])
+
+
+def test_a_batch_too_large_for_direct_is_counted(device):
+    step = Step("HND", "direct", device, max_requests=2)
+    assert not step.begin() and not step.manager.serves_attention
+    assert step.manager.counters.read() == Counters(fallbacks=3)
 
 
 @memory
@@ -38,7 +62,7 @@ def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
     """Stage masks exactly the held rows, in slots of its own: vLLM's buffer stays what the drafter needs."""
     step = Step(kind, "stage", device)
     step.begin()
-    assert step.manager.intercepts_writes
+    assert step.manager.serves_attention
     held = step.batch.held()
     masked = [-1 if row in held else slot for row, slot in enumerate(step.before[1].tolist())]
     assert step.manager.page_slots[: len(masked)].tolist() == masked
@@ -191,7 +215,7 @@ def test_a_batch_beyond_the_capacity_is_vllms_own(mode, device, caplog):
     """Counted, nothing changed, and the real write is not skipped; one that just fits is served."""
     step = Step("HND", mode, device, max_requests=len(QUERIES) - 1)
     assert not step.begin()
-    assert not step.manager.intercepts_writes
+    assert not step.manager.serves_attention
     step.assert_pool()
     if mode == "stage":  # what a captured kernel would read
         assert step.manager.page_slots[: step.batch.num_tokens].tolist() == step.batch.slots
@@ -300,7 +324,7 @@ def test_counts_explain_themselves(mode, device):
     rejected = torch.tensor([0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4], dtype=torch.int32, device=device)
     begin(manager, batch)
     for layer, cache in enumerate(memory):
-        if manager.intercepts_writes:
+        if manager.serves_attention:
             manager.stage(layer, lambda cache, slots: None, cache, batch.slot_mapping[: batch.num_tokens])
     manager.commit(rejected)
     counters = manager.counters.read()
@@ -315,10 +339,10 @@ def test_counts_explain_themselves(mode, device):
     assert manager.counters.read() == Counters(), "warm-up does not count"
 
 
-def test_a_manager_serves_two_modes(device):
+def test_a_manager_serves_the_modes_alone(device):
     layout = CacheLayout.from_kv_caches(Paged(device=device).targets())
     for mode in ("off", "COW", ""):
-        with pytest.raises(ValueError, match="cow or stage"):
+        with pytest.raises(ValueError, match="a manager serves cow, direct, stage, not"):
             DraftCommitManager(layout, mode, 8, 4, 64)
 
 

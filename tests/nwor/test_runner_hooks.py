@@ -76,7 +76,7 @@ class Stepping:
             if fail and index == 2:
                 raise MemoryError("in the third layer")
             slots = self.batch.slot_mapping[: self.batch.num_tokens]
-            if self.manager.intercepts_writes:
+            if self.manager.serves_attention:
                 self.manager.stage(index, lambda cache, slots: write_rows(cache, slots, rows, None), cache, slots)
             else:
                 write_rows(cache, slots, rows, None)

@@ -23,7 +23,7 @@ def test_nothing_set_is_off():
 @pytest.mark.parametrize("mode", ["Off", "on", "stagee", "COW", "", " cow", "1"])
 def test_a_misspelt_mode_is_an_error(mode):
     """Compared as `!= "off"`, a typo once switched it on."""
-    with pytest.raises(ValueError, match=r"VLLM_NWOR_MODE=.* is not a mode; choose one of off, cow, stage"):
+    with pytest.raises(ValueError, match=r"VLLM_NWOR_MODE=.* is not a mode; choose one of off, cow, direct, stage"):
         Settings.from_env({"VLLM_NWOR_MODE": mode})
     with pytest.raises(ValueError, match="not a mode"):
         Settings(mode=mode)

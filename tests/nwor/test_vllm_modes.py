@@ -15,14 +15,14 @@ from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.experiments import options
-from nwor_lab.experiments.parity import compare
+from nwor_lab.experiments.parity import compare, tolerance
 from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
 from tests.checkpoints import random_pair
 from tests.devices import needs_fp8_cache
 from tests.engines import PROMPTS, Outcome
 from tests.nwor import faults, request_kinds
-from tests.nwor.on_cpu import GAP, ROUNDING, spec_of
+from tests.nwor.on_cpu import ROUNDING, spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -90,7 +90,23 @@ def test_stage_is_exact_or_a_near_tie(engines, model, vanilla, dtype, kv_cache_d
     if dtype == "float32":
         assert parity.equal == parity.requests
     else:
-        assert parity.within(GAP), parity
+        assert parity.within(tolerance(dtype, kv_cache_dtype)), parity
+
+
+@pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES)
+def test_direct_leaves_what_vanilla_leaves(engines, model, vanilla, dtype, kv_cache_dtype):
+    """The control: stage's attention, and every row written, so that its rejected rows stay."""
+    outcome = treated(engines, model, "direct", dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    assert not outcome.error, outcome.error
+    [rank] = outcome.ranks
+    assert rank["serving"] == "direct" and not any(rank["counters"].values())
+    plain = vanilla(dtype, kv_cache_dtype)
+    assert outcome.audit["dirty_layer_steps"] > 80 and outcome.audit["unwritten_rows"] == 0
+    if dtype == "float32":
+        assert outcome.tokens == plain.tokens and outcome.audit["dirty_slots"] == plain.audit["dirty_slots"]
+    else:
+        parity = compare(vanilla(dtype, kv_cache_dtype, logprobs=5).generation, outcome.generation)
+        assert parity.within(tolerance(dtype, kv_cache_dtype)), parity
 
 
 def assert_clean_and_counted(outcome: Outcome, mode: str) -> None:
@@ -197,6 +213,7 @@ def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, va
     [
         ("stage", faults.blind_from_the_start, "the attention differs from a plain one by "),
         ("stage", faults.attention_fails, "ValueError: out of resource: shared memory"),
+        ("direct", faults.attention_fails, "ValueError: out of resource: shared memory"),
         (
             "stage",
             partial(faults.one_byte_too_many, "commit_all_layers"),
@@ -204,7 +221,7 @@ def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, va
         ),
         ("cow", partial(faults.one_byte_too_many, "restore_all_layers"), "the pages that cow left are not those with"),
     ],
-    ids=["blind attention", "a kernel that fails", "a commit too far", "a restore too far"],
+    ids=["blind attention", "a kernel that fails", "direct's too", "a commit too far", "a restore too far"],
 )
 def test_an_operator_that_fails_here_is_met_before_any_request(engines, model, vanilla, mode, fault, says):
     """VLLM's own write serves, and the rank says why."""

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes in real vLLM on a GPU: under both runners, the attention backends at hand, CUDA graphs and fp8 caches.
+
+Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
+chunked prefill runs beside decodes throughout.
+"""
+
+import pytest
+
+from nwor.settings import Settings
+from nwor_lab.engines import shapes
+from nwor_lab.engines.engine import Engine, EngineSpec
+from nwor_lab.engines.random_weights import FORMAT
+from nwor_lab.experiments import options
+from nwor_lab.experiments.parity import compare
+from nwor_lab.experiments.plan import Plan, settings_of
+from tests.engines import PROMPTS
+from tests.nwor import faults
+from tests.nwor.gpu.on_gpu import GAPS, STACKS, assert_clean_and_counted, both, spec_of, stacks, treated
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(("fault", "close"), [(None, True), (faults.no_commit, False)])
+def test_parity_of_a_shape_alone_can_fail(engines, tmp_path, fault, close):
+    """With synthetic acceptance too, as steps are timed; under vLLM's own dummy weights no fault showed."""
+    target, head = shapes.write_shape("tiny", tmp_path, max_model_len=512)
+    more = {"load_format": FORMAT, "acceptance_length": 3.0, "enforce_eager": False}
+    spec = EngineSpec(str(target), str(head), num_blocks=96, kv_cache_memory=256, **more)
+    prompts = options.random_prompts(Plan(num_prompts=6, random_prompts=(100,)))
+    plain = engines.run(spec, settings_of("off", False), prompts=prompts, logprobs=5)
+    settings = Settings(mode="stage", eagle_bias=True)  # the scheduler's check would end the run before parity does
+    outcome = engines.run(spec, settings, fault, prompts=prompts, logprobs=5)
+    assert not plain.error and not outcome.error, plain.error + outcome.error
+    parity = compare(plain.generation, outcome.generation, drafted=True)
+    assert parity.within(GAPS["auto"]) == close, parity
+
+
+@stacks
+def test_vanilla_leaves_rejected_bytes_behind(vanilla, stack):
+    audit = vanilla(stack).audit
+    assert audit["layer_steps"] > 60
+    assert audit["dirty_layer_steps"] > audit["layer_steps"] // 2
+    assert audit["unwritten_rows"] == 0
+
+
+@both
+@stacks
+def test_a_mode_is_exact_and_leaves_the_cache_clean(engines, model, vanilla, stack, mode):
+    outcome = treated(engines, model, mode, stack)
+    assert not outcome.error, outcome.error
+    assert_clean_and_counted(outcome, mode)
+    parity = compare(vanilla(stack).generation, outcome.generation)
+    if mode == "cow":
+        assert parity.equal == parity.requests
+    assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+
+
+@pytest.mark.parametrize("stack", [name for name in STACKS if "FlashInfer" not in name])
+def test_direct_leaves_what_vanilla_leaves(engines, model, vanilla, stack):
+    """The control: stage's attention, and every row written, so that rejected rows stay."""
+    outcome = treated(engines, model, "direct", stack)
+    assert not outcome.error, outcome.error
+    [rank] = outcome.ranks
+    assert rank["serving"] == "direct", rank["reason"]
+    assert not any(rank["counters"].values())
+    assert outcome.audit["dirty_layer_steps"] > outcome.audit["layer_steps"] // 2
+    assert outcome.audit["unwritten_rows"] == 0
+    parity = compare(vanilla(stack).generation, outcome.generation)
+    assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+
+
+@both
+@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 Triton graphs fp8", "v2 FA eager"])
+def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, stack, mode):
+    """Under graphs too, which hold what was captured: paused, it leaves what vanilla leaves, token for token."""
+    settings = Settings(mode=mode, audit=True)
+    paused = engines.run(spec_of(model, stack), settings, calls=[{"paused": True}], logprobs=5)
+    assert not paused.error, paused.error
+    assert compare(vanilla(stack).generation, paused.generation).equal == len(PROMPTS)
+    assert paused.audit["dirty_layer_steps"] == vanilla(stack).audit["dirty_layer_steps"] > 0
+    assert not any(paused.ranks[0]["counters"].values()), "no window opened, and none was cancelled"
+    interleaved = [{}, {"paused": True}, {}, {"paused": True}]
+    outcome = engines.run(spec_of(model, stack), Settings(mode=mode, debug_sync=True), calls=interleaved, logprobs=5)
+    assert not outcome.error, outcome.error
+    first, between, second, last = outcome.generations
+    assert first.tokens == second.tokens and between.tokens == last.tokens == vanilla(stack).tokens
+    windows = outcome.ranks[0]["counters"]["windows"]
+    assert windows >= first.counters["drafts"] + second.counters["drafts"] and windows < 1.2 * (
+        first.counters["drafts"] + second.counters["drafts"]
+    ), "a step ahead of the scheduler, the device also runs a last window"
+
+
+def test_a_runner_whose_graphs_cannot_be_captured_again_refuses_to_pause(engines, model):
+    outcome = engines.run(spec_of(model, "v1 FA graphs"), Settings(mode="stage"), paused=True)
+    assert "pause it under the V2 runner" in outcome.error
+
+
+@both
+def test_under_batch_invariance_a_request_is_the_same_alone_and_in_company(model, monkeypatch, mode):
+    """Under cow because vLLM attends, under stage because it steps back. vLLM's CPU build has none."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with Engine(spec_of(model), Settings(mode=mode)) as engine:
+        company = engine.generate(PROMPTS, 40).tokens
+        assert [engine.generate([prompt], 40).tokens[0] for prompt in PROMPTS[:4]] == company[:4]
+        [rank] = engine.report()
+    assert rank["serving"] == ("cow" if mode == "cow" else "off")
+    assert ("batch invariance" in rank["reason"]) == (mode == "stage")
+
+
+@both
+def test_no_step_waits_for_the_device(model, monkeypatch, mode):
+    """VLLM's own guard, which makes every synchronisation of a step an error."""
+    monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "error")
+    with Engine(spec_of(model, "v2 FA graphs"), Settings(mode=mode)) as engine:
+        engine.generate([[5, 6, 7, 8] * 8, [9, 10, 11] * 5], 24)
+        assert engine.report()[0]["counters"]["windows"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "seen"),
+    [
+        ("cow", faults.no_restore, "dirty_layer_steps"),
+        ("stage", faults.no_commit, "unwritten_rows"),
+        ("stage", faults.commit_one_layer, "unwritten_rows"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_what_is_left_out_is_seen(engines, model, mode, fault, seen):
+    outcome = engines.run(spec_of(model, "v2 FA eager"), Settings(mode=mode, audit=True), fault)
+    assert not outcome.error, outcome.error
+    assert outcome.audit[seen] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (faults.broken_extension, "operators do not load"),
+        (faults.plugin_missing_in_worker, "not active on ranks"),
+        (faults.unknown_vllm, "0.33.0"),
+        (faults.changed_v2_signature, "postprocess_sampled takes"),
+        (faults.gpu_layer_without_hook, "staged nothing"),
+        (faults.v2_scheduler_disagrees, "differ"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fault, says):
+    outcome = engines.run(spec_of(model), Settings(mode="stage", debug_sync=True), fault)
+    assert says in outcome.error
