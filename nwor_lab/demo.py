@@ -15,6 +15,7 @@ import pandas as pd
 
 from nwor.settings import Settings
 from nwor_lab import pair, paths
+from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.engines.engine import Engine, EngineSpec, Generation
 from nwor_lab.experiments.bench import require_served
 
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     print("\n" + "\n".join(verdict(runs)))
     off, stage = (runs[mode] for mode in MODES)
-    clean = stage.report["audit"]["dirty_slots"] == stage.report["audit"]["unwritten_rows"] == 0
+    clean = AuditReport(**stage.report["audit"]).clean
     return 0 if clean and off.generation.tokens == stage.generation.tokens else 1
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auditor as a vLLM plugin: copy the target's caches before each forward, compare after sampling.
+"""The auditor as a vLLM plugin: poison the target's caches before each forward, compare them after sampling.
 
 Nothing here imports `nwor`: the proof shares no code with what it proves, and holds vanilla vLLM to the same rule.
 Layers, slots and rejections come from vLLM's own model, block tables and sampler output. Other plugins' hooks lie
 inside this one's: on the V1 runner these go on last; the V2 runner makes its slots in the very method in which a
-window may open, so there they go on first, next to vLLM.
+window may open, so there they go on first, next to vLLM. Only the hook of the cache write goes on last in both: it sees
+what vLLM hands to its writer, whatever a mode does with it, and lets vLLM's own writer make the same bytes in scratch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def uninstall() -> None:
 
 
 def report(worker: Any) -> dict[str, Any]:
-    """What this worker's audit found, sent to every rank through vLLM's ``collective_rpc``.
+    """What this worker's audit found up to now, sent to every rank through vLLM's ``collective_rpc``.
 
     ``audit`` is an `AuditReport` as a dict, empty without an audit; ``dirty_examples`` and ``history`` are
     those of `CacheAudit`.
@@ -48,6 +49,8 @@ def report(worker: Any) -> dict[str, Any]:
     audit = getattr(worker.model_runner, "cache_audit", None)
     if audit is None:
         return {"audit": {}, "dirty_examples": [], "history": []}
+    if audit.enabled:
+        audit.look_between_steps()
     return {"audit": asdict(audit.report), "dirty_examples": audit.examples, "history": audit.history}
 
 
@@ -88,26 +91,27 @@ def target_layers(runner: Any) -> dict[str, Any]:
     return layers
 
 
-def slot_offsets(layer: Any) -> Tensor:
-    """int64 [N * 2 * head_size], the slot of a block that each element of a (block, head) chunk belongs to.
+def slot_parts(layer: Any) -> Tensor:
+    """int64 [N * 2 * head_size], for each element of a (block, head) chunk twice its slot, and 1 more for a value's.
 
     vLLM's CPU caches transpose or tile keys inside a block, by instruction set, so vLLM's own writer is asked: it
-    writes one slot of a scratch block at a time, and what is no longer zero is that slot's.
+    writes the keys or values of one slot of a scratch block at a time, and what is no longer zero is theirs.
 
     Raises:
-        RuntimeError: an element is written with no slot or with several.
+        RuntimeError: an element is written with no slot's keys or values, or with several.
     """
     _, heads, block_size, width = layer.kv_cache.shape
     dtype = layer.kv_cache.dtype if layer.kv_cache.is_floating_point() else torch.bfloat16
-    ones = torch.ones(1, heads, width // 2, dtype=dtype)
-    written = torch.zeros(block_size, block_size * width, dtype=torch.bool)
+    rows = torch.eye(2, dtype=dtype).view(2, 2, 1, 1, 1).expand(2, 2, 1, heads, width // 2).contiguous()
+    written = torch.zeros(block_size, 2, block_size * width, dtype=torch.bool)
     for offset in range(block_size):
-        scratch = torch.zeros_like(layer.kv_cache[:1])
-        layer.impl.do_kv_cache_update(layer, ones, ones, scratch, torch.tensor([offset]))
-        written[offset] = scratch[0, 0].flatten() != 0
-    if not (written.sum(0) == 1).all():
+        for half, (key, value) in enumerate(rows):
+            scratch = torch.zeros_like(layer.kv_cache[:1])
+            layer.impl.do_kv_cache_update(layer, key, value, scratch, torch.tensor([offset]))
+            written[offset, half] = scratch[0, 0].flatten() != 0
+    if not (written.flatten(0, 1).sum(0) == 1).all():
         raise _incomplete("this CPU cache's layout has elements that belong to no slot or to several")
-    return written.int().argmax(0)
+    return written.flatten(0, 1).int().argmax(0)
 
 
 def rejected(sampled_token_ids: Tensor, metadata: Any) -> list[int]:
@@ -154,7 +158,7 @@ def _init_device(original: Callable, self: Any) -> Any:
 def _warm_up(original: Callable, self: Any) -> Any:
     result = original(self)
     if (audit := getattr(self.model_runner, "cache_audit", None)) is not None:
-        audit.reset_counters()  # the V2 runner's warm-up runs real steps
+        audit.reset()  # the V2 runner's warm-up runs real steps
     return result
 
 
@@ -183,10 +187,25 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
     self.cache_audit = None
     original(self, *args, **kwargs)
     layers = target_layers(self)
-    offsets = slot_offsets(next(iter(layers.values()))) if self.device.type == "cpu" else None
-    self.cache_audit = CacheAudit([layer.kv_cache for layer in layers.values()], offsets)
+    parts = slot_parts(next(iter(layers.values()))) if self.device.type == "cpu" else None
+    caches, limits = [layer.kv_cache for layer in layers.values()], self.vllm_config.scheduler_config
+    self.cache_audit = CacheAudit(caches, parts, limits.max_num_batched_tokens, limits.max_num_seqs)
+    for index, layer in enumerate(layers.values()):
+        layer.cache_audit = self.cache_audit, index
+        if not layer.attn_backend.forward_includes_kv_cache_update:
+            kind = next(kind for kind in type(layer.impl).__mro__ if "do_kv_cache_update" in vars(kind))
+            _wrap(kind, "do_kv_cache_update", "self layer key value kv_cache slot_mapping", _write)
     groups = self.kv_cache_config.kv_cache_groups
     self.audited_group = next(n for n, spec in enumerate(groups) if layers.keys() & set(spec.layer_names))
+
+
+def _write(
+    original: Callable, self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    audit, index = getattr(layer, "cache_audit", (None, 0))
+    if audit is not None and audit.enabled and not (key.is_cuda and torch.cuda.is_current_stream_capturing()):
+        audit.copy_write(index, functools.partial(inspect.unwrap(original), self, layer, key, value), slot_mapping)
+    original(self, layer, key, value, kv_cache, slot_mapping)
 
 
 def _forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor audit`: run each mode under the audit of the whole cache; fails when a mode but vanilla leaves it dirty.
+"""`nwor audit`: run each mode under the audit of the whole cache; fails when `cow` or `stage` leaves it dirty.
 
 A bench that ends with its first pass. Takes the options of `nwor bench`.
 """
@@ -10,13 +10,14 @@ from typing import Any
 
 import pandas as pd
 
+from nwor.settings import CLEAN
 from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.experiments import bench
 from nwor_lab.experiments.plan import Plan
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 0 when every mode but vanilla is clean, 1 when one is dirty."""
+    """The command; 0 when `cow` and `stage` are clean, 1 when one is dirty."""
     return bench.main(argv, "audit", __doc__, show_verdict, repeats=0)
 
 
@@ -28,5 +29,5 @@ def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int
             found = AuditReport(**rank["audit"])
             print(f"{name:6} rank {rank['rank']}: {'clean' if found.clean else 'DIRTY'}  {found}")
             print("".join(f"       {example}\n" for example in rank["dirty_examples"]), end="")
-            dirty |= rank["mode"] != "off" and not found.clean
+            dirty |= rank["mode"] in CLEAN and not found.clean
     return int(dirty)

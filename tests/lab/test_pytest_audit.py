@@ -25,6 +25,8 @@ def test_clean_and_vanilla_pass():
     [
         ("cow", {"steps": 3, "layer_steps": 9, "dirty_layer_steps": 1}, "left the cache dirty.*slot 3"),
         ("stage", {"steps": 3, "layer_steps": 9, "unwritten_rows": 1}, "left the cache dirty"),
+        ("stage", {"steps": 3, "layer_steps": 9, "wrong_rows": 1}, "left the cache dirty"),
+        ("off", {"steps": 3, "layer_steps": 9, "dirty_layer_steps": 4, "stray_slots": 1}, "left the cache dirty"),
         ("stage", {}, "ran no audited step"),
         ("off", {}, "ran no audited step"),
     ],

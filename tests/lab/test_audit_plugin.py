@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The auditor as a plugin: which layers it looks at, what it learns from vLLM's writer, and its hooks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.layers import attention as layer_classes
+
+from nwor_lab.audit import hooks
+from tests.lab.test_audit import parts
+from tests.nwor.paged import MEMORY, Paged, write_rows
+
+
+def attention_layer(kind: type = layer_classes.Attention) -> nn.Module:
+    layer = object.__new__(kind)
+    nn.Module.__init__(layer)
+    return layer
+
+
+def runner_of(layers: dict[str, nn.Module], drafter: nn.Module, groups: list[list[str]]) -> SimpleNamespace:
+    """A runner whose target model holds all `layers` and whose drafter is the layer `drafter` alone."""
+    target = nn.ModuleList(layer for layer in layers.values() if layer is not drafter)
+    return SimpleNamespace(
+        get_model=lambda: target,
+        get_draft_model=lambda: drafter,
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=names) for names in groups]),
+    )
+
+
+class OfOneModel(layer_classes.Attention):
+    """A model's own attention, which may write wherever it likes."""
+
+
+def test_target_layers_are_those_of_the_target_model():
+    layers = {"b": attention_layer(), "a": attention_layer(), "draft": attention_layer()}
+    assert list(hooks.target_layers(runner_of(layers, layers["draft"], [["b", "draft", "a"]]))) == ["b", "a"]
+    assert list(hooks.target_layers(runner_of(layers, layers["draft"], [["b", "a"], ["draft"]]))) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "other", [layer_classes.MLAAttention, layer_classes.CrossAttention, layer_classes.StaticSinkAttention, OfOneModel]
+)
+def test_an_audit_of_a_part_is_refused(other):
+    layers = {"a": attention_layer(), "b": attention_layer(other), "draft": attention_layer()}
+    runner = runner_of(layers, layers["draft"], [["a", "b", "draft"]])
+    with pytest.raises(RuntimeError, match=f"would not see the whole cache: b is a {other.__name__}"):
+        hooks._initialize(lambda self: None, runner)
+    assert runner.cache_audit is None
+    two = {"a": attention_layer(), "b": attention_layer(), "draft": attention_layer()}
+    with pytest.raises(RuntimeError, match="several cache groups"):
+        hooks.target_layers(runner_of(two, two["draft"], [["a"], ["b", "draft"]]))
+    stray = runner_of({"a": two["a"]}, two["draft"], [["a", "elsewhere"]])
+    with pytest.raises(RuntimeError, match="elsewhere is a NoneType"):
+        hooks.target_layers(stray)
+
+
+class Writer:
+    """A CPU writer that packs a block by `packing`; with a `fault` one element is never written."""
+
+    def __init__(self, packing: torch.Tensor, fault: bool = False) -> None:
+        self.packing, self.fault = packing, fault
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slots) -> None:
+        rows = torch.cat((key, value), dim=-1)
+        write_rows(kv_cache, slots, rows.to(kv_cache.dtype), self.packing)
+        if self.fault:
+            kv_cache.view(*kv_cache.shape[:2], -1)[..., 5] = 0
+
+
+def test_the_layout_of_a_cpu_cache_is_learned_from_its_writer():
+    paged = Paged(**MEMORY["packed"])
+    layer = SimpleNamespace(kv_cache=paged.targets()[0], impl=Writer(paged.packing))
+    assert torch.equal(hooks.slot_parts(layer), parts(paged.packing))
+    layer.impl.fault = True
+    with pytest.raises(RuntimeError, match="no slot or to several"):
+        hooks.slot_parts(layer)
+
+
+def test_hooks_fit_the_installed_vllm_and_come_off_again():
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    before = dict(vars(GPUModelRunner))
+    try:
+        hooks.install()
+        hooks.install_v1()
+        hooks.install_v1()
+        assert GPUModelRunner._sample is not before["_sample"]
+        with pytest.raises(RuntimeError, match="_sample takes self logits"):
+            hooks._wrapped.pop((GPUModelRunner, "_sample"))
+            GPUModelRunner._sample = before["_sample"]
+            hooks._wrap(GPUModelRunner, "_sample", "self logits", hooks._sample)
+    finally:
+        hooks.uninstall()
+    assert dict(vars(GPUModelRunner)) == before
+
+
+@pytest.mark.parametrize(
+    ("sampled", "drafts", "expected"),
+    [([[5, 6, 7, 8]], [3], [0]), ([[5, 6, -1], [9, -1, -1]], [2, 0], [1, 0]), ([[0, 0, -1]], [2], [1])],
+)
+def test_rejections_are_counted_from_the_sampled_tokens(sampled, drafts, expected):
+    metadata = SimpleNamespace(num_draft_tokens=drafts)
+    assert hooks.rejected(torch.tensor(sampled), metadata) == expected
+    assert hooks.rejected(torch.tensor(sampled), None) == [0] * len(sampled)
+
+
+def test_the_plugin_installs_the_other_plugins_first(monkeypatch):
+    """The audit's hooks lie around those of the modes, whichever plugin vLLM calls first."""
+    from vllm import plugins
+
+    from nwor_lab import plugin
+
+    called = []
+    others = {"nwor_lab": plugin.register, "nwor": lambda: called.append("nwor")}
+    monkeypatch.setattr(plugins, "load_plugins_by_group", lambda group: others)
+    monkeypatch.setattr(hooks, "install", lambda: called.append("audit"))
+    plugin.register()
+    assert called == []
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "1")
+    plugin.register()
+    assert called == ["nwor", "audit"]
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1"):
+        plugin.register()
