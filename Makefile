@@ -18,7 +18,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo reproduce test check lab figures docs doctor kernels wheel image shell clean need-python need-cxx need-docker
+.PHONY: help setup demo reproduce test soak check lab figures docs doctor kernels wheel image shell clean need-python need-cxx need-docker
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,10 @@ test: setup $(VENV)/.interpreter ## ruff, mypy, import contracts and the tests t
 	$(BIN)/lint-imports --no-cache --no-logo
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -n 2 tests/kernels/test_gpu_attention.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+soak: setup ## 20 minutes of random traffic on real engines, every step audited; MINUTES=, SEED=, MODE=, TP=, RESUME=<run>
+	@$(BIN)/nwor soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE)) \
+	  $(if $(TP),--tp $(TP)) $(if $(RESUME),--resume $(RESUME))
 
 lab: setup ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks

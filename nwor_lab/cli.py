@@ -13,6 +13,7 @@ COMMANDS = {
     ),
     "bench": ("nwor_lab.experiments.bench", "run one engine configuration and write its results"),
     "audit": ("nwor_lab.experiments.audit", "prove that no uncommitted byte is left in the cache"),
+    "soak": ("nwor_lab.soak.command", "serve random traffic, every step audited and every text beside vanilla's"),
     "acceptance": ("nwor_lab.experiments.acceptance", "count accepted drafts at many draft lengths"),
     "tune": ("nwor_lab.microbench.tune", "find the fastest configurations of stage's attention on this GPU"),
     "figures": ("nwor_lab.plots.paper", "redraw the paper figures"),

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nwor_lab.engines.spec import EngineSpec
+from nwor_lab.engines.traffic import Event, Traffic, drive, sampling_params
 
 
 @dataclass
@@ -122,8 +123,7 @@ class Served:
         sampling: Sequence[dict[str, Any]] = (),
     ) -> list[str]:
         """Queue the requests and return their names."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.sampling_params import RequestOutputKind
 
         from nwor_lab.machine import on_cpu
 
@@ -139,10 +139,14 @@ class Served:
                 "output_kind": RequestOutputKind.FINAL_ONLY,
                 **(sampling[index % len(sampling)] if sampling else {}),
             }
-            if "structured_outputs" in fields:
-                fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
-            self.engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**fields))
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling_params(fields))
         return names
+
+    def traffic(self, events: Sequence[Event], seed: int) -> Traffic:
+        before, made = self.metrics(), drive(self.llm, events, seed)
+        made.ranks = self.on_every_rank(status)
+        made.metrics = {name: int(value - before.get(name, 0)) for name, value in self.metrics().items()}
+        return made
 
     def kernel_times(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
         self.add_requests(prompts, max_tokens)

@@ -11,7 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from nwor.settings import Settings
 from nwor_lab.engines import child
 from nwor_lab.engines.child import Generation
 from nwor_lab.engines.spec import EngineSpec
+from nwor_lab.engines.traffic import Event, Traffic
 
 __all__ = ["Engine", "EngineError", "EngineSpec", "Generation"]
 
@@ -94,6 +95,10 @@ class Engine:
         """
         return self._call("generate", list(prompts), max_tokens, temperature, seed, logprobs, list(sampling))
 
+    def traffic(self, events: Sequence[Event], seed: int) -> Traffic:
+        """Run a script of events to its end, as `nwor_lab.engines.traffic.drive` says."""
+        return self._call("traffic", list(events), seed)
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of the texts, by the model's own tokenizer."""
         return self._call("encode", list(texts))
@@ -104,7 +109,11 @@ class Engine:
 
     def report(self) -> list[dict[str, Any]]:
         """Every rank's `child.status`."""
-        return self._call("on_every_rank", child.status)
+        return self.on_every_rank(child.status)
+
+    def on_every_rank(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What a module's `function` of the worker, or a partial of one, gives on each rank."""
+        return self._call("on_every_rank", function)
 
     def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
         """Microseconds by kernel name on each rank over a few decode steps, and how many steps those were.
@@ -117,7 +126,7 @@ class Engine:
         """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
         from nwor_lab.audit import hooks
 
-        self._call("on_every_rank", hooks.stop_audit)
+        self.on_every_rank(hooks.stop_audit)
 
     def pause(self) -> None:
         """Let vLLM alone serve, until `resume`; see `nwor_lab.engines.pause`. An audit that is not over counts on."""
@@ -150,7 +159,7 @@ class Engine:
     def _pause(self, name: str) -> None:
         from nwor_lab.engines import pause
 
-        self._call("on_every_rank", getattr(pause, name))
+        self.on_every_rank(getattr(pause, name))
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self.wait()

@@ -21,6 +21,16 @@ _LLAMA_2_7B = {
 SHAPES: dict[str, dict[str, int]] = {
     "llama-2-7b": _LLAMA_2_7B,
     "llama-2-7b-8kv": {**_LLAMA_2_7B, "num_key_value_heads": 8},
+    "small": {
+        **_LLAMA_2_7B,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 2048,
+    },
     "tiny": {
         **_LLAMA_2_7B,
         "hidden_size": 256,

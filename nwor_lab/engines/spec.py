@@ -43,6 +43,7 @@ class EngineSpec:
     cudagraph_mode: FULL, PIECEWISE or another of vLLM's; empty for its own choice, FULL_AND_PIECEWISE.
     cudagraph_capture_sizes: tokens of a batch for which graphs are captured; empty for vLLM's own choice, which on an
         H200 ends at 512.
+    plugins: vLLM plugins that are loaded, by name; empty for all.
     seed: of the engine, and of sampled requests.
     """
 
@@ -70,6 +71,7 @@ class EngineSpec:
     attention_backend: str = ""
     cudagraph_mode: str = ""
     cudagraph_capture_sizes: tuple[int, ...] = ()
+    plugins: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -139,6 +141,8 @@ class EngineSpec:
         }
         if self.load_format == FORMAT:
             env[ASKED] = "1"
+        if self.plugins:
+            env["VLLM_PLUGINS"] = self.plugins
         if self.runner:
             env["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
         if Path(self.model).is_dir():

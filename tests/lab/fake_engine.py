@@ -24,6 +24,7 @@ class FakeEngine:
     good_captures: ClassVar[int] = 99
     bad_batch: ClassVar[int] = 0
     token_of_its_own: ClassVar[bool] = False
+    hooks: ClassVar[list[str]] = []
 
     def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
         self.spec, self.settings, self.mode, self.served_by = spec, settings, settings.mode, settings.mode
@@ -49,7 +50,8 @@ class FakeEngine:
         self.calls.append((self.mode, "capture_anew"))
 
     def report(self) -> list[dict[str, Any]]:
-        return [{"rank": 0, "mode": self.mode, "serving": self.served_by, "counters": {}, "audit": {}}]
+        rank = {"rank": 0, "mode": self.mode, "serving": self.served_by, "counters": {}, "audit": {}}
+        return [{**rank, "hooks": self.hooks}]
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One configuration's engines, vanilla and each mode, under the same scripts; and a failure made short."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from nwor_lab import paths, results
+from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
+from nwor_lab.engines.traffic import Event, Traffic
+from nwor_lab.experiments.bench import require_served
+from nwor_lab.experiments.plan import settings_of
+from nwor_lab.soak import script
+from nwor_lab.soak.judge import Verdict, judge
+from nwor_lab.soak.shrink import shrink
+
+CHUNK = 4
+"""Scripts that each engine serves before they are compared."""
+Script = tuple[int, Sequence[Event]]
+"""Its seed and its events."""
+
+
+class Engines:
+    """Vanilla and the modes of one configuration, started when they are first needed and again when one has died."""
+
+    def __init__(self, spec: EngineSpec, modes: Sequence[str]) -> None:
+        self.spec, self.modes = spec, ("off", *modes)
+        self._stack, self._engines = ExitStack(), dict[str, Engine]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engines; the next `judge` starts new ones."""
+        self._stack.close()
+        self._engines = {}
+
+    def judge(self, scripts: Sequence[Script], modes: Sequence[str]) -> list[dict[str, Verdict]]:
+        """Verdicts by mode on each script, up to the first that fails. An engine that fails is a fault of its mode."""
+        engines = self._started()
+        served = ("off", *modes)
+        # On a CPU each rank has a core of its own; engines that would share them all follow each other.
+        cores = len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(1 if 2 * self.spec.tp > cores else len(served)) as pool:
+            made = dict(zip(served, pool.map(lambda mode: _serve(engines[mode], scripts), served), strict=True))
+        found: list[dict[str, Verdict]] = []
+        for number, (_, events) in enumerate(scripts):
+            verdicts = {}
+            for mode in modes:
+                vanilla, traffic = made["off"][number], made[mode][number]
+                if isinstance(vanilla, Traffic) and isinstance(traffic, Traffic):
+                    verdicts[mode] = judge(events, vanilla, traffic, mode, self.spec.dtype)
+                    continue
+                verdicts[mode] = Verdict()
+                verdicts[mode].blame("died", 1, str(traffic if isinstance(vanilla, Traffic) else vanilla))
+            found.append(verdicts)
+            if any(verdict.faults for verdict in verdicts.values()):
+                break
+        if any(verdict.faults["died"] for verdict in found[-1].values()):
+            self.close()
+        return found
+
+    def _started(self) -> dict[str, Engine]:
+        if not self._engines:
+            begin = time.monotonic()
+            # Engines share the cores, and threads that wait for each other there would spin.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            for mode in self.modes:
+                settings = replace(settings_of(mode, audit=mode != "off"), debug_sync=False)  # count, do not stop
+                self._engines[mode] = self._stack.enter_context(Engine(self.spec, settings))
+            for mode, engine in self._engines.items():
+                require_served(mode, engine.report())
+            print(f"  engines are up after {time.monotonic() - begin:.0f} s", flush=True)
+        return self._engines
+
+
+def _serve(engine: Engine, scripts: Sequence[Script]) -> list[Traffic | EngineError]:
+    """Its traffic by script, or from the first on at which it failed the error."""
+    made: list[Traffic | EngineError] = []
+    try:
+        for seed, events in scripts:
+            made.append(engine.traffic(events, seed))
+    except EngineError as error:
+        made += [error] * (len(scripts) - len(made))
+    return made
+
+
+@dataclass
+class Episode:
+    """What an episode found: verdicts by mode, scripts served, seconds, and the files that replay its failures."""
+
+    number: int
+    spec: EngineSpec
+    verdicts: dict[str, Verdict]
+    scripts: int = 0
+    seconds: float = 0.0
+    replays: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        verdicts = {mode: vars(verdict) for mode, verdict in self.verdicts.items()}
+        return {**vars(self), "spec": asdict(self.spec), "verdicts": verdicts}
+
+
+def run(
+    number: int, spec: EngineSpec, modes: Sequence[str], scripts: int, deadline: float, directory: Path, runs: int
+) -> Episode:
+    """Serve scripts until there are `scripts` of them, or `deadline` (`time.monotonic`) is over, or one fails.
+
+    directory: for the replay of a mode that failed. runs: times that its script is run again to shorten it, at most.
+    """
+    begin = time.monotonic()
+    episode = Episode(number, spec, {mode: Verdict() for mode in modes})
+    served: list[Script] = []
+    with Engines(spec, modes) as engines:
+        failed: dict[str, Verdict] = {}
+        while not failed and episode.scripts < scripts and (not served or time.monotonic() < deadline):
+            seeds = [spec.seed * 10**6 + number * 10**3 + len(served) + n for n in range(CHUNK)]
+            chunk = [(seed, script.script(seed, spec)) for seed in seeds][: scripts - episode.scripts]
+            found = engines.judge(chunk, modes)
+            served += chunk[: len(found)]
+            episode.scripts += len(found)
+            for verdicts in found:
+                for mode, verdict in verdicts.items():
+                    episode.verdicts[mode].add(verdict)
+            failed = {mode: verdict for mode, verdict in found[-1].items() if verdict.faults}
+        for mode, verdict in failed.items():
+            short = shorten(engines, mode, served[-1], verdict, runs)
+            engines.close()  # what a failure needs beyond its script is not there in new engines
+            file = directory / f"replay-{number}-{mode}.json"
+            for scripts_of_it in ([short], served):
+                write_replay(file, spec, mode, scripts_of_it, verdict)
+                if _same(replay(file), verdict):
+                    break
+            episode.replays.append(file.name)
+    episode.seconds = time.monotonic() - begin
+    return episode
+
+
+def shorten(engines: Engines, mode: str, failed: Script, verdict: Verdict, runs: int) -> Script:
+    """The script with as little in it as fails alike under `mode`."""
+    seed, events = failed
+
+    def fails(fewer: list[Event]) -> bool:
+        return _same(engines.judge([(seed, fewer)], [mode])[0][mode], verdict)
+
+    # Each time that an engine dies, all start again.
+    return seed, shrink(list(events), fails, runs // 10 if verdict.faults["died"] else runs)
+
+
+def _same(found: Verdict, wanted: Verdict) -> bool:
+    """Whether they have a kind of fault in common."""
+    return bool(found.faults.keys() & wanted.faults.keys())
+
+
+def write_replay(file: Path, spec: EngineSpec, mode: str, scripts: Sequence[Script], verdict: Verdict) -> None:
+    """Write what `replay` reads: the configuration, the mode, the scripts, and what failed."""
+    ours = asdict(spec) | {"model": _relative(spec.model), "draft": _relative(spec.draft)}
+    said = {
+        "command": f"nwor soak --replay {file}",
+        "mode": mode,
+        "faults": verdict.faults,
+        "examples": verdict.examples,
+    }
+    written = [{"seed": seed, "events": [asdict(event) for event in events]} for seed, events in scripts]
+    results.write_json(file, {**said, "spec": ours, "scripts": written})
+
+
+def replay(file: Path) -> Verdict:
+    """Run what `write_replay` wrote on engines of its own.
+
+    Raises:
+        ValueError: it is no such file. EngineError: an engine does not start.
+    """
+    script.contrary()  # a drafter that may not be there in this checkout yet
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+        ours: dict[str, Any] = given["spec"] | {
+            "cudagraph_capture_sizes": tuple(given["spec"]["cudagraph_capture_sizes"])
+        }
+        ours |= {name: str(paths.ROOT / ours[name]) for name in ("model", "draft") if ours[name]}
+        spec = EngineSpec(**ours)
+        scripts = [(one["seed"], [Event(**event) for event in one["events"]]) for one in given["scripts"]]
+        mode = given["mode"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no replay of a soak ({type(error).__name__}: {error}); name one") from error
+    total = Verdict()
+    with Engines(spec, [mode]) as engines:
+        for verdicts in engines.judge(scripts, [mode]):
+            total.add(verdicts[mode])
+    return total
+
+
+def _relative(path: str) -> str:
+    """A path below the checkout without the checkout, so that a replay serves in another."""
+    return os.path.relpath(path, paths.ROOT) if path.startswith(str(paths.ROOT)) else path

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with the traffic of a mode, by itself and beside vanilla's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nwor_lab.engines.child import Generation
+from nwor_lab.engines.traffic import Answer, Event, Traffic
+from nwor_lab.experiments.parity import SINGLE, compare, tolerance
+from nwor_lab.soak.script import kinds
+
+NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "dirty_by_step")
+"""Fields of an `AuditReport` that count what was looked at; every other counts a fault."""
+SAME = {"windows": "drafts", "staged_tokens": "draft_tokens", "committed_tokens": "accepted_tokens"}
+"""Counts of a mode and vLLM's own, which are to be the same."""
+
+
+@dataclass
+class Verdict:
+    """Counts of what was served, faults by kind, and the first of these in words."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, other: Verdict) -> None:
+        self.counts.update(other.counts)
+        self.faults.update(other.faults)
+        self.examples = (self.examples + other.examples)[:8]
+
+    def blame(self, kind: str, number: float, example: str) -> None:
+        """Note `number` faults of a kind, if there are any."""
+        if number:
+            self.faults[kind] += int(number)
+            self.examples.append(f"{kind}: {example}")
+
+    def __str__(self) -> str:
+        done = ", ".join(f"{number:,} {name}" for name, number in self.counts.items())
+        return f"{done}; faults: {', '.join(f'{n:,} {kind}' for kind, n in self.faults.items()) or 'none'}"
+
+
+def judge(events: Sequence[Event], vanilla: Traffic, traffic: Traffic, mode: str, dtype: str) -> Verdict:
+    """The verdict on the traffic of one script under `mode`.
+
+    Greedy requests must have vanilla's tokens, but for near ties under a mode other than ``cow``; of sampled ones only
+    the number of answers is checked.
+    """
+    verdict = Verdict()
+    metrics = traffic.metrics
+    asked = {event.name: event for event in events if event.prompt is not None}
+    aborted = {event.name for event in events if event.prompt is None}
+    verdict.counts.update({"layer-steps": 0, "tokens": 0} | kinds(events))
+    verdict.counts["tokens"] += sum(len(answer.tokens) for made in traffic.answers.values() for answer in made)
+    verdict.counts["aborted"] = sum(_ends(traffic, name).count(None) > 0 for name in aborted & asked.keys())
+    verdict.counts["preempted"] += metrics.get("num_preemptions", 0)
+    verdict.counts["drafts"] += metrics["spec_decode_num_draft_tokens"]
+    verdict.counts["accepted"] += metrics["spec_decode_num_accepted_tokens"]
+    verdict.counts["cached tokens"] += traffic.cached
+    for rank in traffic.ranks:
+        audit = rank["audit"]
+        verdict.counts["layer-steps"] += audit["layer_steps"]
+        verdict.blame("unaudited", not audit["steps"], f"rank {rank['rank']} audited no step")
+        example = "; ".join(rank["dirty_examples"]) or f"rank {rank['rank']}"
+        for name, value in audit.items():
+            if name not in NO_FAULTS:
+                verdict.blame(name, value, example)
+    for name in ("fallbacks", "cancelled", "scheduler_mismatches"):
+        verdict.blame(name, metrics[f"nwor_{name}"], "see the engine's log")
+    for ours, theirs in SAME.items():
+        counted = metrics[f"nwor_{ours}"], metrics[f"spec_decode_num_{theirs}"]
+        verdict.blame("counts", counted[0] != counted[1], f"{counted[0]} {ours}, {counted[1]} {theirs} by vLLM")
+    for name, event in asked.items():
+        ends = _ends(traffic, name)
+        if name not in aborted:
+            lost = None in ends or len(ends) != event.sampling.get("n", 1)
+            verdict.blame("lost", lost, f"{name} ended by {ends}")
+        if event.sampling["temperature"] == 0:
+            _compare(verdict, event, vanilla, traffic, mode, SINGLE * tolerance(dtype), name in aborted)
+    return verdict
+
+
+def _ends(traffic: Traffic, name: str) -> list[str | None]:
+    return [answer.finish_reason for answer in traffic.answers.get(name, [])]
+
+
+def _compare(
+    verdict: Verdict, event: Event, vanilla: Traffic, traffic: Traffic, mode: str, bound: float, aborted: bool
+) -> None:
+    """Compare one greedy request, which has one answer or, aborted, may have none."""
+    name = event.name
+    theirs, ours = ((made.answers.get(name) or [Answer([], [], None)])[0] for made in (vanilla, traffic))
+    same_prompt = traffic.prompts[name] == vanilla.prompts[name]
+    if same_prompt and theirs.tokens == ours.tokens:
+        return
+    if mode == "cow":
+        verdict.blame("tokens", 1, f"{name}: {ours.tokens} for {theirs.tokens}")
+    elif same_prompt:  # else what it follows has parted, and is compared itself
+        length = min(len(theirs.tokens), len(ours.tokens)) if aborted else None
+        # Under a grammar the target's best tokens, whose log-probabilities are known, may all be forbidden.
+        drafted = "structured_outputs" in event.sampling
+        parity = compare(_cut(theirs, length), _cut(ours, length), drafted=drafted)
+        tie = max(parity.largest_gap, parity.largest_shift) <= bound
+        verdict.counts["near ties"] += tie
+        verdict.blame("tokens", not tie, f"{name}: {parity}, allowed {bound} nats")
+
+
+def _cut(answer: Answer, length: int | None) -> Generation:
+    """The answer, or its first tokens, as a generation of one request."""
+    return Generation(
+        [answer.tokens[:length]], [""], [], {}, [], [answer.top_logprobs[:length]] * bool(answer.top_logprobs)
+    )
