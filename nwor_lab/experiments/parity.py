@@ -10,34 +10,66 @@ import pandas as pd
 
 from nwor_lab.engines.engine import Generation
 
+PARITY_TOLERANCE_NATS = {
+    "float32": 7e-4,
+    "bfloat16": 0.035,
+    "fp8": 0.18,
+    "fp8, random weights": 0.095,
+    "fp8, random weights, GPU": 0.0585,
+}
+"""Nats of `Parity.shift` up to which a mode is at parity, by what rounds most: the model's dtype, or an fp8 cache.
 
-def near_tie(dtype: str) -> float:
-    """Nats below which two log-probabilities of a model of that dtype (vLLM's name) differ by rounding alone.
+Under random weights all tokens are nearly as likely: both rounding and faults shift them less. Each is the geometric
+middle of the most that rounding gave and the least that a fault did, in `data/recorded/parity_margin.parquet`, measured
+by `nwor_lab.experiments.parity_margin`; one in a single head or layer counts where rounding does not drown it. On a GPU
+with an fp8 cache and random weights the two lie close: 0.056 and 0.062.
+"""
+SINGLE = 5
+"""How many tolerances a gap or the shift of one token may have: of many, the largest lies that far out."""
 
-    In float32 sums in another order move them by 1e-5 at most; in bfloat16 `stage` was seen to move them by 0.07.
-    """
-    return 1e-3 if dtype == "float32" else 0.25
+
+def tolerance(dtype: str, kv_cache_dtype: str = "auto", random_weights: bool = False, on_gpu: bool = False) -> float:
+    """The tolerance of a model and a cache of these dtypes, by vLLM's names; float16 has bfloat16's."""
+    if kv_cache_dtype.startswith("fp8"):
+        return PARITY_TOLERANCE_NATS[
+            "fp8" + ", random weights" * random_weights + ", GPU" * (random_weights and on_gpu)
+        ]
+    return PARITY_TOLERANCE_NATS["float32" if dtype == "float32" else "bfloat16"]
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How one mode's greedy tokens compare with the baseline's, request for request.
+    """How one mode's greedy tokens and log-probabilities compare with the baseline's, request for request.
 
     equal, requests: requests with the same tokens, and all requests.
     largest_gap: over the first differing token of each other request, the largest gap in nats between the baseline's
         log-probability of its own token and of the one chosen instead; infinite where that is not among its best.
     largest_shift: over all places up to that one, the largest difference in nats between the log-probabilities that
         both give to the baseline's best token; infinite where it is not among the other's best.
+    places: those same places but for each answer's first, whose token comes from prefill, where no mode attends.
+    fourth_powers: the sum over `places` of the fourth power of each place's shift. That is the root of the mean square
+        of the shifts of the baseline's best tokens, weighted by their probabilities.
     """
 
     equal: int = 0
     requests: int = 0
     largest_gap: float = 0.0
     largest_shift: float = 0.0
+    places: int = 0
+    fourth_powers: float = 0.0
 
-    def within(self, bound: float) -> bool:
-        """Whether every difference is a near tie: no gap and no shift of more than `bound` nats."""
-        return max(self.largest_gap, self.largest_shift) <= bound
+    @property
+    def shift(self) -> float:
+        """The fourth root of the mean fourth power of all places' shifts, in nats; 0 without any.
+
+        Rounding shifts all places alike, and a fault some of them much more: a mean of squares lets those drown, and
+        the largest of all grows with the number of places.
+        """
+        return (self.fourth_powers / max(1, self.places)) ** 0.25
+
+    def within(self, tolerance: float) -> bool:
+        """Whether what differs is rounding: `shift` is at most `tolerance` nats, and no single token's far beyond."""
+        return self.shift <= tolerance and max(self.largest_gap, self.largest_shift) <= SINGLE * tolerance
 
     def __add__(self, other: "Parity") -> "Parity":
         """Of both comparisons together."""
@@ -46,6 +78,8 @@ class Parity:
             self.requests + other.requests,
             max(self.largest_gap, other.largest_gap),
             max(self.largest_shift, other.largest_shift),
+            self.places + other.places,
+            self.fourth_powers + other.fourth_powers,
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -55,6 +89,8 @@ class Parity:
             {"metric": "requests", "value": self.requests, "unit": "requests"},
             {"metric": "largest_gap", "value": self.largest_gap, "unit": "nats"},
             {"metric": "largest_shift", "value": self.largest_shift, "unit": "nats"},
+            {"metric": "places", "value": self.places, "unit": "tokens"},
+            {"metric": "fourth_powers", "value": self.fourth_powers, "unit": "nats^4"},
         ]
 
 
@@ -62,8 +98,14 @@ def of_rows(rows: pd.DataFrame) -> Parity:
     """What all of `Parity.rows` among these say together."""
     values = rows.groupby("metric")["value"]
     total, most = values.sum(), values.max()
-    counts = (int(total.get(name, 0)) for name in ("equal_requests", "requests"))
-    return Parity(*counts, *(float(most.get(name, 0.0)) for name in ("largest_gap", "largest_shift")))
+    return Parity(
+        int(total.get("equal_requests", 0)),
+        int(total.get("requests", 0)),
+        float(most.get("largest_gap", 0.0)),
+        float(most.get("largest_shift", 0.0)),
+        int(total.get("places", 0)),
+        float(total.get("fourth_powers", 0.0)),
+    )
 
 
 def compare(baseline: Generation, other: Generation, drafted: bool = False) -> Parity:
@@ -72,13 +114,15 @@ def compare(baseline: Generation, other: Generation, drafted: bool = False) -> P
     drafted: tokens may be the drafter's, whatever the target says (synthetic acceptance): a differing one that is not
         among the baseline's best has no gap. What the target says is compared all the same, up to that token.
     """
-    equal, gaps, shifts = 0, [0.0], [0.0]
+    equal, gaps, largest = 0, [0.0], [0.0]
+    shifts: list[float] = []
     for index, (ours, theirs) in enumerate(zip(baseline.tokens, other.tokens, strict=True)):
         place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         if baseline.top_logprobs and other.top_logprobs:
             both = zip(baseline.top_logprobs[index], other.top_logprobs[index], strict=False)
-            for best, beside in itertools.islice(both, None if place is None else place + 1):
-                shifts.append(_shift(best, beside))
+            found = [_shifts(*pair) for pair in itertools.islice(both, None if place is None else place + 1)]
+            largest += [of_best for of_best, _ in found]
+            shifts += [of_place for _, of_place in found[1:]]
         if ours == theirs:
             equal += 1
             continue
@@ -87,11 +131,18 @@ def compare(baseline: Generation, other: Generation, drafted: bool = False) -> P
             gaps.append(best[ours[place]] - best[theirs[place]])
         elif not drafted:
             gaps.append(math.inf)
-    return Parity(equal, len(baseline.tokens), max(gaps), max(shifts))
+    return Parity(
+        equal, len(baseline.tokens), max(gaps), max(largest), len(shifts), math.fsum(shift**4 for shift in shifts)
+    )
 
 
-def _shift(best: dict[int, float], beside: dict[int, float]) -> float:
+def _shifts(best: dict[int, float], beside: dict[int, float]) -> tuple[float, float]:
+    """Of one place: by how much the baseline's best token shifts, and all of its best that the other has too."""
     if any(map(math.isnan, (*best.values(), *beside.values()))):  # `max` would pass over it
-        return math.inf
+        return math.inf, math.inf
     first = max(best, key=best.__getitem__)
-    return abs(best[first] - beside.get(first, math.inf))
+    if first not in beside:
+        return math.inf, math.inf
+    weights = {token: math.exp(logprob - best[first]) for token, logprob in best.items() if token in beside}
+    squares = sum(weight * (best[token] - beside[token]) ** 2 for token, weight in weights.items())
+    return abs(best[first] - beside[first]), math.sqrt(squares / sum(weights.values()))

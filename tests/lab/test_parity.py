@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from nwor_lab.engines.engine import Generation
-from nwor_lab.experiments.parity import Parity, compare, of_rows
+from nwor_lab.experiments.parity import SINGLE, Parity, compare, of_rows
 
 
 def said(tokens: list[int], *best: dict[int, float]) -> Generation:
@@ -44,13 +44,36 @@ def test_parity_is_of_tokens_and_of_what_the_target_says(other, drafted, parity)
     where tokens may be the drafter's the target's log-probabilities still tell."""
     found = compare(said([7, 1], SURE, TIE), other, drafted)
     assert (found.equal, found.largest_gap, found.largest_shift) == pytest.approx(parity)
-    assert found.within(0.25) == (max(parity[1:]) <= 0.25)
+    assert found.within(0.05) == (max(parity[1:]) <= SINGLE * 0.05)
+
+
+def test_a_shift_is_of_all_that_the_target_thinks_likely():
+    """Of each place the root of the mean square, weighted; over places by the fourth power, without the first."""
+    even, other = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.5) + 0.3, 2: math.log(0.5) - 0.1}
+    sure = {1: -0.01, 2: -30.0}
+    found = compare(said([1, 1, 1], even, even, sure), said([1, 1, 1], other, other, {1: -0.01, 2: -9.0}))
+    assert found.places == 2 and found.shift == pytest.approx((0.05**2 / 2) ** 0.25, rel=1e-4)
+    assert found.largest_shift == pytest.approx(0.3)
+    assert compare(said([1], even), said([1], other)).shift == 0, "of prefill"
+
+
+def test_a_fault_in_a_few_places_is_no_rounding():
+    """By the largest of all, rounding in many places passes for a fault; by the mean square, a fault for rounding."""
+
+    def moved(*shifts: float) -> Parity:
+        places = [{1: -0.5, 2: -1.5}] * (1 + len(shifts))
+        others = [places[0], *({1: -0.5 + shift, 2: -1.5 - shift} for shift in shifts)]
+        return compare(said([1] * len(places), *places), said([1] * len(places), *others))
+
+    rounded, faulty = moved(*97 * [0.02], *3 * [0.06]), moved(*97 * [0.02], *3 * [0.12])
+    assert rounded.within(0.035) and not faulty.within(0.035)
 
 
 def test_comparisons_add_up():
-    """Tokens are counted, and of what differs the worst is kept."""
-    good, bad = Parity(8, 8, 0.1, 0.3), Parity(3, 4, 0.2, 0.0)
-    assert good + bad == bad + good == Parity(11, 12, 0.2, 0.3)
+    """Tokens are counted, of what differs the worst is kept, and a shift is that of all places."""
+    good, bad = Parity(8, 8, 0.1, 0.3, 30, 30 * 0.1**4), Parity(3, 4, 0.2, 0.0, 10, 10 * 0.2**4)
+    assert good + bad == bad + good == Parity(11, 12, 0.2, 0.3, 40, pytest.approx(0.019))
+    assert (good + bad).shift == pytest.approx((0.019 / 40) ** 0.25) and bad.shift == pytest.approx(0.2)
     assert of_rows(pd.DataFrame(good.rows() + bad.rows())) == good + bad
     assert of_rows(pd.DataFrame(bad.rows()).query("metric == 'none'")) == Parity()
 
