@@ -1,117 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nwor measure [DIR]`: measure on GPUs what `data/recorded/` holds; `nwor measure --record RUN`: record a run there.
 
-Each measurement is a command with its own GPU, share of the cores and log. Those of one rank run side by side, one on
-each GPU; those of two ranks follow, alone, and are left out where there is one GPU. A measurement whose table exists is
-skipped, so an interrupted run goes on; one that fails does not stop the others, and the exit code is then 1. A bench of
-whole steps takes four to eight minutes on an H200.
+What there is to measure is in `measurements.toml`; `--list` shows it. Each measurement is a command with its own GPU,
+share of the cores and log. Those of one rank run side by side, one on each GPU; those of two ranks follow, alone, and
+are left out where there is one GPU. A measurement whose table exists is skipped, so an interrupted run goes on; one
+that fails does not stop the others, and the exit code is then 1. No table is overwritten: `--again` measures once more
+into `NAME@2`, `NAME@3` and so on.
 
 `--record` takes either such a folder or a whole reproduction run (`results/<run>`). It writes a table only when all of
-its parts are there; what is recorded stays as it is otherwise.
+its parts are there; what is recorded stays as it is otherwise. All attempts at a measurement are recorded (column
+`attempt`), and every median is over the repeats of all of them. Nothing is recorded where files differed from the
+commit, rows of a table are of different builds (`nwor_lab.builds`), or a setting has too few repeats.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from nwor_lab import paths, results
-from nwor_lab.experiments.gpu_steps import PARITY_TOLERANCE_NATS, gpu_tables
+from nwor_lab import builds, paths, provenance, results
+from nwor_lab.experiments.gpu_steps import gpu_tables
 from nwor_lab.plots import paper
 
-GPU = ["--no-enforce-eager", "--max-num-batched-tokens", "2048", "--k", "4", "--batch", "4", "--num-blocks", "256"]
-AUDIT = ["nwor_lab.cli", "bench", *GPU, "--repeats", "0", "--name", "{name}", "--run-dir", "{out}"]
+
+@dataclass(frozen=True)
+class Measurement:
+    """A run of `python -m`, as `measurements.toml` describes it; in `command`, `{out}` stands for its folder."""
+
+    command: list[str]
+    table: str
+    minutes: float
+    least_repeats: int = 0
+    gpus: int = 1
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
-def steps(shape: str, k: int, modes: str, mib: int, *more: str) -> list[str]:
-    """Return the bench of whole steps: each mode's engine beside itself with the mode paused, which is vanilla.
+def read_matrix(text: str) -> dict[str, Measurement]:
+    """Return the measurements that a text as that of `measurements.toml` describes, by name."""
+    matrix, found = tomllib.loads(text), dict[str, Measurement]()
+    for entry in matrix["measurement"]:
+        each = entry.get("each", {})
+        for values in itertools.product(*each.values()):
+            point = words = dict(zip(each, values, strict=True))
+            for axis, value in point.items():
+                words = words | matrix["values"].get(axis, {}).get(str(value), {})
+            name = entry["name"].format(**words)
+            command = matrix["commands"].get(entry["command"], entry["command"]) + " " + entry.get("more", "")
+            found[name] = Measurement(
+                command.format(**words, name=name, out="{out}").split(),
+                entry.get("table", name),
+                entry["minutes"],
+                entry.get("least_repeats", 0),
+                point.get("tp", 1),
+                {axis: point[axis] for axis in entry.get("columns", ())},
+            )
+    return found
 
-    Graphs are captured for every batch's verify and draft steps; by default vLLM's would end below 64 requests.
+
+MEASUREMENTS = read_matrix(Path(__file__).with_name("measurements.toml").read_text())
+TIMES = ("step_ms", "time", "between")
+"""Metrics whose repeats are counted."""
+
+
+def table(directory: Path, attempt: str) -> Path:
+    """Return the path of the table of an attempt at a measurement; beside it, as `.json`, lies what made it."""
+    return directory / attempt / f"{attempt.partition('@')[0]}.parquet"
+
+
+def attempts(directory: Path, name: str) -> list[str]:
+    """Return the attempts at a measurement that left a table: NAME, NAME@2, ..."""
+    every = itertools.chain([name], (f"{name}@{number}" for number in itertools.count(2)))
+    return list(itertools.takewhile(lambda attempt: table(directory, attempt).exists(), every))
+
+
+def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
+    """Run every measurement that has no table yet; return the names of those that failed or were left out.
 
     Args:
-        mib: MiB of cache for each engine; all are up at once.
+        only: measurements to run; all where it is empty. again: those that have a table are attempted once more.
     """
-    requests = (1, 2, 4, 8, 16, 32, 64)
-    bound = str(PARITY_TOLERANCE_NATS["fp8" if "fp8" in more else "auto"])
-    captured = ",".join(map(str, sorted({rows * number for number in requests for rows in (1, k + 1)})))
-    return [
-        *("nwor_lab.cli", "bench", "--shape", shape, "--k", str(k), "--mode", modes, "--kv-cache-memory", str(mib)),
-        *("--acceptance-length", "1.5" if k == 1 else "3", "--batch", "64", "--batches", "1,4,16,64"),
-        *("--random-prompts", "512,2048,8192", "--num-prompts", "8", "--max-tokens", "96", "--max-model-len", "8448"),
-        *("--max-num-batched-tokens", "8192", "--prefix-caching", "--no-enforce-eager", "--no-audit", "--paused"),
-        *("--cudagraph-capture-sizes", captured, "--repeats", "6", "--logit-gap", bound),
-        *("--name", "{name}", "--run-dir", "{out}", *more),
-    ]
-
-
-SHAPES = {"32": "llama-2-7b", "8": "llama-2-7b-8kv"}
-FP8 = ["--kv-cache-dtype", "fp8"]
-CACHES: dict[str, list[str]] = {"": [], "-fp8": FP8}
-STEPS = {
-    **{
-        f"steps-k8-{heads}{ending}": steps(shape, 8, "stage", 72000, *dtype, "--profile")
-        for ending, dtype in CACHES.items()
-        for heads, shape in SHAPES.items()
-    },
-    **{f"steps-k8-{heads}-cow": steps(shape, 8, "cow", 36000, "--profile") for heads, shape in SHAPES.items()},
-    **{
-        f"steps-k{k}-{heads}{ending}": steps(shape, k, "stage", 72000, *dtype)
-        for ending, dtype in CACHES.items()
-        for k in (1, 3)
-        for heads, shape in SHAPES.items()
-    },
-}
-"""72,000 MiB hold all but 64 prompts of 8k of 32 KV heads."""
-STEPS_OF_TWO = {
-    f"steps-k8-{heads}{ending}-tp2": steps(shape, 8, "cow,stage", 36000, "--tp", "2", *dtype, "--profile")
-    for ending, dtype in CACHES.items()
-    for heads, shape in SHAPES.items()
-}
-AUDITED = ["--audit", "--num-prompts", "16", "--batches", "1,4,16", "--random-prompts", "512", "--repeats", "3"]
-"""The first pass shows parity and every byte of the cache; the same engines are timed after it."""
-AUDITED_STEPS = {
-    "audited-32": steps(SHAPES["32"], 8, "off,cow,stage", 9000, *AUDITED),
-    "audited-8-fp8": steps(SHAPES["8"], 8, "off,cow,stage", 4000, *AUDITED, *FP8),
-}
-AUDITS = {"audit": [*AUDIT, "--kv-cache-memory", "2048", "--num-prompts", "128", "--max-tokens", "256"]}
-AUDITS_OF_TWO = {
-    "audit-tp2": [*AUDIT, "--kv-cache-memory", "1024", "--num-prompts", "24", "--max-tokens", "128", "--tp", "2"]
-}
-ALONE = {
-    "kernel_times": ["nwor_lab.microbench.operators", "--counters", "--out", "{out}"],
-    "attention_counters": ["nwor_lab.microbench.counters", "--out", "{out}"],
-    "attention": ["nwor_lab.microbench.attention", "--repeats", "11", "--ks", "1,3,8", "--out", "{out}"],
-    "gpu_acceptance": ["nwor_lab.cli", "acceptance", "--run-dir", "{out}"],
-    "gpu_tests": ["nwor_lab.gpu_tests", "--out", "{out}"],
-}
-MEASUREMENTS = {**ALONE, **AUDITS, **AUDITED_STEPS, **STEPS, **AUDITS_OF_TWO, **STEPS_OF_TWO}
-
-
-def table(directory: Path, name: str) -> Path:
-    """Return the path of the table of measurement `name`; beside it, as `.json`, lies what made it."""
-    return directory / name / f"{name}.parquet"
-
-
-def measure(directory: Path, only: list[str]) -> list[str]:
-    """Run every measurement that has no table yet; return the names of those that failed or were left out."""
     import torch
 
+    if why := unrecordable(provenance.probe(provenance.git)):
+        print(f"what is measured now cannot be recorded: {why}", flush=True)
     gpus = torch.cuda.device_count()
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")[:gpus]
-    wanted = [name for name in MEASUREMENTS if (not only or name in only) and not table(directory, name).exists()]
-    on_two = [name for name in wanted if "--tp" in MEASUREMENTS[name]]
+    made = {name: len(attempts(directory, name)) for name in MEASUREMENTS if not only or name in only}
+    needed = {
+        f"{name}@{number + 1}" if number else name: MEASUREMENTS[name].gpus
+        for name, number in made.items()
+        if again or not number
+    }
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in (name for name in wanted if gpus and name not in on_two):
+    for name in (name for name in needed if gpus and needed[name] == 1):
         waiting.put(name)
     done: dict[str, bool] = {}
     cores = sorted(os.sched_getaffinity(0))
@@ -126,48 +123,99 @@ def measure(directory: Path, only: list[str]) -> list[str]:
 
     with ThreadPoolExecutor(max(1, gpus)) as pool:
         list(pool.map(run_on, range(gpus)))
-    done |= {name: run(directory, name, visible[:2]) for name in on_two if gpus >= 2}
-    for name in (name for name in wanted if name not in done):
-        print(f"{name}: left out, {1 + (name in on_two)} NVIDIA GPUs are needed", flush=True)
-    return [name for name in wanted if not done.get(name)]
+    done |= {name: run(directory, name, visible[:number]) for name, number in needed.items() if 1 < number <= gpus}
+    for name in (name for name in needed if name not in done):
+        print(f"{name}: left out, {needed[name]} NVIDIA GPUs are needed", flush=True)
+    return [name for name in needed if not done.get(name)]
 
 
-def run(directory: Path, name: str, gpus: list[str]) -> bool:
-    """Run the measurement `name` on these GPUs, its output into a log beside its table; return whether it succeeded."""
-    out = directory / name
+def run(directory: Path, attempt: str, gpus: list[str]) -> bool:
+    """Make an attempt on these GPUs, its output into a log beside its table; return whether it succeeded."""
+    out = table(directory, attempt).parent
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", *(word.format(out=out, name=name) for word in MEASUREMENTS[name])]
+    words = MEASUREMENTS[attempt.partition("@")[0]].command
+    command = [sys.executable, "-m", *(word.replace("{out}", str(out)) for word in words)]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with open(out / "log.txt", "w") as log:
         done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, env=environ, cwd=paths.ROOT)
-    print(f"{name}: {'failed, see ' + str(out / 'log.txt') if done.returncode else 'done'}", flush=True)
+    print(f"{attempt}: {'failed, see ' + str(out / 'log.txt') if done.returncode else 'done'}", flush=True)
     return not done.returncode
 
 
+def unrecordable(git: str | Mapping[str, Any]) -> str:
+    """Return why nothing of this state of git, or failure to ask it, can be recorded; empty where it can."""
+    if isinstance(git, str):
+        return f"git could not be asked ({git}): set NWOR_COMMIT"
+    changed = ", ".join(git["changed"][:3]) or "says NWOR_COMMIT"
+    return "" if git["clean"] else f"files differ from the commit ({changed}): commit them"
+
+
+def few_repeats(frame: pd.DataFrame, least: int) -> str:
+    """Return which setting of a table has the fewest repeats, if they are less than `least`; empty where none has."""
+    timed = frame[frame["metric"].isin(TIMES)]
+    no_setting = ("repeat", "value", "step", "position", "rank", "build", "run_id")
+    setting = [column for column in timed if column not in no_setting]
+    counts = timed.groupby(setting, dropna=False, observed=True)["repeat"].nunique()
+    if counts.empty or counts.min() >= least:
+        return "it has no times" if counts.empty and least else ""
+    where = dict(zip(setting, counts.idxmin(), strict=True))
+    varied = ", ".join(f"{name} {value}" for name, value in where.items() if timed[name].nunique() > 1)
+    return f"{counts.min()} repeats where {least} are needed ({varied or 'everywhere'})"
+
+
+def read_attempts(directory: Path, name: str) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+    """Return a measurement's table and what made it, of all attempts.
+
+    Repeats are counted on from attempt to attempt, from an even number, since two of them make one ratio
+    (`nwor_lab.model.ratios`): so a median over repeats is over those of all attempts.
+
+    Raises:
+        ValueError: an attempt is not to be recorded, or they are of different builds; the message says why.
+    """
+    frames, runs, begin = list[pd.DataFrame](), list[dict[str, Any]](), 0
+    for number, attempt in enumerate(attempts(directory, name), 1):
+        path = table(directory, attempt)
+        if not path.with_suffix(".json").exists():
+            raise ValueError(f"{attempt} is not recorded: no {path.stem}.json says what made it; measure it again")
+        frame, made = pd.read_parquet(path), json.loads(path.with_suffix(".json").read_text())["provenance"]
+        why = unrecordable(made["git"]) or few_repeats(frame, MEASUREMENTS[name].least_repeats)
+        if not why and not ("build" in frame and frame["build"].astype(str).str.startswith("k:").all()):
+            why = "its rows do not say with which build they were made"
+        if why:
+            raise ValueError(f"{attempt} is not recorded: {why}; measure it again in another folder")
+        made["git"] = {key: made["git"][key] for key in ("commit", "clean")}
+        kept = {key: made[key] for key in ("time", "versions", "python", "gpu", "cpu", "git")}
+        runs.append({"run_id": directory.name, "name": attempt, "build": str(frame["build"].iloc[0]), **kept})
+        repeat = {"attempt": number, "repeat": frame["repeat"] + begin}
+        frames.append(frame.assign(run_id=directory.name, **repeat, **MEASUREMENTS[name].columns))
+        begin += -(-(int(frame["repeat"].max()) + 1) // 2) * 2
+    return builds.join(frames), runs
+
+
 def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
-    """Write those tables of `recorded` that `directory` holds whole; return the names of those that it does not."""
-    parts = {name: [name] for name in ALONE}
-    parts |= {"gpu_audit": [*AUDITS, *AUDITS_OF_TWO], "gpu_steps": [*STEPS, *STEPS_OF_TWO]}
-    parts["gpu_audited_steps"] = list(AUDITED_STEPS)
-    whole = [name for name in parts if all(table(directory, part).exists() for part in parts[name])]
-    runs = recorded / "gpu_runs.json"
-    known = {run["name"]: run for run in json.loads(runs.read_text())} if runs.exists() else {}
+    """Write those tables of `recorded` that `directory` holds whole; return the names of those that it does not.
+
+    Raises:
+        ValueError: one of them is not to be recorded; nothing is written.
+    """
+    parts: dict[str, list[str]] = {}
+    for name, measurement in MEASUREMENTS.items():
+        parts.setdefault(measurement.table, []).append(name)
+    whole = [name for name in parts if all(attempts(directory, part) for part in parts[name])]
+    path, tables, replaced = recorded / "gpu_runs.json", dict[str, pd.DataFrame](), set[str]()
+    runs = list[dict[str, Any]]()
     for name in whole:
-        for path in (table(directory, part).with_suffix(".json") for part in parts[name]):
-            if path.exists():
-                made = json.loads(path.read_text())["provenance"]
-                git = made["git"]  # a sentence where git could not be asked
-                made["git"] = git if isinstance(git, str) else {key: git[key] for key in ("commit", "clean")}
-                kept = {key: made[key] for key in ("time", "versions", "python", "gpu", "cpu", "git")}
-                known[path.stem] = {"run_id": directory.name, "name": path.stem, **kept}
-        read = [results.read_table(part, directory / part).assign(run_id=directory.name) for part in parts[name]]
-        tables = gpu_tables(read) if name == "gpu_steps" else {name: pd.concat(read, ignore_index=True)}
-        if name == "kernel_times":
-            tables["kernel_counters"] = results.read_table("kernel_counters", directory / name)
-        for each, frame in tables.items():
-            results.write_table(recorded / f"{each}.parquet", frame)
+        read = [read_attempts(directory, part) for part in parts[name]]
+        frames = [frame for frame, _ in read]
+        tables |= gpu_tables(frames) if name == "gpu_steps" else {name: builds.join(frames)}
+        runs += itertools.chain.from_iterable(made for _, made in read)
+        replaced |= {re.split("[-@]", part)[0] for part in parts[name]}
+    for name, frame in tables.items():
+        results.write_table(recorded / f"{name}.parquet", frame)
     if whole:
-        results.write_json(runs, list(known.values()))
+        known = json.loads(path.read_text()) if path.exists() else []
+        kept = [run for run in known if re.split("[-@]", run["name"])[0] not in replaced]
+        results.write_json(path, [*kept, *runs])
     return [name for name in parts if name not in whole]
 
 
@@ -202,8 +250,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], choices=list(MEASUREMENTS), metavar="NAME", help="measure these"
     )
+    parser.add_argument("--again", action="store_true", help="measure once more what has a table, beside it as NAME@2")
+    parser.add_argument("--list", action="store_true", help="show what there is to measure, and measure nothing")
     parser.add_argument("--record", type=Path, metavar="RUN", help="record this folder, and measure nothing")
     options = parser.parse_args(argv)
+    if options.list:
+        for name, one in MEASUREMENTS.items():
+            print(f"{name:32} about {one.minutes:g} minutes on {one.gpus} GPU{'s' * (one.gpus > 1)}, for {one.table}")
+        return 0
     try:
         if options.record and (options.record / "manifest.json").exists():
             record_run(options.record.resolve())
@@ -211,7 +265,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.record and not options.record.is_dir():
             raise FileNotFoundError(f"no folder {options.record}")
         directory = options.record or results.check_folder(options.directory)
-        missing = record(directory.resolve()) if options.record else measure(directory.resolve(), options.only)
+        missing = (
+            record(directory.resolve()) if options.record else measure(directory.resolve(), options.only, options.again)
+        )
     except (OSError, ValueError) as error:
         print(f"nwor measure: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made a result: parameters, versions, git state, machine and the hashes of the inputs. No probe raises."""
+"""What made a result: parameters, versions, git state, machine and the hashes of the inputs. No probe raises.
+
+Where git cannot be asked, as on a machine that was sent the files alone, the environment variable `NWOR_COMMIT` says
+what was sent: `NWOR_COMMIT="<sha> clean"`, or `dirty` where the files are not those of the commit.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -52,9 +57,22 @@ def cpu() -> dict[str, Any]:
     return {"model": model, "cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
 
 
-def _git() -> dict[str, Any]:
-    changed = _output("git", "status", "--porcelain").splitlines()
-    return {"commit": _output("git", "rev-parse", "HEAD"), "clean": not changed, "changed": changed[:50]}
+def git() -> dict[str, Any]:
+    """Return the `commit`, whether the files are `clean`, and what `changed`; where git cannot say, by `NWOR_COMMIT`.
+
+    Raises:
+        ValueError: `NWOR_COMMIT` is not a commit of 40 digits and `clean` or `dirty`.
+        OSError, subprocess.SubprocessError: git cannot say, and there is no `NWOR_COMMIT`.
+    """
+    try:
+        changed = _output("git", "status", "--porcelain").splitlines()
+        return {"commit": _output("git", "rev-parse", "HEAD"), "clean": not changed, "changed": changed[:50]}
+    except (OSError, subprocess.SubprocessError):
+        if not (sent := os.environ.get("NWOR_COMMIT")):
+            raise
+    if not (found := re.fullmatch("([0-9a-f]{40}) (clean|dirty)", sent)):
+        raise ValueError(f"NWOR_COMMIT is '<sha of 40 digits> clean' or '... dirty', got {sent!r}")
+    return {"commit": found[1], "clean": found[2] == "clean", "changed": []}
 
 
 def gpus() -> list[str]:
@@ -89,7 +107,7 @@ def provenance(parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": probe(platform.platform),
         "versions": {name: probe(functools.partial(importlib.metadata.version, name)) for name in PACKAGES},
-        "git": probe(_git),
+        "git": probe(git),
         "cpu": probe(cpu),
         "gpu": probe(gpus),
         "environment": probe(environment),

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import claim_table, parameters, paths
+from nwor_lab.builds import build, join
 from nwor_lab.provenance import provenance
 
 COLUMNS = ("run_id", "mode", "model", "tp", "k", "batch", "seed", "repeat", "metric", "value", "unit")
@@ -53,7 +55,7 @@ def whole_file(path: Path | str) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         yield part
         with open(part, "rb") as file:
@@ -79,10 +81,7 @@ def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
     if suffix not in (".parquet", ".csv"):
         raise ValueError(f"{Path(path).name}: a table ends in .parquet or .csv")
     with whole_file(path) as part:
-        if suffix == ".csv":
-            frame.to_csv(part, index=False)
-        else:
-            frame.to_parquet(part, index=False)
+        frame.to_csv(part, index=False) if suffix == ".csv" else frame.to_parquet(part, index=False)
     return Path(path)
 
 
@@ -110,7 +109,7 @@ def check_folder(directory: Path | str) -> Path:
 
 
 def tidy(rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.DataFrame:
-    """Return `rows` as a tidy frame: the columns `COLUMNS` first, any further ones (`position`, `rank`...) after.
+    """Return `rows` as a tidy frame: the columns `COLUMNS`, then any further ones (`position`, on a GPU `build`).
 
     Args:
         rows: a frame or mappings, each with at least `metric`, `value` and `unit`; `value` is a number.
@@ -120,7 +119,8 @@ def tidy(rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.
         ValueError: a row lacks `metric`, `value` or `unit`, or a value is no number.
     """
     frame = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows))
-    for column, value in {**_DEFAULTS, **common}.items():
+    built = {"build": build()} if build() else {}
+    for column, value in {**_DEFAULTS, **built, **common}.items():
         if column not in frame:
             frame[column] = value
         elif frame[column].isna().any():
@@ -345,14 +345,14 @@ def read_table(name: str, run: Path | str | None = None) -> pd.DataFrame:
 
     Raises:
         FileNotFoundError: there is none; the message says which command makes it.
+        ValueError: points of a grid are of different builds.
     """
     directory = Path(run) if run else newest_run(name) or paths.RECORDED
     points = read_manifest(directory).get("points") or [""]
     found = [path for point in points if (path := directory / point / f"{name}.parquet").exists()]
     if not found:
         raise FileNotFoundError(f"no {name}.parquet in {directory}; `make reproduce` makes it")
-    frames = [pd.read_parquet(path) for path in found]
-    return pd.concat(frames, ignore_index=True) if frames[1:] else frames[0]
+    return join(pd.read_parquet(path) for path in found)
 
 
 def measure_or_load_recorded(

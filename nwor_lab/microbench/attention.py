@@ -16,6 +16,8 @@ prefix, attend, and leave the rows stored.
     write            `reshape_and_cache_flash` alone
     empty            one kernel of one thread that does nothing
 
+The grid has the settings that `nwor tune` searched, and others between them (`held_out`): column `tuned_on`.
+
 Metric `between` is what a layer takes in a chain of kernels: projection, rope, this, output projection, eight layers
 with weights of their own in one graph, whose replay is divided by eight; `none` is the same without it. There the new
 rows lie in the L2 cache, and each launch waits for the kernel before.
@@ -36,7 +38,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from nwor_lab import results
+from nwor_lab import builds, results
+from nwor_lab.microbench.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on
 from nwor_lab.microbench.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
 from nwor_lab.microbench.timer import Call, compact, interleaved
 
@@ -49,26 +52,42 @@ def shapes(
     heads: Iterable[tuple[int, int]] = HEADS, batches: Iterable[int] = BATCHES, contexts: Iterable[int] = CONTEXTS,
     caches: Iterable[str] = CACHES, ks: Iterable[int] = (8,), head_size: int = HEAD_SIZE,
 ) -> list[AttentionShape]:  # fmt: skip
-    """Every shape of the grid."""
+    """Every shape that these values make."""
     return [
         AttentionShape(*pair, batch, context, cache, k, head_size)
         for k, cache, pair, batch, context in itertools.product(ks, caches, heads, batches, contexts)
     ]
 
 
+def grid(
+    heads: Sequence[tuple[int, int]] = HEADS, batches: Sequence[int] = (), contexts: Sequence[int] = (),
+    caches: Sequence[str] = CACHES, ks: Sequence[int] = (8, 3, 1),
+) -> list[AttentionShape]:  # fmt: skip
+    """What is recorded of these values: where no batches and contexts are given, shapes that are tuned on and others
+    that are held out; heads at TP=2 with k=8 alone, as whole steps are measured."""
+    if batches or contexts:
+        return shapes(heads, batches or BATCHES, contexts or CONTEXTS, caches, ks)
+    return [
+        shape
+        for k in ks
+        for batches, contexts in ((BATCHES, CONTEXTS), (HELD_OUT_BATCHES, HELD_OUT_CONTEXTS))
+        for shape in shapes([pair for pair in heads if k == 8 or pair[0] == 32], batches, contexts, caches, [k])
+    ]
+
+
 def measure(chosen: Sequence[AttentionShape] | None = None, repeats: int = 30, seed: int = 0) -> pd.DataFrame:
-    """Time everything on every shape. One row a sample: op, the shape, bytes, and the tidy columns.
+    """Time everything on every shape. One row a sample: op, the shape, bytes, `tuned_on`, and the tidy columns.
 
     Metric `error` is the relative error of each call's output against fp32, `between` the time of a layer as a whole.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     found: list[dict[str, Any]] = []
     layers = functools.cache(weights)
-    for shape in chosen or shapes():
+    for shape in chosen or grid():
         case = AttentionCase(shape, seed)
         calls = case.calls()
         chains = between(case, calls, layers(shape.heads, shape.kv_heads))
-        common = asdict(shape) | {"bytes": shape.bytes}
+        common = asdict(shape) | {"bytes": shape.bytes, "tuned_on": is_tuned_on(shape, builds.tuning())}
         timed = [
             common | {"op": op, "repeat": repeat, "metric": "time", "unit": "us", "value": value}
             for op, repeat, value in interleaved(calls, repeats, clean=True)
@@ -123,7 +142,11 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
     """Median times with the empty kernel's taken off: one row a shape, one column an op, us.
 
     `vanilla` is the faster of vLLM's two backends (any split of FlashAttention 3), `ratio` is nwor's time over it.
+
+    Raises:
+        ValueError: the rows are of different builds.
     """
+    builds.require_one_build(frame)
     times = frame[frame["metric"] == "time"]
     table = times.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median")
     table = table.sub(table["empty"], axis=0).drop(columns="empty")
@@ -132,22 +155,31 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def numbers(text: str) -> list[int]:
+    """Numbers that commas divide."""
+    return [int(number) for number in text.split(",")]
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    """Query heads and KV heads: 32x8,16x4."""
+    return [(int(heads), int(kv_heads)) for heads, kv_heads in (pair.split("x") for pair in text.split(","))]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nwor_lab.microbench.attention", description="Time the verify attention."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for attention.parquet and what made it")
     parser.add_argument("--repeats", type=int, default=30, help="samples of each call (default: 30)")
-    parser.add_argument("--caches", default=",".join(CACHES), help="cache dtypes: bf16,fp8")
-    parser.add_argument("--heads", default=",".join(f"{q}x{kv}" for q, kv in HEADS), help="query heads x KV heads")
-    parser.add_argument("--ks", default="8", help="drafts of a window: 1,3,8")
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="requests")
+    parser.add_argument("--caches", type=lambda text: text.split(","), default=CACHES, help="cache dtypes: bf16,fp8")
+    parser.add_argument("--heads", type=pairs, default=HEADS, help="query heads x KV heads: 32x32,32x8")
+    parser.add_argument("--ks", type=numbers, default=(8, 3, 1), help="drafts of a window: 8,3,1")
+    parser.add_argument("--batches", type=numbers, default=(), help="requests (default: tuned on, and held out)")
+    parser.add_argument("--contexts", type=numbers, default=(), help="positions before the window (default: the same)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no NVIDIA GPU here; the recorded results are in data/recorded")
-    pairs = [(int(q), int(kv)) for q, kv in (pair.split("x") for pair in options.heads.split(","))]
-    batches, ks = ([int(number) for number in text.split(",")] for text in (options.batches, options.ks))
-    chosen = shapes(pairs, batches, CONTEXTS, options.caches.split(","), ks)
+    chosen = grid(options.heads, options.batches, options.contexts, options.caches, options.ks)
     times = measure(chosen, options.repeats)
     results.write_table(options.out / "attention.parquet", compact(times))
     results.write_provenance(options.out / "attention.parquet", vars(options))

@@ -2,6 +2,7 @@
 """Time of the all-layer operators on a GPU, of what a user has today, and the bytes that the hardware counts.
 
     python -m nwor_lab.microbench.operators --out results/kernels
+    python -m nwor_lab.microbench.operators --out results/kernels --counters
 
 Each sample is one replay of a CUDA graph after a write of 256 MiB that leaves nothing else in the L2 cache; what is
 compared is interleaved (`timer`).
@@ -190,10 +191,10 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nwor_lab.microbench.operators", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--out", type=Path, help="folder for kernel_times.parquet, kernel_counters.parquet, what made them"
+        "--out", type=Path, help="folder for kernel_times.parquet or kernel_counters.parquet, and what made it"
     )
     parser.add_argument("--repeats", type=int, default=30, help="samples of each call (default: 30)")
-    parser.add_argument("--counters", action="store_true", help="read the DRAM counters too (needs ncu)")
+    parser.add_argument("--counters", action="store_true", help="read the DRAM counters, and no times (needs ncu)")
     parser.add_argument("--counted", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -203,13 +204,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not options.out:
         parser.error("--out says where the results go")
-    times = measure(options.repeats)
-    results.write_table(options.out / "kernel_times.parquet", compact(times))
-    results.write_provenance(options.out / "kernel_times.parquet", vars(options))
-    medians = times[times["metric"] == "time"].groupby(["op", "kv_heads", "cache", "rows", "kept"])["value"].median()
-    print(medians.round(2).to_string())
-    if options.counters:
-        results.write_table(options.out / "kernel_counters.parquet", compact(count_bytes()))
+    name, frame = ("kernel_counters", count_bytes()) if options.counters else ("kernel_times", measure(options.repeats))
+    results.write_table(options.out / f"{name}.parquet", compact(frame))
+    results.write_provenance(options.out / f"{name}.parquet", vars(options))
+    print(frame.groupby(["metric", "op", "kv_heads", "cache", "rows", "kept"])["value"].median().round(2).to_string())
     return 0
 
 

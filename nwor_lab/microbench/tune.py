@@ -42,12 +42,12 @@ from nwor.attention.configs import (
 from nwor.settings import PREFIX, Settings
 from nwor_lab import results
 from nwor_lab.engines.shapes import SHAPES
-from nwor_lab.microbench.attention import shapes
+from nwor_lab.microbench.attention import numbers, pairs, shapes
+from nwor_lab.microbench.held_out import CONTEXTS
 from nwor_lab.microbench.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
 from nwor_lab.microbench.timer import empty, interleaved
 
 SHAPE_OF_ENTRY = ("cache_bytes", "query", "group", "head_size", "programs")
-CONTEXTS = (560, 2096, 8240)  # no multiples of a tile, as most are not
 NOISE = 1.02  # medians that are no further apart are called equal when configurations are chosen
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 
@@ -262,23 +262,12 @@ def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterab
     return results.write_json(path, {"gpu": gpu, "configurations": merge(known, found)})
 
 
-def numbers(text: str) -> list[int]:
-    """Numbers that commas divide."""
-    return [int(number) for number in text.split(",")]
-
-
-def pair(text: str) -> tuple[int, int]:
-    """Query heads and KV heads: 32x8."""
-    heads, kv_heads = text.split("x")
-    return int(heads), int(kv_heads)
-
-
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nwor tune", description=__doc__.split("\n")[0].split(": ")[1])
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="a folder or a name on the Hub, of which the config alone is read")
     which.add_argument("--shape", choices=SHAPES, help="the shape of a model")
-    which.add_argument("--heads", help="query heads x KV heads of a rank, as many as you like: 32x8,16x4")
+    which.add_argument("--heads", type=pairs, help="query heads x KV heads of a rank, as many as you like: 32x8,16x4")
     parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=HEAD_SIZE, help="with --heads")
     parser.add_argument("--tp", type=numbers, default=[1], help="ranks that share the heads: 1,2 (default: 1)")
     parser.add_argument("--ks", type=numbers, default=[8], help="drafts of a window: 1,3,8 (default: 8)")
@@ -297,8 +286,9 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("nwor tune: no NVIDIA GPU here, and a table is of the GPU it was found on", file=sys.stderr)
         return 2
+    heads: list[tuple[int, int]]
     if options.heads:
-        heads, head_size = [pair(text) for text in options.heads.split(",")], options.head_size
+        heads, head_size = options.heads, options.head_size
     else:
         *whole, head_size = heads_of(options.model or options.shape)
         heads = [(whole[0], whole[1])]

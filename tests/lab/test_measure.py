@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import math
 import os
 import threading
 from pathlib import Path
@@ -11,9 +12,11 @@ import pandas as pd
 import pytest
 
 from nwor_lab import measure, paths, results
-from nwor_lab.experiments import acceptance, options
+from nwor_lab.experiments import acceptance, gpu_steps, options
+from nwor_lab.experiments.parity import tolerance
 from nwor_lab.experiments.plan import Plan
 from nwor_lab.microbench import attention
+from nwor_lab.model.predicted import COUNTS, against_measured
 
 
 def parse(arguments, monkeypatch):
@@ -23,11 +26,35 @@ def parse(arguments, monkeypatch):
     return options.parse_config(arguments)
 
 
-@pytest.mark.parametrize("name", [name for name in measure.MEASUREMENTS if name not in measure.ALONE])
+BENCHES = [name for name, one in measure.MEASUREMENTS.items() if one.command[1] == "bench"]
+STEPS = [name for name, one in measure.MEASUREMENTS.items() if one.table == "gpu_steps"]
+
+
+def test_the_matrix_has_every_combination_once():
+    """A name that two of them share would leave one out, and nobody would miss it."""
+    matrix = measure.tomllib.loads(Path(measure.__file__).with_name("measurements.toml").read_text())
+    each = [[len(values) for values in entry.get("each", {}).values()] for entry in matrix["measurement"]]
+    assert len(measure.MEASUREMENTS) == sum(map(math.prod, each))
+    for name, one in measure.MEASUREMENTS.items():
+        assert "{" not in " ".join(one.command).replace("{out}", ""), name
+        asked = [int(one.command[at + 1]) for at, word in enumerate(one.command) if word == "--repeats"]
+        assert not one.least_repeats or asked[-1] >= one.least_repeats, name
+        assert one.gpus == int((["1"] + [one.command[at + 1] for at, w in enumerate(one.command) if w == "--tp"])[-1])
+
+
+def test_a_mode_more_is_a_word_more():
+    text = Path(measure.__file__).with_name("measurements.toml").read_text()
+    more = measure.read_matrix(text.replace('mode = ["cow"]', 'mode = ["cow", "another"]'))
+    added = {name: one for name, one in more.items() if name not in measure.MEASUREMENTS}
+    assert {name.replace("another", "cow") for name in added} == {name for name in STEPS if "-cow-" in name}
+    assert all(one.command[one.command.index("--mode") + 1] == "another" for one in added.values())
+
+
+@pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_is_one(name, tmp_path, monkeypatch):
     """Options, shapes and draft lengths that the bench takes; an hour on a GPU must not end at a misspelt word."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
-    words = [word.format(out=tmp_path, name=name) for word in measure.MEASUREMENTS[name]]
+    words = [word.replace("{out}", str(tmp_path)) for word in measure.MEASUREMENTS[name].command]
     assert words[:2] == ["nwor_lab.cli", "bench"]
     arguments = options.parser("bench", "").parse_args(words[2:])
     engine, plan, prompts = parse(arguments, monkeypatch)
@@ -35,63 +62,62 @@ def test_every_bench_is_one(name, tmp_path, monkeypatch):
     assert engine.acceptance_length <= engine.k + 1
     if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
         assert {size * rows for size in plan.sizes for rows in (1, engine.k + 1)} <= {*engine.cudagraph_capture_sizes}
-    assert len(prompts) >= 1 and plan.variants[0].columns["mode"] == "off"
+        assert plan.tolerance == tolerance("bfloat16", engine.kv_cache_dtype, random_weights=True, on_gpu=True)
+    assert len(prompts) >= 1 and plan.variants[0].columns["mode"] in ("off", "vllm")
     left = Plan(**{**vars(plan), "profile": False}).loads(engine.max_model_len, 10**9)
     assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in left if plan.random_prompts)
 
 
 @pytest.mark.parametrize(("name", "module"), [("attention", attention), ("gpu_acceptance", acceptance)])
 def test_the_other_commands_are_of_their_modules(name, module):
-    words = measure.MEASUREMENTS[name]
+    words = measure.MEASUREMENTS[name].command
     assert words[0] == module.__name__ or words[:2] == ["nwor_lab.cli", module.__name__.rpartition(".")[2]]
 
 
-@pytest.mark.parametrize("name", [name for name in measure.STEPS if not name.endswith("cow")])
+@pytest.mark.parametrize("name", STEPS)
 def test_a_cache_of_steps_holds_every_load_but_the_largest(name, tmp_path, monkeypatch):
-    """No point of the grid is left out but 64 prompts of 8k of 32 KV heads: 131 GiB in fp8."""
+    """No point of a grid is left out but its largest of 32 KV heads: 64 prompts of 8k are 131 GiB in fp8."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
-    arguments = options.parser("bench", "").parse_args([*measure.MEASUREMENTS[name][2:], "--name", name])
+    arguments = options.parser("bench", "").parse_args(measure.MEASUREMENTS[name].command[2:])
     engine, plan, _ = parse(arguments, monkeypatch)
     config = json.loads((Path(engine.model) / "config.json").read_text())
     layers, heads = config["num_hidden_layers"] + 1, config["num_key_value_heads"]  # the drafter has one
-    position = 2 * layers * heads * 128 * (1 if engine.kv_cache_dtype == "fp8" else 2)
+    position = 2 * layers * heads // engine.tp * 128 * (1 if engine.kv_cache_dtype == "fp8" else 2)
     loads = plan.loads(engine.max_model_len, (engine.kv_cache_memory << 20) // position)
-    largest = [(8192, 64)] if heads == 32 else []
+    largest = [(max(plan.random_prompts), max(plan.sizes))] if heads == 32 else []
     every = itertools.product(plan.random_prompts, plan.sizes)
     assert sorted(set(every) - set(loads)) == largest
 
 
-def bench_table(mode_us: dict[str, float], kv_heads: int = 8) -> pd.DataFrame:
-    """Two modes' steps and kernels, as a bench leaves them."""
+def bench_table(mode_us: dict[str, float], kv_heads: int = 8, repeats: int = 6, **common) -> pd.DataFrame:
+    """Two modes' steps and kernels, as a bench leaves them on a GPU."""
     where = {"tp": 1, "kv_heads": kv_heads, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4, "engine": ""}
     rows = []
     for mode, us in mode_us.items():
-        rows.append(where | {"mode": mode, "metric": "step_ms", "value": us / 100, "unit": "ms", "step": 0})
-        rows.append(where | {"mode": mode, "metric": "accepted_at", "value": 2, "unit": "windows", "position": 0})
-        for kind, part in (("KV write", 0.1), ("matmul", 0.9)):
-            rows.append(where | {"mode": mode, "metric": "kernel_us", "value": part * us, "unit": "us", "kind": kind})
-    return results.tidy(rows, model="llama")
+        for repeat in range(repeats):
+            rows.append({"mode": mode, "metric": "step_ms", "value": us / 100, "unit": "ms", "repeat": repeat})
+        rows.append({"mode": mode, "metric": "accepted_at", "value": 2, "unit": "windows", "position": 0})
+        for kind, part in (("KV write", 0.1), ("attention", 0.8), ("NWOR", 0.1)):
+            rows.append({"mode": mode, "metric": "kernel_us", "value": part * us, "unit": "us", "kind": kind})
+    return results.tidy(rows, **{"model": "llama", "step": 0, "build": "k:1 t:1 x:1", **where, **common})
+
+
+def write(directory: Path, attempt: str, frame: pd.DataFrame, **git) -> None:
+    """A measurement's table and what made it, of a clean commit unless said otherwise."""
+    path = results.write_table(measure.table(directory, attempt), frame)
+    made = results.provenance({}) | {"git": {"commit": "a" * 40, "clean": True, "changed": []} | git}
+    results.write_json(path.with_suffix(".json"), {"provenance": made})
 
 
 def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     """A missing measurement leaves its table as it was, and is named."""
     made, recorded = tmp_path / "gpu", tmp_path / "recorded"
-    for kv_heads, name in enumerate([*measure.STEPS, *measure.STEPS_OF_TWO]):
-        frame = bench_table({"off": 600.0, "stage": 570.0}, kv_heads)
-        results.write_table(measure.table(made, name), frame)
-        provenance = results.provenance({})
-        results.write_json(measure.table(made, name).with_suffix(".json"), {"provenance": provenance})
-    results.write_table(measure.table(made, "audit"), bench_table({"off": 1.0}))
+    for kv_heads, name in enumerate(STEPS):
+        write(made, name, bench_table({"off": 600.0, "stage": 570.0}, kv_heads))
+    write(made, "audit", bench_table({"off": 1.0}))
     missing = measure.record(made, recorded)
-    assert missing == [
-        "kernel_times",
-        "attention_counters",
-        "attention",
-        "gpu_acceptance",
-        "gpu_tests",
-        "gpu_audit",
-        "gpu_audited_steps",
-    ]
+    assert set(missing) == {one.table for one in measure.MEASUREMENTS.values()} - {"gpu_steps"}
+    assert "gpu_audit" in missing and "kernel_counters" in missing
     assert sorted(path.stem for path in recorded.iterdir()) == [
         "gpu_kernels",
         "gpu_runs",
@@ -100,34 +126,110 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     ]
     found = {path.stem: pd.read_parquet(path) for path in recorded.glob("*.parquet")}
     runs = json.loads((recorded / "gpu_runs.json").read_text())
-    assert {run["name"] for run in runs} == measure.STEPS.keys() | measure.STEPS_OF_TWO.keys()
-    assert all(run["run_id"] == "gpu" and run["git"].keys() == {"commit", "clean"} for run in runs)
+    assert [run["name"] for run in runs] == STEPS
+    assert all(run["run_id"] == "gpu" and run["git"] == {"commit": "a" * 40, "clean": True} for run in runs)
     assert set(found["gpu_steps"].metric) == {"step_ms"} and set(found["gpu_steps"].run_id) == {"gpu"}
-    assert set(found["gpu_kernels"].kind) == {"KV write", "matmul"}
+    assert set(found["gpu_kernels"].kind) == {"KV write", "attention", "NWOR"}
     assert found["kv_write_share"].value.tolist() == pytest.approx([0.01] * found["gpu_steps"].kv_heads.nunique())
+    assert (
+        {build for frame in found.values() for build in frame["build"]}
+        == {"k:1 t:1 x:1"}
+        == {run["build"] for run in runs}
+    )
 
 
 def test_who_made_the_steps_stays_with_them(tmp_path):
     """Audits measured anew leave the steps as they were, and what is said of their runs."""
     made, recorded = tmp_path / "gpu", tmp_path / "recorded"
-    old = [{"name": "steps-k8-32", "run_id": "before"}, {"name": "audit", "run_id": "before"}]
+    old = [{"name": name, "run_id": "before"} for name in ("steps-k8-32", "audit", "audit-2", "audit-tp2@2")]
     results.write_json(recorded / "gpu_runs.json", old)
-    for name in (*measure.AUDITS, *measure.AUDITS_OF_TWO):
-        results.write_table(measure.table(made, name), bench_table({"off": 1.0}))
-        results.write_json(measure.table(made, name).with_suffix(".json"), {"provenance": results.provenance({})})
-    results.write_json(measure.table(made, "steps-k8-8").with_suffix(".json"), {"provenance": results.provenance({})})
+    for name in ("audit", "audit-tp2", STEPS[0]):
+        write(made, name, bench_table({"off": 1.0}))
     assert "gpu_audit" not in measure.record(made, recorded)
     runs = {run["name"]: run["run_id"] for run in json.loads((recorded / "gpu_runs.json").read_text())}
     assert runs == {"steps-k8-32": "before", "audit": "gpu", "audit-tp2": "gpu"}
 
 
+@pytest.mark.parametrize(
+    ("frame", "git", "said"),
+    [
+        ({}, {"clean": False, "changed": [" M a.cu", "?? b"]}, r"files differ from the commit \( M a.cu, \?\? b\)"),
+        ({}, {"clean": False}, r"files differ from the commit \(says NWOR_COMMIT\): commit them"),
+        ({"build": "unavailable: no file"}, {}, "its rows do not say with which build"),
+        ({"repeats": 4}, {}, r"4 repeats where 5 are needed \(mode off\)|4 repeats where 5 are needed \(mode stage\)"),
+        ({"repeats": 0}, {}, "it has no times"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trusted_is_not_recorded(frame, git, said, tmp_path, capsys):
+    """One measurement of all; it is named, and nothing is written, what is whole neither."""
+    made, names = tmp_path / "gpu", [name for name in measure.MEASUREMENTS if name.startswith("audit")]
+    for name in names:
+        write(made, name, bench_table({"off": 600.0, "stage": 570.0}))
+    broken = "audited-8-fp8"
+    write(made, broken, bench_table({"off": 600.0, "stage": 570.0}, **frame), **git)
+    with pytest.raises(
+        ValueError, match=f"^{broken} is not recorded: .*({said}).*; measure it again in another folder$"
+    ):
+        measure.record(made, tmp_path / "recorded")
+    assert not (tmp_path / "recorded").exists()
+    assert measure.main(["--record", str(made)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_run_whose_git_could_not_be_asked(tmp_path):
-    made = {name: "x" for name in ("time", "versions", "python", "gpu", "cpu")} | {"git": "unavailable: no git"}
-    results.write_table(measure.table(tmp_path, "attention"), bench_table({"off": 1.0}))
-    results.write_json(measure.table(tmp_path, "attention").with_suffix(".json"), {"provenance": made})
-    assert "attention" not in measure.record(tmp_path, tmp_path / "recorded")
-    (run,) = json.loads((tmp_path / "recorded" / "gpu_runs.json").read_text())
-    assert run["git"] == "unavailable: no git"
+    write(tmp_path, "gpu_tests", bench_table({"off": 1.0}))
+    path = measure.table(tmp_path, "gpu_tests").with_suffix(".json")
+    said = json.loads(path.read_text())
+    results.write_json(path, {"provenance": said["provenance"] | {"git": "unavailable: no git"}})
+    with pytest.raises(
+        ValueError, match=r"gpu_tests .*git could not be asked \(unavailable: no git\): set NWOR_COMMIT"
+    ):
+        measure.record(tmp_path, tmp_path / "recorded")
+    path.unlink()
+    with pytest.raises(ValueError, match=r"no gpu_tests\.json says what made it; measure it again"):
+        measure.record(tmp_path, tmp_path / "recorded")
+
+
+def test_parts_and_attempts_of_different_builds_are_not_joined(tmp_path):
+    """Rows without a build, as all were once, are of another one too."""
+    tables = [bench_table({"off": 600.0, "stage": 570.0}, build=build) for build in ("k:1 t:1 x:1", "k:2 t:1 x:1")]
+    for name in ("audit", "audit-tp2"):
+        write(tmp_path, name, tables[0])
+    assert "gpu_audit" not in measure.record(tmp_path, tmp_path / "recorded")
+    for name in ("audit-tp2@2", "audit-tp2"):
+        write(tmp_path, name, tables[1])
+        with pytest.raises(ValueError, match="different builds do not go together: k:1 t:1 x:1, k:2 t:1 x:1; measure"):
+            measure.record(tmp_path, tmp_path / "recorded")
+        write(tmp_path, "audit-tp2@2", tables[1])
+    for other in (tables[1], tables[1].drop(columns="build")):
+        with pytest.raises(ValueError, match="different builds do not go together: k:1 t:1 x:1, "):
+            measure.gpu_tables([tables[0], other])
+        with pytest.raises(ValueError, match="different builds do not go together: k:1 t:1 x:1, "):
+            measure.paper.measured_steps({"gpu_steps": tables[0], "attention": other})
+    old = [table.drop(columns="build") for table in tables]
+    assert "build" not in measure.gpu_tables(old)["gpu_steps"], "what was recorded before is drawn as it was"
+
+
+def test_every_attempt_counts(tmp_path):
+    """Three repeats at 0.9 and three at 0.7 are six whose pairs are 0.9, 0.9, 0.7 and 0.7; neither is dropped."""
+    for kv_heads, name in enumerate(STEPS):
+        write(tmp_path, name, bench_table({"off": 600.0, "stage": 540.0}, kv_heads, repeats=5))
+    again = bench_table({"off": 600.0, "stage": 420.0}, 0, repeats=5)
+    write(tmp_path, STEPS[0] + "@2", again)
+    assert measure.attempts(tmp_path, STEPS[0]) == [STEPS[0], STEPS[0] + "@2"]
+    measure.record(tmp_path, tmp_path / "recorded")
+    steps = pd.read_parquet(tmp_path / "recorded" / "gpu_steps.parquet")
+    both = steps[steps["kv_heads"] == 0]
+    assert both.groupby("attempt")["repeat"].agg(["min", "max"]).values.tolist() == [[0, 4], [6, 10]]
+    kernels = pd.read_parquet(tmp_path / "recorded" / "gpu_kernels.parquet")
+    line = gpu_steps.gpu_steps(steps, kernels).query("mode == 'stage' and kv_heads == 0").iloc[0]
+    assert (line["step"], line["low"], line["high"]) == pytest.approx(((0.9 * 0.7) ** 0.5, 0.7, 0.9))
+    assert not line["stable"]
+    counts = [both[both["repeat"] == 0].assign(metric=metric, value=4.0) for metric in COUNTS]
+    (point,) = against_measured(pd.concat([both, *counts]).assign(model="llama-2-7b"))["measured"]
+    assert point == pytest.approx(line["step"]), "one point, of both"
+    runs = json.loads((tmp_path / "recorded" / "gpu_runs.json").read_text())
+    assert [run["name"] for run in runs][:2] == [STEPS[0], STEPS[0] + "@2"]
 
 
 def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(tmp_path, monkeypatch, capsys):
@@ -150,23 +252,52 @@ def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(tmp
     assert capsys.readouterr().err == f"nwor measure: no folder {tmp_path / 'nothing'}\n"
 
 
+def one(*command: str, gpus: int = 1) -> measure.Measurement:
+    return measure.Measurement(list(command), "some", 1, gpus=gpus)
+
+
 def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr(
-        measure, "MEASUREMENTS", {"bad": ["nwor.no_such"], "two": ["nwor", "--tp", "2"], "there": ["nwor.no_such"]}
-    )
     results.write_table(measure.table(tmp_path, "there"), bench_table({"off": 1.0}))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    matrix = {"bad": one("nwor.no_such"), "two": one("nwor", gpus=2), "there": one("nwor.no_such")}
+    monkeypatch.setattr(measure, "MEASUREMENTS", matrix)
     assert measure.measure(tmp_path, []) == ["bad", "two"]
     said = capsys.readouterr().out
     assert "bad: failed, see" in said and "two: left out, 2 NVIDIA GPUs are needed" in said and "there" not in said
     assert "no_such" in (tmp_path / "bad" / "log.txt").read_text()
 
 
+def test_what_is_measured_again_lies_beside_what_is_there(tmp_path, monkeypatch):
+    """Its command is given a folder of its own; the first table keeps every byte."""
+    first = results.write_table(measure.table(tmp_path, "some"), bench_table({"off": 1.0}))
+    before = first.read_bytes()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    code = "import pathlib, sys; pathlib.Path(sys.argv[1], 'some.parquet').write_bytes(b'x')"
+    (tmp_path / "writes_some.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(measure, "MEASUREMENTS", {"some": one("writes_some", "{out}")})
+    assert measure.measure(tmp_path, []) == [] and measure.attempts(tmp_path, "some") == ["some"]
+    for number in (2, 3):
+        assert measure.measure(tmp_path, ["some"], again=True) == []
+        assert measure.attempts(tmp_path, "some")[-1] == f"some@{number}"
+    assert first.read_bytes() == before and measure.table(tmp_path, "some@3").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_before_it_measures_it_says_that_nothing_can_be_recorded(clean, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "MEASUREMENTS", {})
+    git = {"commit": "a" * 40, "clean": clean, "changed": [] if clean else [" M x"]}
+    monkeypatch.setattr(measure.provenance, "git", lambda: git)
+    assert measure.measure(tmp_path, []) == []
+    said = "what is measured now cannot be recorded: files differ from the commit ( M x): commit them\n"
+    assert capsys.readouterr().out == ("" if clean else said)
+
+
 def test_each_gpu_has_a_measurement_of_its_own(tmp_path, monkeypatch):
     """Two of one rank are under way at once, on two GPUs; one of two ranks has both, and nobody beside it."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    monkeypatch.setattr(measure, "MEASUREMENTS", {"two": ["--tp", "2"]} | {name: [] for name in ("a", "b", "c", "d")})
+    monkeypatch.setattr(measure, "MEASUREMENTS", {"two": one(gpus=2)} | {name: one() for name in "abcd"})
     under_way, cores, seen, together = [], {}, [], threading.Barrier(2)
 
     def run(directory, name, gpus):

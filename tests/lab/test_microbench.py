@@ -19,6 +19,8 @@ from nwor_lab.plots import attention as attention_plots
 from nwor_lab.plots import kernels, style
 
 SHAPE = AttentionShape(32, 8, 16, 512)
+LATER = {"head_size", "tuned_on", "build", "attempt"}
+"""Columns that tables recorded long ago do not have, or that only a GPU or the record adds."""
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +151,7 @@ def test_operators_are_measured_as_they_are_recorded(times: pd.DataFrame, monkey
     monkeypatch.setattr(operators, "_copies", lambda repeats: [{"op": "copy", "value": 2e3, "bytes": 8 << 30}])
     monkeypatch.setattr(operators.ops, "load", lambda: None)
     found = operators.measure(2, (1, 4), 0, [(8, "fp8"), (32, "bf16")], k=3)
-    assert set(found) == set(times)
+    assert set(found) == set(times) - LATER
     assert set(found["rows"]) == {0, 4, 16} and set(found.loc[found["rows"] > 0, "kept"]) == {0, 1, 2, 3, 4}
     line = found.query("op == 'commit' and metric == 'time' and kv_heads == 8 and rows == 16 and kept == 1").iloc[0]
     assert line["bytes"] == bytes_moved("commit", shape_of(8, "fp8"), 16, 1, 4) and line["k"] == 3
@@ -169,7 +171,8 @@ def test_attention_is_measured_as_it_is_recorded(monkeypatch, capsys) -> None:
     monkeypatch.setattr(attention, "weights", lambda *heads: [])
     monkeypatch.setattr(attention, "between", lambda *_: dict.fromkeys(["none", "nwor", "flash", "triton"], print))
     found = attention.measure(attention.shapes([(32, 8)], [4, 1], [512], ["bf16"], [3]), repeats=3)
-    assert set(found) - {"head_size"} == set(results.read_table("attention", paths.RECORDED))
+    assert set(found) - LATER == set(results.read_table("attention", paths.RECORDED)) - LATER
+    assert not found["tuned_on"].any(), "without a GPU there is no tuning"
     assert found.groupby("metric").size().to_dict() == {"time": 2 * 6 * 3, "error": 2 * 4, "between": 2 * 4 * 3}
     table = attention_plots.frame(found, bandwidth=4.0)
     assert table["ratio"].tolist() == [0.5, 0.5] and capsys.readouterr().out.count("faster 0.500") == 2
@@ -222,6 +225,26 @@ def test_net_times_are_without_the_empty_kernel_and_beside_the_faster_backend():
     table = attention_plots.frame(samples(), bandwidth=4.0)
     assert table["floor"].iloc[0] == pytest.approx(SHAPE.bytes / 4e6)
     assert attention_plots.errors(samples())["over_flash"].tolist() == [1]
+
+
+def test_attention_of_different_builds_has_no_ratio():
+    """Ours of one build over vLLM's of another would be neither's."""
+    frame = samples()
+    mixed = frame.assign(build=["k:1" if op == "nwor" else "k:2" for op in frame["op"]])
+    with pytest.raises(ValueError, match="rows of different builds do not go together: k:1, k:2"):
+        attention.net(mixed)
+    assert len(attention.net(frame.assign(build="k:1"))) == 1
+
+
+def test_what_is_won_is_counted_apart_where_nothing_was_tuned():
+    frames = [samples(0.8), samples(1.1, batch=1), samples(0.9, batch=12, tuned_on=False)]
+    found = attention_plots.wins(attention_plots.frame(pd.concat(frames).fillna({"tuned_on": True}), bandwidth=4.0))
+    assert found.reset_index().values.tolist() == [
+        [8, "bf16", False, 1, 1, pytest.approx(0.9), pytest.approx(0.9)],
+        [8, "bf16", True, 2, 1, pytest.approx(0.95), pytest.approx(1.1)],
+    ]
+    recorded = attention_plots.frame(results.read_table("attention", paths.RECORDED), bandwidth=4.0)
+    assert attention_plots.wins(recorded)["shapes"].sum() == len(recorded)
 
 
 def test_what_a_layer_saves_alone_and_between_its_neighbours():

@@ -193,6 +193,31 @@ def test_a_failed_probe_is_a_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     results.write_json(tmp_path / "provenance.json", said)
 
 
+SHA = "0123456789" * 4
+MALFORMED = "unavailable: ValueError: NWOR_COMMIT is '<sha of 40 digits> clean' or '... dirty', got "
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (f"{SHA} clean", {"commit": SHA, "clean": True, "changed": []}),
+        (f"{SHA} dirty", {"commit": SHA, "clean": False, "changed": []}),
+        (SHA, f"{MALFORMED}'{SHA}'"),
+        ("main clean", f"{MALFORMED}'main clean'"),
+    ],
+)
+def test_files_sent_without_their_history_are_of_the_commit_that_the_sender_names(
+    sent: str, expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = provenance.git()
+    monkeypatch.setenv("NWOR_COMMIT", sent)
+    assert provenance.git() == ours, "where git can say, nobody else does"
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    assert provenance.probe(provenance.git) == expected
+    monkeypatch.delenv("NWOR_COMMIT")
+    assert str(provenance.probe(provenance.git)).startswith("unavailable: CalledProcessError")
+
+
 def test_no_key_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "hush")
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")

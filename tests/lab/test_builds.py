@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows say with which build they were measured, and those of different builds are never put together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nwor_lab import builds, paths, results
+
+ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
+
+
+def test_rows_made_on_a_gpu_say_with_which_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hash follows its files, and nothing else."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.setattr(builds.configs.Device, "of", lambda _: builds.configs.H200)
+    tables = [[{"tile": 32}], [{"tile": 64}]]
+    monkeypatch.setattr(builds.configs, "tuned", lambda _: tables[0])
+
+    def now(name: str = "") -> list[str]:
+        if name:
+            results.write_text(tmp_path / name, name * (1 + (tmp_path / name).exists()))
+        builds.tuning.cache_clear(), builds.build.cache_clear()
+        (build,) = results.tidy([ROW])["build"]
+        return build.split(" ")
+
+    try:
+        before = now("kernels/cuda/commit.cu")
+        assert [part[:2] for part in before] == ["k:", "t:", "x:"] and {len(part) for part in before} == {10}
+        assert now("kernels/check.sh") == now("nwor/manager.py") == before
+        for name, changed in {"kernels/cuda/commit.cu": 0, "nwor/attention/kernel.py": 0, "nwor/_C.so": 2}.items():
+            after = now(name)
+            assert [n for n in range(3) if after[n] != before[n]] == [changed]
+            before = after
+        tables.pop(0)
+        assert [n for n in range(3) if now()[n] != before[n]] == [1]
+        assert results.tidy([ROW], build="another")["build"].tolist() == ["another"]
+    finally:
+        builds.tuning.cache_clear(), builds.build.cache_clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "build" not in results.tidy([ROW])
+
+
+def test_rows_of_different_builds_do_not_go_together(tmp_path: Path) -> None:
+    old, one, other = results.tidy([ROW]), results.tidy([ROW], build="k:1"), results.tidy([ROW], build="k:2")
+    assert builds.join([one, one])["build"].tolist() == ["k:1", "k:1"] and len(builds.join([old, old])) == 2
+    for pair, said in (((one, other), "k:1, k:2"), ((old, one), "k:1, unknown")):
+        with pytest.raises(ValueError, match=f"rows of different builds do not go together: {said}; measure"):
+            builds.join(pair)
+    results.update_manifest(tmp_path, points=["a", "b"])
+    for point, frame in (("a", one), ("b", other)):
+        results.write_table(tmp_path / point / "steps.parquet", frame)
+    with pytest.raises(ValueError, match="different builds"):
+        results.read_table("steps", tmp_path)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that the tuning was searched on are told from those held out: in grids, tables and figures."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from nwor.attention import configs
+from nwor.attention.configs import H200
+from nwor_lab import paths, results
+from nwor_lab.microbench import attention, held_out
+from nwor_lab.microbench.inputs import AttentionShape
+from nwor_lab.plots import steps, style
+
+
+def test_the_grid_has_settings_that_were_tuned_on_and_others_that_were_not():
+    table = configs.shipped(H200.name)
+    tuned = {shape: held_out.is_tuned_on(shape, table) for shape in attention.grid()}
+    assert sum(tuned.values()) == 192 and len(tuned) == 288
+    assert {(shape.heads, shape.kv_heads) for shape in tuned if shape.k == 8} == set(attention.HEADS)
+    for shape, known in tuned.items():
+        assert known == (shape.batch in attention.BATCHES) == (shape.context in attention.CONTEXTS)
+        entry = configs.nearest(table, shape.batch, shape.kv_heads, shape.group, 128, shape.element, shape.query)
+        assert known <= (entry["programs"] == shape.batch * shape.kv_heads)
+    known = AttentionShape(32, 8, 16, 512)
+    for other in ({"batch": 12}, {"context": 1024}, {"k": 4}, {"head_size": 64}, {"context": 0}, {"heads": 64}):
+        assert held_out.is_tuned_on(known, table) and not held_out.is_tuned_on(replace(known, **other), table), other
+    assert attention.grid([(32, 8)], [5], [], ["fp8"], [2]) == attention.shapes([(32, 8)], [5], ks=[2], caches=["fp8"])
+
+
+def test_whole_steps_say_what_their_tuning_was_searched_on(monkeypatch):
+    steps = [(8192, 64, 8), (8192, 12, 8), (1024, 64, 8), (8192, 64, 4), (None, 64, 8)]
+    table = pd.DataFrame(steps, columns=["prompt", "batch", "k"]).assign(tp=2, kv_heads=8, kv_cache_dtype="auto", n=1)
+    pd.testing.assert_frame_equal(held_out.mark_steps(table, 32, 128), table)  # without a GPU
+    monkeypatch.setattr(held_out, "tuning", lambda: configs.shipped(H200.name))
+    marked = held_out.mark_steps(pd.concat([table, table]), 32, 128)
+    assert marked["tuned_on"].tolist() == 2 * [True, False, False, False, False]
+    assert held_out.mark_steps(table.assign(kv_cache_dtype="fp8"), 32, 128)["tuned_on"].tolist()[:2] == [True, False]
+    assert not held_out.mark_steps(table, 32, 64)["tuned_on"].any()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_setting_held_out_is_an_open_circle_and_the_legend_says_so(known, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(style, "save", lambda fig, *_: figures.append(fig.figure))
+    recorded = results.read_table("gpu_steps", paths.RECORDED)
+    table = recorded[(recorded["engine"] == "stage") & (recorded["tp"] == 1) & (recorded["k"] == 8)]
+    steps.step_ratio(tmp_path, table)
+    (before,) = figures
+    steps.step_ratio(tmp_path, table.assign(tuned_on=known | (table["batch"] != 16)))
+    legends = [text.get_text() for legend in figures[1].legends for text in legend.get_texts()]
+    assert ("held out of the tuning" in legends) == (not known)
+    assert "held out of the tuning" not in [text.get_text() for legend in before.legends for text in legend.get_texts()]
+    for ax in figures[1].axes:
+        drawn = [line for line in ax.lines if line.get_markerfacecolor() == "white" and line.get_marker() == "o"]
+        assert {str(at) for line in drawn for at in line.get_xdata()} == (set() if known else {"16"})
+    style.close()
