@@ -10,13 +10,11 @@ of every pass. Long greedy answers repeat themselves, and what repeats is drafte
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from nwor_lab import paths, results
+from nwor_lab import results
 from nwor_lab.experiments.survival import mean_accepted, predict_rejected, same_share, summary, survival
 
 __all__ = ["mean_accepted", "predict_rejected", "same_share", "summary", "survival"]
@@ -38,61 +36,31 @@ AT_SCALE: dict[str, Any] = {
 }
 
 
-def checks(table: pd.DataFrame) -> list[tuple[str, object, object, bool]]:
-    """What must hold of a survival table, as (claim, predicted, measured, holds)."""
-    by_position = table[table.metric == "survival"].sort_values("position")
-    falling = all(part.value.is_monotonic_decreasing for _, part in by_position.groupby(["k", "temperature"]))
-    predicted = predict_rejected(table).set_index(["temperature", "k"]).value
-    measured = table[table.metric == "rejected_share"]
-    off = max(abs(row.value - predicted[row.temperature, row.k]) for row in measured.itertuples())
-    rejected = "rejected share of written rows: counted against predicted from survival"
-    return [
-        ("survival never rises with position", True, falling, falling),
-        (rejected, "<= 0.08 apart", off, off <= 0.08),
-    ]
+def claim(run: results.Run, table: pd.DataFrame, at_scale: pd.DataFrame, origin: str) -> None:
+    """Record what must hold of acceptance by `survival`: of a run, `table`, and of the counts at scale, of `origin`.
 
-
-def checks_at_scale(table: pd.DataFrame, windows: int = 100_000) -> list[tuple[str, object, object, bool]]:
-    """`checks` of the survival table of counts at scale, and that there are as many windows."""
-    counted = int(table.loc[table.metric == "windows", "value"].sum())
-    lines: list[tuple[str, object, object, bool]] = [("windows", f">= {windows}", counted, counted >= windows)]
-    return [(f"at scale: {claim}", predicted, found, holds) for claim, predicted, found, holds in lines + checks(table)]
-
-
-def beside_published(
-    table: pd.DataFrame, model: str, dataset: str, published: pd.DataFrame | None = None
-) -> pd.DataFrame:
-    """Greedy acceptance beside what was published of the same model, chain drafts of the same k and the same prompts.
-
-    Args:
-        table: of `survival`; model: a name on the hub, of which the last part counts; dataset: as `published` names it.
-
-    Returns:
-        columns ``k``, ``metric`` (``acceptance_length`` or ``survival``), ``position``, ``published``, ``value``,
-        ``low``, ``high`` and ``difference``, relative; no rows where nothing comparable was published.
+    The longest k of each table predicts the rejected share of the others, and is not held against itself.
     """
-    known = pd.read_csv(paths.PUBLISHED_ACCEPTANCE) if published is None else published
-    known = known[(known["model"] == Path(model).name) & (known["dataset"] == dataset) & (known["temperature"] == 0)]
-    known = known.assign(
-        k=pd.to_numeric(known["draft"].str.extract(r"^chain k=(\d+)$")[0]),
-        metric=known["metric"].replace("tau", "acceptance_length"),
-        published=known["value"],
-    ).dropna(subset="k")
-    keys = ["k", "metric", "position"]
-    greedy = table.loc[table["temperature"] == 0, [*keys, "value", "low", "high"]]
-    both = known[[*keys, "published"]].merge(greedy, on=keys)
-    return both.assign(difference=both["value"] / both["published"] - 1)
+    lengths, shares = (table[table["metric"] == name] for name in ("acceptance_length", "rejected_share"))
+    greedy = lengths[(lengths["temperature"] == 0) & (lengths["k"] == 4)]["value"].mean()  # NaN where it was not run
+    run.expect("mean acceptance length, greedy, k=4 (tokens a window)", ">= 2.5", greedy, greedy >= 2.5)
+    text = "rejected share of written rows at the shorter k: counted against predicted from survival at the longest"
+    off = prediction_error(table)
+    run.expect(text, "<= 0.08 apart", off, off <= 0.08)
+    both = shares.merge(at_scale[at_scale["metric"] == "rejected_share"], on=["k", "temperature"])
+    apart = (both["value_x"] - both["value_y"]).abs().max()
+    run.expect(
+        "rejected share of written rows: this run's against that at scale", "<= 0.05 apart", apart, apart <= 0.05
+    )
+    off = prediction_error(at_scale)
+    run.claim(f"at scale: {text}", "<= 0.08 apart", off, off <= 0.08, origin)
 
 
-def checks_of_published(beside: pd.DataFrame) -> list[tuple[str, object, object, bool]]:
-    """What vLLM's own test asks of `beside_published`: a length within 5 %, survival no more than 5 % less."""
-    lines: list[tuple[str, object, object, bool]] = []
-    for row in beside.itertuples():
-        place = "" if math.isnan(row.position) else f", position {row.position:.0f}"
-        close = (abs(row.difference) if row.metric == "acceptance_length" else -row.difference) <= 0.05
-        claim = f"{row.metric.replace('_', ' ')} at k={row.k:.0f}{place} beside the published"
-        lines.append((claim, row.published, row.value, close))
-    return lines
+def prediction_error(table: pd.DataFrame) -> float:
+    """The largest difference between a counted rejected share and `predict_rejected`'s; NaN where there is one k."""
+    counted = table[(table["metric"] == "rejected_share") & (table["k"] < table["k"].max())]
+    both = counted.merge(predict_rejected(table), on=["temperature", "k"])
+    return float((both["value_x"] - both["value_y"]).abs().max())
 
 
 def measure(run: results.Run) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nwor bench`: run engines of several modes side by side on the same prompts and write what they did.
 
-    nwor bench --mode off,cow,stage --k 4,8 --batches 1,4
+    nwor bench --mode vllm,off,cow,direct,stage --k 4,8 --batches 1,4
 
 All engines of a draft length are up at once. A first greedy pass shows whether each mode gives the baseline's tokens,
 under the audit of the whole cache; a mode that does not gets no step time. Then the variants are timed, interleaved
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,18 @@ import pandas as pd
 
 from nwor.settings import Settings
 from nwor_lab import machine, paths, results
-from nwor_lab.engines import clocks, shapes
+from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.experiments import options, survival
 from nwor_lab.experiments.bench_table import counted, kernel_rows, measured, summary
 from nwor_lab.experiments.parity import Parity, compare
-from nwor_lab.experiments.plan import Plan, Variant, settings_of
+from nwor_lab.experiments.plan import UNPATCHED, Plan, Variant, settings_of
 from nwor_lab.machine import on_cpu
+from nwor_lab.microbench import held_out
 
 Rows = list[dict[str, Any]]
+COMPARED = 8
+"""Requests of each load that parity is checked on at least, if there are as many prompts."""
 _BEGIN = time.monotonic()
 
 
@@ -59,9 +63,17 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
     report: dict[str, Any] = {}
     for k in plan.ks:
         of_k = f", k={k}" if len(plan.ks) > 1 else ""
-        specs = {mode + of_k: (replace(spec, k=k), settings_of(mode, plan.audit), 0) for mode in plan.modes}
+        of_length = replace(spec, k=k)
+        specs = {
+            mode + of_k: (
+                replace(of_length, plugins="nwor_lab") if mode == UNPATCHED else of_length,
+                settings_of(mode, plan.audit),
+                0,
+            )
+            for mode in plan.modes
+        }
         with started(specs, logs) as engines:
-            more, found = Session(list(engines.values()), replace(spec, k=k), plan, prompts).run()
+            more, found = Session(list(engines.values()), of_length, plan, prompts).run()
         rows += [{"k": k, **row} for row in more]
         for section, by_name in found.items():
             report.setdefault(section, {}).update({name + of_k: value for name, value in by_name.items()})
@@ -87,7 +99,10 @@ def started(specs: Mapping[str, tuple[EngineSpec, Settings, int]], logs: str) ->
             engines[name] = stack.enter_context(Engine(spec, settings, core=core, log=log))
         for name, engine in engines.items():
             engine.wait()
-            require_served(specs[name][1].mode, engine.report())
+            ranks = engine.report()
+            require_served(specs[name][1].mode, ranks)
+            if specs[name][0].plugins and (hooks := [hook for rank in ranks for hook in rank["hooks"]]):
+                raise EngineError(f"{name}: vLLM without the plugin is patched all the same: {hooks}")
             say(f"{name}: engine up")
         yield engines
 
@@ -106,8 +121,7 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str 
             rows: Rows = []
             for number, (temperature, repeat, seed) in enumerate(passes, 1):
                 say(f"{name}: pass {number} of {len(passes)}, temperature {temperature:g}")
-                ends = [{"ignore_eos": not plan.chat}]
-                done = engines[name].generate(prompts, plan.max_tokens, temperature, seed, sampling=ends)
+                done = engines[name].generate(prompts, plan.max_tokens, temperature, seed)
                 where = {"mode": "off", "k": specs[name][0].k, "temperature": temperature}
                 where |= {"repeat": repeat, "seed": seed}
                 rows += [{**where, **row} for row in measured(done) if row["metric"] in survival.COUNTS]
@@ -137,7 +151,7 @@ class Session:
         self.shortest = min(plan.random_prompts, default=longest)
         self.first = (self.shortest, plan.num_prompts)
         self.parity: dict[str, dict[tuple[int, int], Parity]] = {variant.name: {} for variant in plan.variants}
-        self.given: dict[str, Generation] = {}
+        self.given: dict[str, list[Generation]] = {}
 
     def run(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
         """Rows and report of all passes: the first, the timed ones, a profile."""
@@ -165,7 +179,7 @@ class Session:
             here = [] if variant.paused else ranks[variant.engine]
             rows += [{**variant.columns, "batch": self.spec.batch, **row} for row in counted(here)]
         parity = {name: asdict(sum(by_load.values(), Parity())) for name, by_load in self.parity.items()}
-        answers = {name: generation.text[:4] for name, generation in self.given.items()}
+        answers = {name: first.text[:4] for name, (first, *_) in self.given.items()}
         return rows, {"ranks": ranks, "metrics": metrics, "parity": parity, "answers": answers}
 
     def prompts_of(self, length: int, size: int) -> list[list[int]]:
@@ -180,11 +194,14 @@ class Session:
     def check_parity(self, length: int, size: int) -> None:
         """A greedy pass of a load by every variant, compared with the baseline's: the first mode's, or for an engine
         that pauses its own, paused. An audit, if there is one, ends with the first pass.
+
+        A load of few requests is run with other prompts too, until `COMPARED` have been: one text may part too early.
         """
-        prompts, tokens = self.prompts_of(length, size), self.plan.max_tokens
+        prompts, tokens = self.prompts_of(length, max(size, COMPARED)), self.plan.max_tokens
+        batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
         if self.spec.prefix_caching:
-            for engine in self.engines.values():
-                engine.generate(prompts, 1)  # every variant finds the prompts cached: its sums are as in the others
+            for engine, batch in itertools.product(self.engines.values(), batches):
+                engine.generate(batch, 1)  # every variant finds the prompts cached: its sums are as in the others
         unpaused_first = sorted(
             self.variants, key=lambda pair: pair[0].paused
         )  # an audit is over before its mode pauses
@@ -193,12 +210,13 @@ class Session:
                 if variant.paused:
                     require_served("off", engine.report(), variant.engine)
                 say(f"parity: {variant.name}, {len(prompts)} prompts")
-                self.given[variant.name] = engine.generate(prompts, tokens, logprobs=20)  # as many as vLLM gives
+                given = [engine.generate(batch, tokens, logprobs=20) for batch in batches]  # as many as vLLM gives
+                self.given[variant.name] = given
             engine.stop_audit()
         for variant in self.plan.variants:
             baseline = replace(variant, paused=True) if variant.pauses else self.plan.variants[0]
-            drafted = self.spec.acceptance_length > 0
-            found = compare(self.given[baseline.name], self.given[variant.name], drafted=drafted)
+            alike = partial(compare, drafted=self.spec.acceptance_length > 0)
+            found = sum(map(alike, self.given[baseline.name], self.given[variant.name]), Parity())
             by_load = self.parity[variant.name]
             by_load[length, size] = by_load.get((length, size), Parity()) + found
 
@@ -224,9 +242,9 @@ class Session:
             load = {"repeat": repeat, "temperature": temperature, **self.load(length, size)}
             for variant, engine in self.in_order(repeat):
                 say(f"repeat {repeat + 1} of {plan.repeats}: {variant.name}, {size} prompts")
-                with variant.on(engine), clocks.watched(0 if on_cpu() else self.spec.tp) as seen:
+                with variant.on(engine):
                     done = engine.generate(prompts, plan.max_tokens, temperature, self.spec.seed + 1000 * repeat)
-                rows += [{**variant.columns, **load, **row} for row in [*measured(done), *seen]]
+                rows += [{**variant.columns, **load, **row} for row in measured(done)]
         return rows
 
     def profiled(self) -> Rows:
@@ -325,6 +343,9 @@ def write_results(
     if given["shape"]:
         common["kv_heads"] = shapes.SHAPES[given["shape"]]["num_key_value_heads"]
     frame = results.tidy(rows, **common)
+    if given["shape"]:
+        shape = shapes.SHAPES[given["shape"]]
+        frame = held_out.mark_steps(frame, shape["num_attention_heads"], shape["head_dim"])
     path = results.write_table(directory / f"{given['name']}.parquet", frame)
     made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(dict(given))}
     results.write_json(path.with_suffix(".json"), {**report, **made_by})

@@ -93,17 +93,15 @@ def _summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
             compared, total = parity.of_rows(rows), rows.groupby("metric")["value"].sum()
             line = {"mode": variant.name, **{str(name): int(value) for name, value in load.items()}}
             line["equal"] = f"{compared.equal}/{compared.requests}"
-            line |= {"gap_nats": compared.largest_gap, "shift_nats": compared.largest_shift}
+            line |= {"gap_nats": compared.largest_gap, "shift_nats": compared.shift}
             if len(timed):
                 line["acceptance_length"] = 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0))
                 steps = rows[rows.metric == "step_ms"].groupby("repeat").value.median()
-                clock = rows.loc[rows.metric == "sm_clock", "value"]
-                good = (compared + untimed[variant]).within(plan.logit_gap)
+                good = (compared + untimed[variant]).within(plan.tolerance)
                 baseline = baselines.setdefault(variant.columns["engine"], steps)
                 line["step_ms"] = steps.median() if good else math.nan
                 line["spread_ms"] = steps.max() - steps.min() if good else math.nan
                 line["ratio"] = abba_ratio(steps / baseline) if good and len(steps) else math.nan
-                line |= {"clock_mhz": clock.median()} if len(clock) else {}
             lines.append(line)
     return pd.DataFrame(lines)
 

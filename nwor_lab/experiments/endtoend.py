@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one run of all modes must show, from the table and the report that a bench leaves, and recorded audits."""
+"""What one run of all modes must show, from the table and the report that a bench leaves."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pandas as pd
 from transformers import AutoConfig
 
-from nwor_lab import paths
+from nwor.settings import ATTENDING
+from nwor_lab.audit.auditor import FAULTS
 from nwor_lab.experiments.bench_table import summary
-from nwor_lab.experiments.gpu_steps import PARITY_TOLERANCE_NATS
 from nwor_lab.experiments.options import from_options
-from nwor_lab.experiments.parity import Parity
+from nwor_lab.experiments.parity import SINGLE, Parity
 from nwor_lab.experiments.plan import Plan
 from nwor_lab.experiments.survival import same_share
 from nwor_lab.model.traffic import Shape
-from nwor_lab.results import Run, read_table
+from nwor_lab.results import Run
 
 Report = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ def rank_table(report: Report) -> pd.DataFrame:
 
 def step_rows(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     """Rows `step_ms` for the figure: the median step of each repeat, for modes at parity alone."""
-    good = [mode for mode, found in report["parity"].items() if Parity(**found).within(report["plan"]["logit_gap"])]
+    good = [mode for mode, found in report["parity"].items() if Parity(**found).within(report["plan"]["tolerance"])]
     rows = bench[(bench.metric == "step_ms") & bench["mode"].isin(good)]
     medians = rows.groupby(["mode", "model", "tp", "k", "batch", "seed", "repeat"], as_index=False).value.median()
     return medians.assign(metric="step_ms", unit="ms")
@@ -96,38 +96,14 @@ def audited(report: Report) -> pd.DataFrame:
     return audit_rows(report).drop(columns="rank").groupby("mode").sum().add_prefix("audit.").T
 
 
-def recorded_audits() -> dict[str, pd.DataFrame]:
-    """Audits recorded on H200s, by what ran: one row a metric, one column a mode.
-
-    The shipped pair over one rank and over two, where the counts are those of one rank, and the configurations of whole
-    steps that were timed after their audit, summed over their passes.
-    """
-    small = read_table("gpu_audit", paths.RECORDED)
-    found = {}
-    for tp, rows in small.groupby("tp"):
-        found[f"shipped pair, TP={tp}"] = table = _by_mode(rows, "max")
-        table.attrs["same_on_ranks"] = bool((rows.groupby(["metric", "mode"]).value.nunique() == 1).all())
-    timed = read_table("gpu_audited_steps", paths.RECORDED).query("engine == '' or engine == mode")
-    for (heads, cache), rows in timed.groupby(["kv_heads", "kv_cache_dtype"], sort=False):
-        where = f"Llama-2-7B's shape, {heads} KV heads, {'fp8' if cache == 'fp8' else 'bf16'} cache"
-        found[where] = _by_mode(rows, "sum")
-        found[where].attrs["tolerance"] = PARITY_TOLERANCE_NATS[cache]
-    return found
-
-
-def _by_mode(rows: pd.DataFrame, how: str) -> pd.DataFrame:
-    both = rows.groupby(["metric", "mode"]).value.agg(["max", how]).set_axis(["max", "all"], axis=1)
-    largest = both.index.get_level_values("metric").str.startswith("largest")
-    return both["max"].where(largest, both["all"]).unstack("mode")
-
-
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 
 def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
-    """Record what must hold of one bench run with modes off, cow and stage, audited."""
+    """Record what must hold of one bench run with modes off, cow, direct and stage, audited."""
     spec, plan = report["spec"], report["plan"]
-    where, bound = f"TP={spec['tp']}, {spec['dtype']}", plan["logit_gap"]
+    where, most = f"TP={spec['tp']}, {spec['dtype']}", plan["tolerance"]
+    bound = SINGLE * most
     ranks, parity = report["ranks"], {mode: Parity(**found) for mode, found in report["parity"].items()}
     serving = sorted({(mode, rank["serving"]) for mode, found in ranks.items() for rank in found})
     run.claim(
@@ -136,17 +112,23 @@ def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
         serving,
         all(served == mode for mode, served in serving) and all(len(found) == spec["tp"] for found in ranks.values()),
     )
-    cow, stage = parity["cow"], parity["stage"]
-    run.claim(f"{where}: cow's greedy tokens are vanilla's", cow.requests, cow.equal, cow.equal == cow.requests)
-    gap, shift = stage.largest_gap, stage.largest_shift
-    run.claim(f"{where}: a token of stage that differs is a near tie (nats)", f"<= {bound}", gap, gap <= bound)
-    moved = f"{where}: stage shifts no log-probability of vanilla's best tokens further (nats)"
-    run.claim(moved, f"<= {bound}", shift, shift <= bound)
-    z = same_share([accepted_drafts(bench, mode) for mode in ("off", "stage")])
-    run.claim(f"{where}: stage accepts as many drafts as vanilla (|z|)", "< 3", abs(z), abs(z) < 3)
+    cow = parity["cow"]
+    run.claim(f"{where}: cow's greedy tokens are vanilla's", cow.requests, cow.equal, cow.equal == cow.requests > 0)
+    for mode in ATTENDING:
+        found = parity[mode]
+        gap, shift = found.largest_gap, found.largest_shift
+        run.claim(f"{where}: a token of {mode} that differs is a near tie (nats)", f"<= {bound:g}", gap, gap <= bound)
+        text = f"{where}: {mode} shifts no log-probability of vanilla's best tokens further (nats)"
+        run.claim(text, f"<= {bound:g}", shift, shift <= bound)
+        text = f"{where}: {mode} shifts log-probabilities as rounding does, not as a fault (nats)"
+        run.claim(text, f"<= {most:g}", found.shift, found.places > 0 and found.shift <= most)
+    counts = [accepted_drafts(bench, mode) for mode in ("off", "stage")]
+    z, some = abs(same_share(counts)), counts[0][0] > 0
+    run.claim(f"{where}: stage accepts as many drafts as vanilla (|z|)", "< 3", z, z < 3 and some)
     for mode in ("cow", "stage"):
-        same = all(rank["counters"] == ranks[mode][0]["counters"] for rank in ranks[mode])
-        run.claim(f"{where}: {mode}'s counts are the same on every rank", True, same, same)
+        if spec["tp"] > 1:
+            same = all(rank["counters"] == ranks[mode][0]["counters"] for rank in ranks[mode])
+            run.claim(f"{where}: {mode}'s counts are the same on every rank", True, same, same)
         metrics = report["metrics"][mode]
         checked, wrong = int(metrics["nwor_scheduler_checks"]), int(metrics["nwor_scheduler_mismatches"])
         holds = checked > 0 and wrong == 0
@@ -158,18 +140,19 @@ def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
     run.claim(f"{where}: stage avoids the rejected rows' bytes, no more", predicted, avoided, least <= avoided <= most)
 
 
-def claim_clean(run: Run, where: str, table: pd.DataFrame, origin: str = "measured") -> None:
-    """Record what must hold of an audit: vanilla is dirty, the modes are not and have written all they kept.
+def claim_clean(run: Run, where: str, table: pd.DataFrame) -> None:
+    """Record what must hold of an audit: vanilla and `direct` are dirty, the other modes show none of its faults.
 
     table: one row a metric, one column a mode, as `audited` makes it.
     """
-    wrong = table.loc["audit.dirty_layer_steps"] + table.loc["audit.unwritten_rows"]
+    wrong = table.loc[[f"audit.{fault}" for fault in FAULTS]].sum()
     for mode in ("cow", "stage"):
         steps, found = int(table.loc["audit.layer_steps", mode]), int(wrong[mode])
         text = f"{where}: {mode} leaves no layer-step dirty, of {steps}"
-        run.claim(text, 0, found, steps > 0 and found == 0, origin)
-    dirty = int(table.loc["audit.dirty_layer_steps", "off"])
-    run.claim(f"{where}: vanilla leaves dirty layer-steps behind", "> 0", dirty, dirty > 0, origin)
+        run.claim(text, 0, found, steps > 0 and found == 0)
+    for mode, name in {"off": "vanilla", "direct": "direct, the control,"}.items():
+        dirty = int(table.loc["audit.dirty_layer_steps", mode])
+        run.claim(f"{where}: {name} leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
 
 
 def claim_left(run: Run, where: str, report: Report) -> None:
@@ -183,55 +166,6 @@ def claim_left(run: Run, where: str, report: Report) -> None:
     predicted = (heard["off"] + unheard) * sum(layers)
     dirty = sum(rank["audit"]["dirty_slots"] for rank in ranks["off"])
     run.claim(f"{where}: slots that vanilla leaves dirty are its rejected rows", predicted, dirty, dirty == predicted)
-
-
-def claim_recorded(run: Run, where: str, table: pd.DataFrame) -> None:
-    """Record what must hold of one of `recorded_audits`: clean modes, `cow`'s tokens, `stage`'s acceptance.
-
-    Of the shipped pair also that what vanilla leaves is the rejected rows; of steps under random weights, whose texts
-    part more easily, that `stage` stays within their tolerance.
-    """
-    where = f"H200, {where}"
-    claim_clean(run, where, table, "recorded")
-    equal, requests = (int(table.loc[metric, "cow"]) for metric in ("equal_requests", "requests"))
-    run.claim(f"{where}: cow's greedy tokens are vanilla's", requests, equal, equal == requests, "recorded")
-    accepted, drafts = (table.loc[f"counters.{name}_tokens"] for name in ("committed", "staged"))  # none of vanilla
-    z = same_share([(int(accepted[mode]), int(drafts[mode])) for mode in ("cow", "stage")])
-    text = f"{where}: stage accepts as many of {drafts['stage']:.0f} drafts as cow (|z|)"
-    run.claim(text, "< 3", abs(z), abs(z) < 3, "recorded")
-    if bound := table.attrs.get("tolerance"):
-        furthest = float(table.loc[["largest_gap", "largest_shift"], "stage"].max())
-        text = f"{where}: gap or shift under stage, at most (nats)"
-        run.claim(text, f"<= {bound}", furthest, furthest <= bound, "recorded")
-    else:
-        layers = table.loc["audit.layer_steps", "off"] // table.loc["audit.steps", "off"]
-        rows = int(table.loc["counters.rejected_tokens", "cow"] * layers)
-        slots = int(table.loc["audit.dirty_slots", "off"])
-        text = f"{where}: slots that vanilla leaves dirty are its rejected rows"
-        run.claim(text, rows, slots, rows == slots, "recorded")
-        same = table.attrs["same_on_ranks"]
-        run.claim(f"{where}: every rank counts the same", True, same, same, "recorded")
-
-
-def claim_timed(run: Run, table: pd.DataFrame) -> None:
-    """Record what must hold of the timed loads of `gpu_steps.gpu_steps`: each was compared in the graphs that were
-    timed, and is within `PARITY_TOLERANCE_NATS`."""
-    cow, stage = (table[table["mode"] == mode] for mode in ("cow", "stage"))
-
-    def say(text: str, expected: object, value: object, holds: bool) -> None:
-        run.claim(f"recorded on GPUs: {text}", expected, value, holds, "recorded")
-
-    compared = int(table["requests"].notna().sum())
-    say("timed settings whose tokens were compared", len(table), compared, compared == len(table))
-    equal, requests = int(cow["equal_requests"].sum()), int(cow["requests"].sum())
-    say("cow's tokens in all timed loads are vanilla's", requests, equal, equal == requests > 0)
-    for cache, bound in PARITY_TOLERANCE_NATS.items():
-        rows = stage[(stage["kv_cache_dtype"] == cache) & stage["step"].notna()]
-        furthest = float(rows[["largest_gap", "largest_shift"]].max(axis=1).max())
-        text = f"gap or shift under stage where a time is reported, cache {cache}, at most (nats)"
-        say(text, f"<= {bound}", furthest, furthest <= bound)
-    unreported = int(stage["step"].isna().sum())
-    say("settings of stage that are not at parity, and have no time", 0, unreported, unreported == 0)
 
 
 # -- what the claims predict -------------------------------------------------------------------------------------------

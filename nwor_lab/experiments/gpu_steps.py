@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 import pandas as pd
 
-from nwor_lab.experiments.parity import of_rows
+from nwor_lab.builds import join
+from nwor_lab.experiments.parity import of_rows, tolerance
 from nwor_lab.model.ratios import abba_ratio, is_stable
 from nwor_lab.results import tidy
 
@@ -16,8 +17,6 @@ SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that identify a measured setting of whole steps on a GPU."""
 BESIDE = [*SETTING, "engine"]
 """The same, and the engine where it is compared with itself, its mode paused."""
-PARITY_TOLERANCE_NATS = {"auto": 0.15, "fp8": 0.75}
-"""Nats of a near tie under random weights, by `kv_cache_dtype`: FlashAttention rounds attention weights to fp8 too."""
 
 
 def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -25,12 +24,15 @@ def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
 
     The share is that of the paged write's GPU time in the median step of vanilla, of the same run and setting; there is
     none where vanilla's repeats are not stable.
+
+    Raises:
+        ValueError: the benches are of different builds.
     """
-    every = pd.concat(benches, ignore_index=True)
+    every = join(benches)
     profiled = every["metric"] == "kernel_us"
     kernels = every[profiled].drop(columns=["step", "position", "rank", "temperature"], errors="ignore")
     steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
-    keys = ["run_id", "mode", "model", "seed", *BESIDE]
+    keys = ["run_id", "mode", "model", "seed", *BESIDE, *({"build"} & set(every))]
     writes = kernels[(kernels["mode"] == "off") & (kernels["kind"] == "KV write")].groupby(keys)["value"].mean()
     runs = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
     whole = runs.median()
@@ -48,10 +50,11 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         `step` is the `ratios.abba_ratio` of the ratios of median steps, NaN where the mode is not at parity by
-        `PARITY_TOLERANCE_NATS`, `low` and `high` their range over repeats; `stable` says whether every mode of the
-        setting is, by `ratios.is_stable`; `equal_requests`, `requests`, `largest_gap` and `largest_shift` are
-        `parity`'s, NaN where the setting was not compared; `gpu_ms` is the sum of all kernels of a decode step, `gpu`
-        its ratio to vanilla's, and `write_us`, `attention_us`, `nwor_us` parts of it.
+        `parity.tolerance`, `low` and `high` their range over repeats; `stable` says whether every mode of the setting
+        is, by `ratios.is_stable`; `equal_requests`, `requests`, `largest_gap`, `largest_shift` and `shift` are
+        `parity`'s, NaN where the setting was not compared, `shift` also where it was recorded without places; `gpu_ms`
+        is the sum of all kernels of a decode step, `gpu` its ratio to vanilla's, and `write_us`, `attention_us`,
+        `nwor_us` parts of it.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
     every = medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"])
@@ -65,9 +68,14 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     ratios["stable"] = is_stable(ratios).groupby(BESIDE).transform("all")
     compared = steps.groupby([*BESIDE, "mode"])[["metric", "value"]].apply(of_rows)
     found = pd.DataFrame(map(asdict, compared), compared.index).rename(columns={"equal": "equal_requests"})
+    found["shift"] = (found.pop("fourth_powers") / found.pop("places")) ** 0.25
     ratios = ratios.join(found[found["requests"] > 0])
-    bound = ratios.index.get_level_values("kv_cache_dtype").map(PARITY_TOLERANCE_NATS)
-    ratios["step"] = ratios["step"].mask(ratios[["largest_gap", "largest_shift"]].max(axis=1) > bound)
+    caches = compared.index.get_level_values("kv_cache_dtype")
+    good = [
+        parity.within(tolerance("bfloat16", cache, random_weights=True, on_gpu=True))
+        for cache, parity in zip(caches, compared, strict=True)
+    ]
+    ratios["step"] = ratios["step"].where(pd.Series(good, compared.index))
     parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value")
     total = parts.sum(axis=1).unstack("mode")
     kinds = pd.DataFrame(

@@ -14,13 +14,13 @@ from nwor_lab import machine, pair, paths
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.experiments.parity import near_tie
+from nwor_lab.experiments.parity import tolerance
 from nwor_lab.experiments.plan import Plan
 
 T = TypeVar("T")
 OPTIONS = {"modes": "--mode", "ks": "--k", "temperatures": "--temperature"}
 """Options that are not named as their field is."""
-DEFAULTS = {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE), "dtype": "", "logit_gap": 0.0}
+DEFAULTS = {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE), "dtype": ""}
 """Defaults that are not those of their field."""
 
 
@@ -78,7 +78,7 @@ def _sentences(kind: type) -> dict[str, str]:
 def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[list[int]]]:
     """The spec, the plan and the prompts (token ids) that the options describe.
 
-    An empty dtype is that of this machine, and a `logit_gap` of 0 what rounding in the dtype explains.
+    An empty dtype is that of this machine, and a `tolerance` of 0 that of the dtypes.
 
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
@@ -97,7 +97,8 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
         given |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
     if given["count"]:
         given |= {"modes": ("off",), "audit": False}
-    given["logit_gap"] = given["logit_gap"] or near_tie(given["dtype"])
+    usual = tolerance(given["dtype"], given["kv_cache_dtype"], given["load_format"] == FORMAT, not machine.on_cpu())
+    given["tolerance"] = given["tolerance"] or usual
     plan = from_options(Plan, given)
     spec = from_options(EngineSpec, given | {"k": plan.ks[0]})
     prompts = (
@@ -118,7 +119,7 @@ def random_prompts(plan: Plan) -> list[list[int]]:
 
 
 def tokenized(spec: EngineSpec, plan: Plan, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of the texts by the model's own tokenizer, each in its chat template where the plan says so.
+    """Token ids of the texts by the model's own tokenizer.
 
     Raises:
         ValueError: acceptance is to be counted, and a prompt is missing or does not fit beside its answer.
@@ -126,10 +127,7 @@ def tokenized(spec: EngineSpec, plan: Plan, texts: Sequence[str]) -> list[list[i
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(spec.model)
-    if plan.chat:
-        users = [[{"role": "user", "content": text}] for text in texts]
-        texts = [tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True) for user in users]
-    prompts = [tokenizer.encode(text, add_special_tokens=not plan.chat) for text in texts]
+    prompts = [tokenizer.encode(text) for text in texts]
     if plan.count:
         if plan.num_prompts > len(prompts) or not prompts:
             raise ValueError(f"{plan.num_prompts or 'some'} prompts asked for, {len(prompts)} given")

@@ -15,6 +15,9 @@ from nwor.settings import MODES, Settings
 if TYPE_CHECKING:
     from nwor_lab.engines.engine import Engine
 
+UNPATCHED = "vllm"
+"""vLLM without NWOR's plugin, as a mode of a plan."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -50,7 +53,7 @@ class Variant:
 class Plan:
     """A grid of modes, draft lengths, temperatures and loads, and what is done at each of its points.
 
-    modes: modes to compare, of off, cow and stage; the first is the baseline.
+    modes: modes to compare, of off, cow, direct, stage, and vllm without the plugin; the first is the baseline.
     ks: draft lengths; engines of one length are up at once, lengths follow each other.
     temperatures: sampling temperatures; 0 is greedy, and parity is checked there alone.
     num_prompts: prompts of the first pass, and of the timed ones unless batches says otherwise; 0 for all there are.
@@ -59,15 +62,14 @@ class Plan:
     max_tokens: tokens of every answer.
     repeats: timed passes; the variants are interleaved, and each repeat reverses their order.
     max_minutes: no repeat but the first begins that would end later than this, by the longest so far; 0 for no limit.
-    logit_gap: nats below which a differing token is a near tie, and which no log-probability may shift by; 0 for what
-        rounding in the dtype explains.
+    tolerance: nats by which a mode may shift log-probabilities, by their `Parity.shift`; 0 for what rounding in the
+        dtypes of model and cache explains.
     profile: also take GPU time by kind of kernel, in untimed generations.
     paused: compare each treated engine with itself, its mode paused; graphs that hold the mode are captured again for
         every repeat.
     audit: compare the whole cache byte by byte in the first pass, which is not timed.
     count: count accepted drafts and nothing else: no parity, audit or times; engines of all draft lengths work side by
         side, and greedy passes are not repeated.
-    chat: each prompt is a user's message in the model's chat template, and an answer ends where the model ends it.
     """
 
     modes: tuple[str, ...] = MODES
@@ -79,17 +81,16 @@ class Plan:
     max_tokens: int = 64
     repeats: int = 5
     max_minutes: float = 0.0
-    logit_gap: float = 0.25
+    tolerance: float = 0.0
     profile: bool = False
     paused: bool = False
     audit: bool = True
     count: bool = False
-    chat: bool = False
 
     def __post_init__(self) -> None:
         for mode in self.modes:
-            if mode not in MODES:
-                raise ValueError(f"{mode!r} is not a mode; choose of {', '.join(MODES)}")
+            if mode not in (*MODES, UNPATCHED):
+                raise ValueError(f"{mode!r} is not a mode; choose of {', '.join((*MODES, UNPATCHED))}")
         for name in ("modes", "ks", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
@@ -108,7 +109,7 @@ class Plan:
         """Those of each repeat, in order; a repeat in two reverses it."""
         variants = []
         for mode in self.modes:
-            pauses = self.paused and mode != "off"
+            pauses = self.paused and mode not in ("off", UNPATCHED)
             variants += [Variant(mode, pauses, paused) for paused in ((True, False) if pauses else (False,))]
         return variants
 
@@ -145,4 +146,6 @@ def settings_of(mode: str, audit: bool) -> Settings:
     """A mode's settings; what repairs vLLM's loading and sampling is the same in all modes, the baseline too."""
     from nwor_lab.machine import on_cpu
 
+    if mode == UNPATCHED:
+        return Settings(audit=audit)
     return Settings(mode=mode, audit=audit, debug_sync=mode != "off", eagle_bias=True, fix_cpu_sampling=on_cpu())

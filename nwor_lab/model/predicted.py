@@ -11,11 +11,16 @@ import pandas as pd
 from nwor_lab.model.breakeven import H200, MODELS, Chip, known_shape, step_difference_us
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.model.traffic import Shape, Window, served_traffic
+from nwor_lab.results import Run
 
-NO_SETTING = ("mode", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
+NO_SETTING = ("mode", "attempt", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not identify a setting."""
 COUNTS = ["windows", "draft_tokens", "accepted_tokens"]
 """Metrics that give the mean window of a step."""
+SAME_ATTENTION = ("cow",)
+"""Modes that attend with vanilla's kernel: launches and bytes are all by which their steps differ from vanilla's."""
+PREDICTIONS = {"launches and bytes": "predicted", "with its attention measured": "with_attention"}
+"""Two ways to predict a step, and the column of `against_measured` that has it."""
 FELL_BACK = {
     (32, 1, "auto", 1, 16), (32, 1, "auto", 8, 16),
     (8, 1, "auto", 1, 64), (8, 1, "auto", 3, 64), (8, 1, "fp8", 8, 64),
@@ -89,6 +94,60 @@ def against_measured(
                 }
             )
     return pd.DataFrame(points)
+
+
+def beside_no_effect(points: pd.DataFrame) -> pd.DataFrame:
+    """How far the model is off, and how far who predicts 1.00 for every setting ("no effect"), as shares of a step.
+
+    Args:
+        points: of `against_measured`, none left out.
+
+    Returns:
+        A line a mode and `prediction` (`launches and bytes`, or `with its attention measured`): `settings`, `effect`
+        (median of |measured - 1|), the root mean square errors `model` and `no_effect`, and `claimed`: whether the
+        model claims to know. By launches and bytes it does for `SAME_ATTENTION` alone.
+    """
+    lines = []
+    for prediction, column in PREDICTIONS.items():
+        for mode, rows in points.dropna(subset=column).groupby("mode"):
+            effect = rows["measured"] - 1
+            line = {"mode": mode, "prediction": prediction, "settings": len(rows), "effect": effect.abs().median()}
+            line |= {"model": _rms(rows[column] - rows["measured"]), "no_effect": _rms(effect)}
+            lines.append(line | {"claimed": column == "with_attention" or mode in SAME_ATTENTION})
+    return pd.DataFrame(lines)
+
+
+def verdict(line: Any) -> str:
+    """A line of `beside_no_effect`, as `itertuples` gives it, in a sentence."""
+    said = (
+        f"{line.mode}, {line.prediction}: off by {line.model:.1%} of a step (root mean square, {line.settings} "
+        f"settings) where the effect is {line.effect:.1%} (median) and predicting 1.00 is off by {line.no_effect:.1%}: "
+    )
+    if line.model >= line.no_effect:
+        return said + "the model knows no more than 1.00"
+    near = line.model <= line.effect / 2
+    return said + ("it says how much" if near else "closer than 1.00, but its error is as large as the effect")
+
+
+def claim(run: Run, points: pd.DataFrame, origin: str) -> None:
+    """Record that where the model claims to know a step's time it is closer to it than predicting 1.00 would be."""
+    for line in beside_no_effect(points).query("claimed").itertuples():
+        text = f"steps under {line.mode}, {line.prediction}: the model's error below that of 1.00 (root mean square)"
+        run.claim(text, f"< {line.no_effect:.4f}", line.model, bool(line.model < line.no_effect), origin)
+
+
+def claim_floor(run: Run, kernels: pd.DataFrame, origin: str) -> None:
+    """Record that no kernel of this kit takes less than the model says: it has no launch or byte that is not made.
+
+    kernels: of `kernels_against_model`.
+    """
+    fastest = kernels.loc[(kernels["bytes"] > 0) & (kernels["op"] != "vllm"), "error"].max()
+    text = "predicted time over measured, less one, of this kit's kernels, largest"
+    run.claim(text, "< 0", fastest, bool(fastest < 0), origin)
+
+
+def _rms(errors: pd.Series) -> float:
+    return float((errors**2).mean() ** 0.5)
 
 
 def _with_attention(

@@ -15,7 +15,8 @@ queries, re-reads inside a kernel and caches are left out. All numbers are for o
 
 `stage` in mode `stage` is no launch of its own and has no `tail`: the attention kernel reads the window's keys and
 values from where the projections left them, attends to them and leaves the drafts in staging, on one read. The row of
-the token sampled last is not held: the same launch writes it to its page.
+the token sampled last is not held: the same launch writes it to its page. Mode `direct`, the control, has that
+attention, and it writes all of the window's rows to their pages.
 
 `step_traffic` is exact against the reference model, which counts the same kinds as it runs. `served_traffic` is the
 same step as vLLM serves it on a GPU, with the launch that opens the window.
@@ -26,9 +27,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nwor.attention.configs import next_power_of_2
+from nwor.settings import ATTENDING
 
-MODES = ("off", "blind", "cow", "stage")
-SERVED = ("off", "cow", "stage")
+MODES = ("off", "blind", "cow", "stage")  # of the reference model
+SERVED = ("off", "cow", "direct", "stage")
 KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore", "open")
 
 
@@ -176,11 +178,6 @@ class Window:
         return self.rows - self.rejected_rows
 
 
-def check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"{mode!r} is no mode; choose one of {', '.join(MODES)}")
-
-
 def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     """Bytes and launches of one step on one rank, all layers; one layer is `Shape(num_layers=1)`.
 
@@ -190,17 +187,20 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
         mode   tail    write                 held back                   after sampling
         off    L W r   L(W+P)(r' -> r), L
         cow    L W r   L(W+P)(r' -> r), L    log     L D (r -> r), 1     restore L R (r -> r), 1
+        direct 0       L(W+P)(r' -> r), L
         blind  L W r   L P(r' -> r), L       stage   L W (r' -> r), L    commit  L K (r -> r), L
         stage  0       L(S+P)(r' -> r), L    stage   L D (r' -> r), 0    commit  L A (r -> r), 1
 
     where `(a -> b), n` reads a and writes b bytes in n launches. Attention reads L(C-W) r in L launches in every
-    mode. A write of no rows is not launched, nor under `stage` one of no prefill rows: attention's launch makes it.
+    mode. A write of no rows is not launched, nor under `direct` and `stage` one of no prefill rows: attention's launch
+    makes it.
     All follow from what each operator is. A step without drafts is `off`.
 
     Raises:
         ValueError: an unknown mode.
     """
-    check_mode(mode)
+    if mode not in (*MODES, *SERVED):
+        raise ValueError(f"{mode!r} is no mode; choose one of {', '.join(dict.fromkeys((*MODES, *SERVED)))}")
     L, r, fresh = shape.num_layers, shape.row, shape.fresh_row
     rows, drafts, rejected = window.rows, window.draft_rows, window.rejected_rows
     if not window.requests:
@@ -208,11 +208,11 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     # What waits for the verifier, and what of it is written then.
     held, taken = {"blind": (rows, window.kept_rows), "stage": (drafts, drafts - rejected)}.get(mode, (0, 0))
     at_once = window.prefill_rows + rows - held
-    launched = window.prefill_rows if mode == "stage" else at_once
+    launched = window.prefill_rows if mode in ATTENDING else at_once
 
     traffic = Traffic()
     traffic.count("attention", read=L * (window.context_rows - rows) * r, launches=L)
-    traffic.count("tail", read=L * rows * r if mode != "stage" else 0)
+    traffic.count("tail", read=L * rows * r if mode not in ATTENDING else 0)
     traffic.count("write", read=L * at_once * fresh, written=L * at_once * r, launches=L if launched else 0)
     if mode == "cow":
         traffic.count("log", read=L * drafts * r, written=L * drafts * r, launches=1)
@@ -227,7 +227,7 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
 def served_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     """Bytes and launches of one decode step on one rank as vLLM serves it on a GPU, all layers.
 
-    To `step_traffic` come, and of `cow` in place of its log, in the letters used there:
+    To `step_traffic` come, and of `cow` in place of its log, in the letters used there (of `direct` nothing):
 
         mode   open    log
         cow    0, 1    L K (r -> r), 1
@@ -244,7 +244,7 @@ def served_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
     traffic = step_traffic(mode, shape, window)
-    if mode == "off" or not window.requests:
+    if mode in ("off", "direct") or not window.requests:
         return traffic
     traffic.count("open", launches=1)
     if mode == "cow":
@@ -261,5 +261,5 @@ def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
-    rows = {"off": 0, "cow": next_power_of_2(k), "stage": k}[mode]
+    rows = {"cow": next_power_of_2(k), "stage": k}.get(mode, 0)
     return shape.num_layers * requests * rows * shape.row

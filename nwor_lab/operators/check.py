@@ -241,6 +241,27 @@ def fixed_call(operator: str, device: str) -> tuple[Any, ...]:
     return calls[operator]
 
 
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def claim(run: results.Run, compared: pd.DataFrame, faults: pd.DataFrame, vllm: pd.DataFrame) -> None:
+    """Record what must hold on each device of `compare`, `injected_faults` and `against_vllm`."""
+    for device, missed in (faults["bytes_differing"] == 0).groupby(faults["device"]).sum().items():
+        _claim_equal(run, f"plain Python, {device}", compared[compared["device"] == device])
+        run.claim(f"injected faults that go unnoticed, {device}", 0, int(missed), missed == 0)
+    for device, rows in vllm.groupby("device"):
+        _claim_equal(run, f"vLLM's own writer, {device}", rows)
+    if refused := machine.why_no_fp8_cache():
+        run.skip("bytes that differ from vLLM's own writer, cpu, fp8 caches", 0, refused)
+
+
+def _claim_equal(run: results.Run, other: str, rows: pd.DataFrame) -> None:
+    compared, differing = (
+        int(rows.loc[rows["metric"] == f"bytes_{name}", "value"].sum()) for name in ("compared", "differing")
+    )
+    run.claim(f"bytes that differ from {other}", 0, differing, differing == 0 < compared)
+
+
 # -- fp8 ---------------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import results
+from nwor_lab.microbench import counters
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
 from nwor_lab.plots import style
@@ -28,6 +29,8 @@ BACKENDS = {
 def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
     """One row a shape: microseconds of `nwor`, `flash` (any split), `triton`, `write`, `vanilla` and `floor`, `ratio`.
 
+    `tuned_on` says whether the tuning was searched on the shape; tables recorded before they said it have no others.
+
     Args:
         times: as `microbench.attention.measure` makes them.
         bandwidth: of a large copy, in TB/s.
@@ -36,7 +39,9 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
     flash = [name for name in table if str(name).startswith("flash")]
     table["flash"] = table[flash].min(axis=1)
     table = table.drop(columns=[name for name in flash if name != "flash"]).reset_index()
-    table = table.merge(times.groupby(KEYS, observed=True)["bytes"].first().reset_index())
+    known = [name for name in ("bytes", "tuned_on") if name in times]
+    table = table.merge(times.groupby(KEYS, observed=True)[known].first().reset_index())
+    table["tuned_on"] = table.get("tuned_on", True)
     return table.assign(floor=table["bytes"] / bandwidth / 1e6, tp=32 // table["heads"])
 
 
@@ -48,6 +53,13 @@ def errors(times: pd.DataFrame) -> pd.DataFrame:
     return table.assign(over_flash=table["nwor"] / table["flash"]).reset_index()
 
 
+def wins(table: pd.DataFrame) -> pd.DataFrame:
+    """Of the shapes of `frame`, by k, cache and `tuned_on`: how many there are, in how many nwor takes less time than
+    vLLM's faster backend, and the median and largest `ratio`."""
+    groups = table.assign(won=table["ratio"] < 1).groupby(["k", "cache", "tuned_on"], observed=True)
+    return groups.agg(shapes=("won", "size"), won=("won", "sum"), median=("ratio", "median"), worst=("ratio", "max"))
+
+
 def saved(times: pd.DataFrame) -> pd.DataFrame:
     """Microseconds that a layer saves beside FlashAttention 3 and vLLM's write, by shape: `alone`, in samples of its
     own whose rows come from memory, and `between` its neighbours, where the projection has just left them in the L2
@@ -56,6 +68,29 @@ def saved(times: pd.DataFrame) -> pd.DataFrame:
     between = rows.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median", observed=True)
     both = {"alone": alone["flash"] - alone["nwor"], "between": between["flash"] - between["nwor"]}
     return pd.DataFrame(both).astype(float).reset_index()
+
+
+def claim(run: results.Run, times: pd.DataFrame, table: pd.DataFrame, counted: pd.DataFrame, cache: str) -> None:
+    """Record what must hold of the samples, their `frame` and the hardware's counters, each with its own origin."""
+    origin, over_flash = run.origin(times), errors(times).set_index("cache")["over_flash"]
+    worst, middle = over_flash.max(), over_flash.loc[cache].median()
+    run.claim("error against fp32 over FlashAttention 3's, worst shape", 1.03, worst, worst <= 1.03, origin)
+    text = f"error against fp32 over FlashAttention 3's, {cache}, median of all shapes"
+    run.expect(text, 1.0, middle, middle <= 1, origin)
+    least = table["context"].min()
+    short, median = (
+        table[(table["context"] == least) & (table["cache"] == cache)]["ratio"].max(),
+        table["ratio"].median(),
+    )
+    text = f"time over vLLM's faster backend, {cache}, context {least}, worst shape"
+    run.expect(text, "< 1", short, short < 1, origin)
+    run.expect("time over vLLM's faster backend, median of all shapes", "< 1", median, median < 1, origin)
+    busy = counters.shown(counted).reset_index()
+    idle = busy[(busy["context"] == 512) & (busy["batch"] == 1)][["dram", "tensor", "issue"]].max().max()
+    full = busy[(busy["op"] == "nwor") & (busy["context"] == 8192) & (busy["batch"] == 64)]["dram"].min()
+    text = "memory, tensor cores or issue slots busy at batch 1, context 512, most of any kernel, %"
+    run.expect(text, 20, idle, idle <= 20, run.origin(counted))
+    run.expect("memory busy at batch 64, context 8,192, %", 90, full, full >= 90, run.origin(counted))
 
 
 def ratios(run: results.Run | Path, table: pd.DataFrame, k: int = 8) -> Path:
@@ -69,15 +104,17 @@ def ratios(run: results.Run | Path, table: pd.DataFrame, k: int = 8) -> Path:
     caption = (
         "Verify attention and write of one layer: time of this kit's one launch over that of the faster of vLLM's "
         f"FlashAttention 3 (best split) and Triton backends with their writes. A token and {k} drafts a request, 32 "
-        "query heads of 128, divided among the ranks. Below the line at 1 this kit is faster. Medians, empty kernel "
-        "taken off, cold L2 cache."
+        "query heads of 128, divided among the ranks. Below the line at 1 this kit is faster; open circles are shapes "
+        "that the tuning was not searched on. Medians, empty kernel taken off, cold L2 cache."
     )
     return style.save(grid, run, "attention_ratios" if k == 8 else f"attention_ratios_k{k}", rows, caption)
 
 
 def over_floor(run: results.Run | Path, table: pd.DataFrame, k: int = 8, cache: str = "bf16") -> Path:
-    """Draw the time of each backend above the floor of bytes, on one rank, by KV heads and batch."""
+    """Draw the time of each backend above the floor of bytes, on one rank, by KV heads and batch; of shapes that are
+    tuned on, where there are such."""
     drawn = table[(table["tp"] == 1) & (table["cache"] == cache) & (table["k"] == k)]
+    drawn = drawn[drawn["tuned_on"] | ~drawn["tuned_on"].any()]
     long = drawn.melt(["kv_heads", "batch", "context"], list(BACKENDS), "backend", "us")
     long["panel"] = [f"{row.kv_heads} KV heads, batch {row.batch}" for row in long.itertuples()]
     long["backend"] = long["backend"].map(BACKENDS)

@@ -69,6 +69,8 @@ def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
 def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     """Draw the whole grid of step-time ratios over the batch, a panel for each cache, number of ranks and k.
 
+    Settings that the tuning was not searched on (column `tuned_on` is False) are open circles.
+
     Args:
         steps: rows of table `gpu_steps`.
     """
@@ -78,16 +80,23 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
         f"{row.heads}, {row.cache}, k={row.k}" + (f",\n{row.tp} ranks" if row.tp > 1 else "")
         for row in points.itertuples()
     ]
-    vanilla = points.drop_duplicates(["panel", "batch"]).assign(mode="off", measured=1.0, low=1.0, high=1.0)
+    vanilla = points.drop_duplicates(["panel", "batch"]).assign(
+        mode="off", measured=1.0, low=1.0, high=1.0, tuned_on=True
+    )
     points = pd.concat([points, vanilla], ignore_index=True)
     points["requests"] = points["batch"].astype(str)
     points["prompt of"] = [f"{prompt} tokens" for prompt in points["prompt"]]
-    grid = style.relplot(points, "requests", "measured", "mode", style="prompt of", col="panel", col_wrap=4, ncols=4)
+    order = {"col_order": points["panel"].unique(), "style_order": points.sort_values("prompt")["prompt of"].unique()}
+    points = points.sort_values("batch", kind="stable")  # the axis has batches as they come
+    grid = style.relplot(
+        points, "requests", "measured", "mode", style="prompt of", col="panel", col_wrap=4, ncols=4, **order
+    )
     grid.set_titles("{col_name}").set_axis_labels("requests in the batch", "step / vanilla's")
     caption = (
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over pairs of "
         "repeats, one in each order, whiskers from the least to the greatest repeat. Below the line the mode is "
-        f"faster. {len(every) - len(points)} of {len(every)} settings are left out: their repeats lay more than "
+        "faster; open circles are settings that the tuning was not searched on. "
+        f"{len(every) - len(points)} of {len(every)} settings are left out: their repeats lay more than "
         f"{ratios.MAX_SPREAD:.0%} apart."
     )
     return style.save(grid, run, "step_ratio", points, caption)

@@ -101,6 +101,25 @@ def exact_steps(runs: dict[str, Generation]) -> tuple[int, int]:
     return sum(counted == predicted for counted, predicted in pairs), len(pairs)
 
 
+def claim(run: results.Run, runs: dict[str, Generation]) -> None:
+    """Record what must hold of the four policies on the same prompts."""
+    off, blind, cow, stage = (runs[mode] for mode in ("off", "blind", "cow", "stage"))
+    same = sum(a == b == c for a, b, c in zip(off.tokens, cow.tokens, stage.tokens, strict=True))
+    prompts = len(off.tokens)
+    run.claim("prompts whose tokens in cow and stage equal vanilla's, fp32", prompts, same, same == prompts)
+    drafts = [each.acceptance_length - 1 for each in (off, cow, stage)]
+    alike = drafts[0] == drafts[1] == drafts[2] > 0
+    found = ", ".join(f"{each:.4g}" for each in drafts[1:])
+    run.claim("drafts accepted a window, cow and stage as vanilla", drafts[0], found, alike)
+    exact, steps = exact_steps(runs)
+    run.claim("steps whose counted bytes and launches equal the formula", steps, exact, exact == steps)
+    left = cow.dirty_bytes + stage.dirty_bytes
+    run.claim("unaccepted bytes left in the pages, cow and stage", 0, left, left == 0)
+    run.claim("unaccepted bytes left in the pages, vanilla", "> 0", off.dirty_bytes, off.dirty_bytes > 0)
+    whole, half = blind.survival[-1], off.survival[-1] / 2
+    run.expect("windows accepted whole, blind staging", f"< {half:.4g}", whole, whole < half)
+
+
 def figure(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw acceptance by draft position and the bytes a step leaves behind, by mode, from the rows of `outcome`."""
     survival = frame[frame["metric"] == "survival"]

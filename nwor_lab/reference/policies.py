@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor_lab.model.traffic import check_mode
 from nwor_lab.reference.cache import Batch, PagedCache, Rows
 from nwor_lab.reference.staging import Counts, StagingBuffer
 
@@ -161,5 +160,6 @@ POLICIES: dict[str, type[WriteAll]] = {"off": WriteAll, "blind": BlindStaging, "
 
 def make_policy(mode: str, cache: PagedCache, capacity: int = 512) -> WriteAll:
     """The policy of `mode`; ValueError for a mode that is none."""
-    check_mode(mode)
+    if mode not in POLICIES:
+        raise ValueError(f"{mode!r} is no mode; choose one of {', '.join(POLICIES)}")
     return POLICIES[mode](cache, capacity)

@@ -7,6 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nwor_lab.model.traffic import Shape
 from nwor_lab.pair.model import ATTENTION, EagleHead
 from nwor_lab.reference.cache import Batch, PagedCache
+from nwor_lab.reference.compare import compare
+from nwor_lab.reference.decoder import Generation
 from tests.lab.pairs import SMALL
 
 CONFIG = LlamaConfig(**SMALL, num_hidden_layers=3, tie_word_embeddings=True, attn_implementation=ATTENTION)
@@ -27,6 +29,19 @@ def tiny_pair(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[LlamaF
 def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(CONFIG.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def compared(k: int) -> dict[str, Generation]:
+    """The four policies on three prompts, by a head that repeats what the target's own last layer says: some drafts
+    hold."""
+    target, head = tiny_pair()
+    with torch.no_grad():
+        for layer in (*target.model.layers, *head.layers):
+            layer.self_attn.o_proj.weight.mul_(0.3)
+            layer.mlp.down_proj.weight.mul_(0.05)
+        size = target.config.hidden_size
+        head.fc.weight.copy_(torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1))
+    return compare(target, head, prompts((3, 17, 9)), k=k, max_tokens=20)
 
 
 class ScriptedDrafter:

@@ -8,9 +8,12 @@ import pandas as pd
 import pytest
 from fake_engine import FakeEngine, engines  # noqa: F401
 
+from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineError, EngineSpec
 from nwor_lab.experiments import acceptance, audit, bench, bench_table, options
+from nwor_lab.experiments.parity import tolerance
 from nwor_lab.experiments.plan import Plan
+from tests.devices import needs_fp8_cache
 
 SPEC = EngineSpec("shape")
 
@@ -49,7 +52,8 @@ def test_variants_of_a_repeat_differ_in_the_mode_alone(engines):  # noqa: F811
     def compared(size: int) -> list[tuple]:
         made = [(mode, "generate", mode, size, 1, 0.0, 0, 0) for mode in plan.modes]
         made += [(mode, "generate", mode, size, 5, 0.0, 0, 20) for mode in plan.modes]  # an audit ends before a pause
-        return made + [(mode, "generate", "off", size, 5, 0.0, 0, 20) for mode in plan.modes]
+        made += [(mode, "generate", "off", size, 5, 0.0, 0, 20) for mode in plan.modes]
+        return [call for call in made for _ in range(8 // size)]  # 8 requests, however many at once
 
     expected = compared(plan.num_prompts)
     for repeat in range(2):
@@ -73,7 +77,7 @@ def test_a_load_that_the_first_pass_was_not_is_compared_once(batches, compared, 
     """Engines beside each other keep their graphs, so that once will do; and not again what the first pass was."""
     bench.run(SPEC, Plan(modes=("off", "stage"), batches=batches, repeats=3), [[1, 2, 3]])
     passes = [call[3] for call in engines.calls if call[:2] == ("stage", "generate") and call[7]]
-    assert passes == [8] + [1] * compared
+    assert passes == [8] + 8 * [1] * compared
 
 
 @pytest.mark.parametrize(
@@ -83,17 +87,17 @@ def test_all_that_is_timed_is_held_to_parity(broken, without, engines, monkeypat
     """A capture that goes wrong later than the first pass costs the mode its times, and so does the first pass itself;
     one batch that does, its own.
 
-    Beside each ratio is the parity of that load, in both captures; the first pass has 8 requests.
+    Beside each ratio is the parity of that load, in both captures, of 8 requests; so many has the first pass.
     """
     monkeypatch.setattr(FakeEngine, "good_captures", 1 if broken == "capture" else 9)
     monkeypatch.setattr(FakeEngine, "bad_batch", {"batch": 2, "first pass": 8}.get(broken, 0))
     plan = Plan(modes=("stage",), paused=True, batches=(1, 2, 4), repeats=2, max_tokens=5, audit=False)
     rows, report = bench.run(SPEC, plan, [[1, 2, 3]])
-    all_of_them = 8 + 2 * (1 + 2 + 4)
-    equal = all_of_them - {"": 0, "capture": 7, "batch": 4, "first pass": 8}[broken]
+    all_of_them = 8 + 2 * (8 + 8 + 8)
+    equal = all_of_them - {"": 0, "capture": 24, "batch": 16, "first pass": 8}[broken]
     assert [found["equal"] for found in report["parity"].values()] == [all_of_them, equal]
     table = bench_table.summary(pd.DataFrame(rows), plan).set_index(["mode", "batch"])
-    assert (table.step_ms["stage paused"] == 2).all() and (table.equal["stage paused"] == ["2/2", "4/4", "8/8"]).all()
+    assert (table.step_ms["stage paused"] == 2).all() and (table.equal["stage paused"] == "16/16").all()
     assert table.step_ms["stage"].isna().pipe(lambda bad: bad.index[bad].tolist()) == without
     assert table.step_ms["stage"].dropna().eq(1).all()
 
@@ -105,6 +109,19 @@ def test_an_engine_that_pauses_is_its_own_baseline(engines, monkeypatch):  # noq
         plan = Plan(modes=("cow", "stage"), paused=paused, repeats=0, audit=False)
         _, report = bench.run(SPEC, plan, [[1, 2, 3]])
         assert report["parity"]["stage"]["equal"] == equal, "without a pause the first mode is the baseline"
+
+
+def test_vllm_without_the_plugin_runs_beside_the_modes(engines, monkeypatch):  # noqa: F811
+    """It is the baseline, and an engine that is patched all the same does not pass for it."""
+    plan = Plan(modes=("vllm", "stage"), paused=True, repeats=1, audit=False)
+    rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
+    plain, treated = engines.every[-2:]
+    assert (plain.spec.plugins, plain.settings) == ("nwor_lab", Settings()) and treated.spec.plugins == ""
+    timed = pd.DataFrame(rows).query("metric == 'step_ms'")
+    assert {*zip(timed["mode"], timed["engine"], strict=True)} == {("vllm", ""), ("off", "stage"), ("stage", "stage")}
+    monkeypatch.setattr(FakeEngine, "hooks", ["GPUModelRunner._sample"])
+    with pytest.raises(EngineError, match=r"vllm: vLLM without the plugin is patched all the same: .*_sample"):
+        bench.run(SPEC, plan, [[1, 2, 3]])
 
 
 def test_a_ratio_is_of_both_orders():
@@ -179,7 +196,7 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # no
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--mode", "stag"], "'stag' is not a mode; choose of off, cow, stage"),
+        (["--mode", "stag"], "'stag' is not a mode; choose of off, cow, direct, stage, vllm"),
         (["--mode", "cow,cow"], "modes must be different values"),
         (["--k", "0"], "k must be at least 1, got 0"),
         (["--tp", "3"], "tp=3: 8 heads and 4 KV heads"),
@@ -221,9 +238,15 @@ def test_every_option_has_a_sentence(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "bound"), [(["--dtype", "float32"], 1e-3), (["--dtype", "bfloat16"], 0.25), (["--logit-gap", "0.1"], 0.1)]
+    ("words", "bound"),
+    [
+        (["--dtype", "float32"], tolerance("float32")),
+        (["--dtype", "bfloat16"], tolerance("bfloat16")),
+        pytest.param(["--kv-cache-dtype", "fp8"], tolerance("bfloat16", "fp8"), marks=needs_fp8_cache),
+        (["--tolerance", "0.1"], 0.1),
+    ],
 )
-def test_a_near_tie_is_one_of_the_dtype(words, bound):
+def test_a_tolerance_is_one_of_what_rounds(words, bound):
     """What bfloat16 excuses would hide a fault in float32."""
     arguments = options.parser("bench", "").parse_args([*words, "--random-prompts", "8"])
-    assert options.parse_config(arguments)[1].logit_gap == bound
+    assert options.parse_config(arguments)[1].tolerance == bound

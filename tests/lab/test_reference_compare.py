@@ -5,27 +5,18 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-import torch
 
 from nwor_lab import results
 from nwor_lab.model.traffic import MODES, Traffic
 from nwor_lab.reference import compare
-from tests.lab.reference_models import prompts, tiny_pair
+from tests.lab.reference_models import compared
 
 K = 3
 
 
 @pytest.fixture(scope="module")
 def runs():
-    target, head = tiny_pair()
-    # A head that repeats what the target's own last layer says: some drafts hold.
-    with torch.no_grad():
-        for layer in (*target.model.layers, *head.layers):
-            layer.self_attn.o_proj.weight.mul_(0.3)
-            layer.mlp.down_proj.weight.mul_(0.05)
-        size = target.config.hidden_size
-        head.fc.weight.copy_(torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1))
-    return compare.compare(target, head, prompts((3, 17, 9)), k=K, max_tokens=20)
+    return compared(K)
 
 
 def test_outcome_is_tidy_and_consistent(runs):

@@ -102,7 +102,11 @@ def test_a_served_step_by_hand():
     every = served_traffic("cow", LLAMA_7B, Window.of(8, [8], [512]))
     assert every["log"] == Moved(layers * 8 * row, layers * 8 * row, 1)
     assert stage == step_traffic("stage", LLAMA_7B, window) + Traffic(open=Moved(0, 0, 1))
-    launches = {"off": 64, "cow": 67, "stage": 34}
+    direct = served_traffic("direct", LLAMA_7B, window)
+    assert direct == Traffic({kind: moved for kind, moved in off.items() if kind != "tail"}) | {
+        "write": Moved(layers * 9 * row, layers * 9 * row, 0)
+    }
+    launches = {"off": 64, "cow": 67, "direct": 32, "stage": 34}
     assert {mode: served_traffic(mode, LLAMA_7B, window).total().launches for mode in SERVED} == launches
     assert stage["commit"] == Moved(layers * 2 * row, layers * 2 * row, 1)
 
@@ -143,10 +147,10 @@ def test_ranks_beyond_the_heads_hold_one_each():
 
 def test_bad_input_is_an_error():
     window = Window.of(2, [1], [10])
-    with pytest.raises(ValueError, match="choose one of off, blind, cow, stage"):
+    with pytest.raises(ValueError, match="choose one of off, blind, cow, stage, direct"):
         step_traffic("staging", LLAMA_7B, window)
     for wrong in (served_traffic, lambda mode, *_: staging_bytes(mode, LLAMA_7B, 1, 1)):
-        with pytest.raises(ValueError, match="'blind' is not served; choose one of off, cow, stage"):
+        with pytest.raises(ValueError, match="'blind' is not served; choose one of off, cow, direct, stage"):
             wrong("blind", LLAMA_7B, window)
     with pytest.raises(ValueError, match="no kind"):
         Traffic().count("wirte", read=1)

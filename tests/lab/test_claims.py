@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each claim of a notebook fails in a plausible wrong world, its null model; those of notebook 04 in `test_endtoend`.
+
+A claim that no world breaks says nothing, and is found by `test_every_claim_has_a_null_model`.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from nwor_lab import claim_table, paths, results
+from nwor_lab.experiments import acceptance
+from nwor_lab.model import predicted
+from nwor_lab.model.traffic import Traffic
+from nwor_lab.operators import check
+from nwor_lab.plots import attention, kernels, paper
+from nwor_lab.reference import compare
+from tests.lab.reference_models import compared
+
+Inputs = tuple[Any, ...]
+
+
+def recorded(name: str) -> pd.DataFrame:
+    return results.read_table(name, paths.RECORDED)
+
+
+def change(at: int, how: Callable[[Any], Any]) -> Callable[..., Inputs]:
+    """A world in which the input of number `at` is another."""
+    return lambda *inputs: (*inputs[:at], how(inputs[at]), *inputs[at + 1 :])
+
+
+def set_where(rows: str, **columns: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    """A table whose `columns` have other values in the rows of a query."""
+
+    def changed(table: pd.DataFrame) -> pd.DataFrame:
+        table, where = table.reset_index(drop=True), table.reset_index(drop=True).query(rows).index
+        for column, value in columns.items():
+            table.loc[where, column] = value(table.loc[where]) if callable(value) else value
+        return table
+
+    return changed
+
+
+# -- worlds as they are ------------------------------------------------------------------------------------------------
+
+
+def reference() -> Inputs:
+    return (compared(k=3),)
+
+
+def operators() -> Inputs:
+    parts = check.compare("cpu", 2, 0), check.injected_faults("cpu"), check.against_vllm("cpu", 0)
+    return tuple(part.assign(device="cpu") for part in parts)
+
+
+def accepted() -> Inputs:
+    return recorded("acceptance"), acceptance.survival(recorded("gpu_acceptance")), "recorded"
+
+
+def bandwidth() -> Inputs:
+    return kernels.select(recorded("kernel_times")), recorded("kernel_counters")
+
+
+def attended() -> Inputs:
+    times = recorded("attention")
+    copy = kernels.ceilings(recorded("kernel_times"))[0]
+    return times, attention.frame(times, copy), recorded("attention_counters"), "bf16"
+
+
+def modelled() -> Inputs:
+    tables = paper.tables(paths.RECORDED)
+    return paper.measured_steps(tables), paper.priced_kernels(tables["kernel_times"])
+
+
+def claim_model(run: results.Run, points: pd.DataFrame, priced: pd.DataFrame) -> None:
+    predicted.claim(run, points, "recorded")
+    predicted.claim_floor(run, priced, "recorded")
+
+
+HONEST: dict[str, tuple[Callable[..., None], Callable[[], Inputs]]] = {
+    "01": (compare.claim, reference),
+    "02": (check.claim, operators),
+    "03": (acceptance.claim, accepted),
+    "06": (kernels.claim, bandwidth),
+    "07": (attention.claim, attended),
+    "08": (claim_model, modelled),
+}
+"""By notebook: the function that claims, and its inputs as they are measured here or recorded."""
+
+
+@functools.cache
+def honest(book: str) -> Inputs:
+    return HONEST[book][1]()
+
+
+# -- worlds that are wrong ---------------------------------------------------------------------------------------------
+
+
+def other_bytes(runs: dict[str, Any]) -> dict[str, Any]:
+    """The last step of `stage` moves what the first moved, too."""
+    *steps, last = runs["stage"].steps
+    steps.append(replace(last, traffic=last.traffic + Traffic(steps[0].traffic)))
+    return {**runs, "stage": replace(runs["stage"], steps=steps)}
+
+
+def no_right_draft(table: pd.DataFrame) -> pd.DataFrame:
+    table = set_where("metric == 'rejected_share'", value=lambda rows: rows["k"] / (1 + rows["k"]))(table)
+    table = set_where("metric == 'acceptance_length'", value=1.0)(table)
+    return set_where("metric == 'survival'", value=0.0)(table)
+
+
+def any_k_alike(table: pd.DataFrame) -> pd.DataFrame:
+    """As large a share is rejected at every k as at the longest."""
+    longest = table[(table["metric"] == "rejected_share") & (table["k"] == table["k"].max())]
+    share = longest.set_index("temperature")["value"]
+    return set_where("metric == 'rejected_share'", value=lambda rows: rows["temperature"].map(share))(table)
+
+
+def every_row_moves(counters: pd.DataFrame) -> pd.DataFrame:
+    """A kernel moves as much as it does where all rows are to be moved."""
+    return counters.assign(
+        value=counters.groupby(["op", "kv_heads", "cache", "rows", "metric"], observed=True)["value"].transform("max")
+    )
+
+
+def launch_a_layer(times: pd.DataFrame) -> pd.DataFrame:
+    """The commit takes what vLLM's 32 launches take, to the sample."""
+    vllm = times[times["op"] == "vllm"].assign(op="commit")
+    return pd.concat([times[times["op"] != "commit"], vllm], ignore_index=True)
+
+
+def no_effect(points: pd.DataFrame) -> pd.DataFrame:
+    """Every step takes vanilla's time, but for what repeats differ by."""
+    return points.assign(measured=1 + np.random.default_rng(0).normal(0, 0.005, len(points)))
+
+
+OURS = "op in ('commit', 'log', 'restore')"
+PRECISE = "error against fp32 over FlashAttention 3's"
+NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
+    ("01", "stage hides drafts from attention", change(0, lambda runs: {**runs, "stage": runs["blind"]}),
+     ["prompts whose tokens", "drafts accepted a window"]),
+    ("01", "cow restores nothing", change(0, lambda runs: {**runs, "cow": runs["off"]}),
+     ["unaccepted bytes left in the pages, cow and stage"]),
+    ("01", "vanilla cleans up", change(0, lambda runs: {**runs, "off": runs["cow"]}),
+     ["unaccepted bytes left in the pages, vanilla"]),
+    ("01", "an operator moves other bytes", change(0, other_bytes), ["steps whose counted bytes"]),
+    ("01", "blind staging costs nothing", change(0, lambda runs: {**runs, "blind": runs["off"]}),
+     ["windows accepted whole"]),
+    ("02", "an operator keeps rejected rows", change(0, set_where("metric == 'bytes_differing'", value=16)),
+     ["bytes that differ from plain Python"]),
+    ("02", "nothing is compared", change(0, lambda table: table.assign(value=0)),
+     ["bytes that differ from plain Python"]),
+    ("02", "the comparison is blind", change(1, lambda faults: faults.assign(bytes_differing=0)),
+     ["injected faults that go unnoticed"]),
+    ("02", "values are rounded otherwise", change(2, set_where("metric == 'bytes_differing'", value=1)),
+     ["bytes that differ from vLLM's own writer"]),
+    ("02", "vLLM's writer writes nothing", change(2, lambda table: table.assign(value=0)),
+     ["bytes that differ from vLLM's own writer"]),
+    ("03", "no draft is ever right", change(0, no_right_draft), ["mean acceptance length", "this run's against"]),
+    ("03", "any k alike", change(0, any_k_alike), ["rejected share of written rows at the shorter k"]),
+    ("03", "any k alike at scale", change(1, any_k_alike), ["at scale"]),
+    ("06", "one byte is wrong", change(0, set_where("metric == 'bytes_differing'", value=1.0)),
+     ["bytes that differ"]),
+    ("06", "no byte is compared", change(0, lambda times: times[times["metric"] != "bytes_differing"]),
+     ["bytes that differ"]),
+    ("06", "rejected rows are moved", change(1, every_row_moves), ["DRAM bytes counted"]),
+    ("06", "half the bandwidth", change(0, set_where(OURS, value=lambda rows: 2 * rows["value"])),
+     ["share of copy bandwidth", "time over the model's"]),
+    ("06", "a launch a layer", change(0, launch_a_layer),
+     ["a third of 9 rows", "a third of 72 rows", "a third of 144 rows", "times faster than any peer"]),
+    ("06", "rejected rows are paid for", change(0, set_where("op == 'commit' and kept == 0", value=100.0)),
+     ["time at none accepted"]),
+    ("07", "sums in a shorter dtype", change(0, set_where("metric == 'error' and op == 'nwor'",
+     value=lambda rows: 2 * rows["value"])), [f"{PRECISE}, worst", f"{PRECISE}, bf16"]),
+    ("07", "as fast as vLLM", change(1, lambda table: table.assign(ratio=1.0)),
+     ["context 512, worst", "backend, median"]),
+    ("07", "always half busy", change(2, set_where("metric == 'dram'", value=50.0)), ["slots busy", "memory busy"]),
+    ("08", "no mode makes a difference", change(0, no_effect), ["steps under cow", "steps under stage"]),
+    ("08", "the model says 1.00", change(0, lambda points: points.assign(predicted=1.0, with_attention=1.0)),
+     ["steps under cow", "steps under stage"]),
+    ("08", "bytes are left out", change(1, set_where(OURS, error=0.1)), ["predicted time over measured"]),
+]  # fmt: skip
+"""Notebook, the wrong world in words, its inputs made of the honest ones, and what some claims that it breaks say."""
+
+
+def claimed(book: str, inputs: Inputs) -> pd.DataFrame:
+    """The claims of a notebook in a world."""
+    with tempfile.TemporaryDirectory() as folder:
+        HONEST[book][0](results.Run(folder, book), *inputs)
+        return results.claims(folder)
+
+
+@functools.cache
+def failed(null: int) -> set[str]:
+    """The claims that do not hold in the world of that number in `NULLS`."""
+    book, _, wrong, _ = NULLS[null]
+    claims = claimed(book, wrong(*honest(book)))
+    return set(claims.loc[claims["holds"].eq(False), "claim"])
+
+
+@pytest.mark.parametrize("null", range(len(NULLS)), ids=[" ".join(null[:2]) for null in NULLS])
+def test_a_null_model_breaks_its_claims(null: int) -> None:
+    assert [text for text in NULLS[null][3] if not any(text in claim for claim in failed(null))] == []
+
+
+@pytest.mark.parametrize("book", HONEST)
+def test_every_claim_has_a_null_model(book: str) -> None:
+    claims = claimed(book, honest(book)).dropna(subset="holds")
+    assert len(claims) and claims["holds"].all()
+    assert (
+        set(claims["claim"]) - set().union(*map(failed, (n for n, null in enumerate(NULLS) if null[0] == book)))
+        == set()
+    )
+
+
+@pytest.mark.parametrize("book", ["06", "07", "08"])
+def test_what_is_recorded_is_not_counted_as_measured(book: str) -> None:
+    claims = claimed(book, honest(book))
+    assert set(claims["origin"]) == {"recorded"} and claim_table.headline(claims).startswith("0 of 0 claims measured")
+
+
+def test_a_notebook_claims_by_these_functions_alone() -> None:
+    for path in paths.NOTEBOOKS.glob("0[1-46-8]*.ipynb"):
+        text = path.read_text()
+        assert ".claim(" in text and "run.claim(" not in text and "run.expect(" not in text, path.name
