@@ -15,9 +15,10 @@ import pandas as pd
 from docs.values import table, value
 from nwor_lab.experiments.gpu_steps import SETTING, between_engine_spread, gpu_steps
 from nwor_lab.microbench.attention import net
-from nwor_lab.model.predicted import FELL_BACK, against_measured
+from nwor_lab.model.breakeven import published_differences
+from nwor_lab.model.predicted import FELL_BACK, against_measured, beside_no_effect
 from nwor_lab.model.ratios import abba_ratio
-from nwor_lab.plots import kernels
+from nwor_lab.plots import kernels, paper
 from nwor_lab.plots.attention import saved
 
 # -- whole steps -----------------------------------------------------------------------------------------------------
@@ -123,16 +124,31 @@ def order_bias() -> float:
     return float((orders[0] / orders[1] - 1).median())
 
 
-def chip(metric: str) -> float:
-    """Mean `power` (W) or `sm_clock` (MHz) of timed steps of batch 64 over one rank."""
-    return float(table("gpu_steps").query("tp == 1 and batch == 64 and metric == @metric")["value"].mean())
-
-
 @functools.cache
 def predictions() -> pd.DataFrame:
     """Whole steps predicted from launches, bytes and each layer's attention: `with_attention`, `measured`, `off`."""
     points = against_measured(table("gpu_steps"), attention=table("attention")).dropna(subset="with_attention")
     return points.assign(off=points["measured"] - points["with_attention"])
+
+
+@functools.cache
+def model_errors() -> pd.DataFrame:
+    """Errors of the model for whole steps and of predicting 1.00, by mode and prediction: `beside_no_effect`."""
+    found = {name: table(name) for name in ("gpu_cow", "gpu_steps", "attention")}
+    return beside_no_effect(paper.measured_steps(found))
+
+
+def model_error(column: str, mode: str = "stage", with_attention: bool = False) -> float:
+    """A value of one line of `model_errors`."""
+    prediction = "with its attention measured" if with_attention else "launches and bytes"
+    return value(model_errors(), column, mode=mode, prediction=prediction)
+
+
+@functools.cache
+def faster_points(mode: str) -> tuple[int, int]:
+    """At how many published models, k and batches a mode is predicted to be faster, and how many there are."""
+    points = published_differences(paper.published_survival(), (1, 16, 64, 256), modes=(mode,))
+    return int(points["is_faster"].sum()), len(points)
 
 
 def foreseen() -> str:

@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd
 
 from nwor_lab import claim_table
+from nwor_lab.experiments import parity
+from nwor_lab.plots.parity import margin_points
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "data" / "recorded"
@@ -140,6 +142,28 @@ def cpu_claim(text: str, digits: int | None = None) -> str:
     """What was measured for a claim of notebook 04 over one rank and over two."""
     found = [measured(f"TP={tp}, bfloat16: {text}") for tp in (1, 2)]
     return ", ".join(number if digits is None else f"{float(number):.{digits}f}" for number in found)
+
+
+# -- parity ----------------------------------------------------------------------------------------------------------
+
+
+def single(kv_cache_dtype: str) -> float:
+    """Nats by which one token may shift in steps under random weights."""
+    return parity.SINGLE * parity.tolerance("bfloat16", kv_cache_dtype, random_weights=True, on_gpu=True)
+
+
+def margin() -> str:
+    """Of each configuration of `parity_margin`: the most by rounding, the tolerance, the least by a fault in nats."""
+    found = []
+    for panel, rows in margin_points(table("parity_margin")).groupby("panel", sort=False):
+        rounding = rows["fault"] == "rounding"
+        most, least = rows.loc[rounding, "value"].max(), rows.loc[~rounding].groupby("fault")["value"].min()
+        bound = rows["tolerance"].iloc[0]
+        drowned = ", ".join(least.index[least < bound])
+        found.append(
+            f"{panel}: {most:.2g}, {bound:g}, {least.min():.2g}" + (f" (not told: {drowned})" if drowned else "")
+        )
+    return "; ".join(found)
 
 
 # -- acceptance ------------------------------------------------------------------------------------------------------
