@@ -144,5 +144,6 @@ def _shifts(best: dict[int, float], beside: dict[int, float]) -> tuple[float, fl
     if first not in beside:
         return math.inf, math.inf
     weights = {token: math.exp(logprob - best[first]) for token, logprob in best.items() if token in beside}
-    squares = sum(weight * (best[token] - beside[token]) ** 2 for token, weight in weights.items())
+    # Tokens that structured output rules out have -inf in both, and no weight.
+    squares = sum(weight * (best[token] - beside[token]) ** 2 for token, weight in weights.items() if weight)
     return abs(best[first] - beside[first]), math.sqrt(squares / sum(weights.values()))

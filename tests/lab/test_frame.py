@@ -262,7 +262,7 @@ def test_the_doctor_reports_every_section(capsys: pytest.CaptureFixture[str], tm
         "data",
         "modes",
     }
-    assert [one["name"] for one in found if one["section"] == "modes"] == ["off", "cow", "stage"]
+    assert [one["name"] for one in found if one["section"] == "modes"] == ["off", "cow", "direct", "stage"]
     assert all(one["name"] in said for one in found)
 
 

@@ -57,6 +57,13 @@ def test_a_shift_is_of_all_that_the_target_thinks_likely():
     assert compare(said([1], even), said([1], other)).shift == 0, "of prefill"
 
 
+def test_tokens_that_structured_output_rules_out_shift_nothing():
+    """Their log-probability is -inf in both; of one engine alone it is no rounding."""
+    ruled, moved = {1: -0.1, 2: -math.inf}, {1: -0.1, 2: -5.0}
+    assert compare(said([1, 1], ruled, ruled), said([1, 1], ruled, ruled)).within(1e-6)
+    assert compare(said([1, 1], moved, moved), said([1, 1], ruled, ruled)).shift == math.inf
+
+
 def test_a_fault_in_a_few_places_is_no_rounding():
     """By the largest of all, rounding in many places passes for a fault; by the mean square, a fault for rounding."""
 

@@ -37,7 +37,7 @@ def test_what_works_is_served(paged, max_drafts, max_requests):
 @pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
 def test_what_does_not_is_said(paged, operator, monkeypatch):
     monkeypatch.setattr(ops, operator, lambda *arguments: None)
-    assert check(paged).startswith("the check at start-up failed, the pages that cow left are not those with the kept")
+    assert check(paged).startswith("the check at start-up failed, the pages that cow left are not those with the rows")
 
     def fail(*arguments):
         raise RuntimeError("no kernel image is available")
