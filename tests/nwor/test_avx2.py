@@ -3,15 +3,13 @@
 
 import platform
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from nwor.settings import Settings
-from nwor_lab import machine
+from nwor_lab import machine, paths
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.experiments.parity import compare, tolerance
-from tests.checkpoints import random_pair
 from tests.engines import Engines, Outcome
 from tests.lab.test_machine import AVX2, on_avx2
 
@@ -24,11 +22,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Engines of a random pair, one after the other, each mode and dtype once."""
-    path: Path = tmp_path_factory.mktemp("pair")
-    random_pair(path, noise=0.3)
-    spec = EngineSpec(str(path / "target"), str(path / "eagle"), max_num_batched_tokens=96, num_blocks=64)
+def run():
+    """Engines of the shipped pair, one after the other, each mode and dtype once."""
+    spec = EngineSpec(str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), max_num_batched_tokens=96, num_blocks=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(AVX2))
         engines = Engines()
