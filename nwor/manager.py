@@ -59,6 +59,7 @@ class DraftCommitManager:
         staging_rows, page_slots: int64 [max_tokens], ``stage`` only, vLLM's slot mapping in two: for each row of the
             batch its row in `rows`, written on commit, or -1; and the slot to write now, -1 for held rows. ``direct``
             has -1 alone in `staging_rows`, and None: vLLM's own slot mapping says where rows go.
+        cu_num_logits: as given to `begin`, while a window is open.
         writes_first: a query of this step may read a row of another (`begin`), so vLLM's writer and attention run
             before an attention that stores rows as it attends.
         is_dummy_or_capture: the next forward is a dummy run or a capture, which has to launch all that a replay may
@@ -96,6 +97,7 @@ class DraftCommitManager:
         self.counters = DeviceCounters(mode, layout, max_requests)
         self.is_dummy_or_capture, self.writes_first = True, False
         self.num_requests: int | None = None
+        self.cu_num_logits: Tensor | None = None
         self._slot_mapping: Tensor | None = None
         self._previous_requests: Sequence[str] = ()
         self._staged = layout.num_layers * [False]
@@ -171,7 +173,8 @@ class DraftCommitManager:
             )
         if not fits:
             return False
-        self.num_requests, self._slot_mapping, self.writes_first = num_requests, slot_mapping, writes_first
+        self.num_requests, self.cu_num_logits, self.writes_first = num_requests, cu_num_logits, writes_first
+        self._slot_mapping = slot_mapping
         if self.mode == "cow":
             if self.logged is not None and not (requests and requests == previous_requests):
                 self.logged.fill_(-1)
@@ -260,7 +263,7 @@ class DraftCommitManager:
             self._restore(*decisions, self.counters.totals)
         elif self.mode == "stage":
             ops.commit_all_layers(*self._cache_and_slots(), self.rows, *decisions, self.counters.totals)
-        self.num_requests = self._slot_mapping = None
+        self.num_requests = self.cu_num_logits = self._slot_mapping = None
 
     def cancel(self) -> None:
         """Close the window and leave the held rows' slots as before `begin`; does nothing when none is open."""
@@ -273,7 +276,7 @@ class DraftCommitManager:
         totals[3] -= drafts.sum()
         self.counters.cancelled += 1
         self._previous_requests = ()
-        self.num_requests = self._slot_mapping = None
+        self.num_requests = self.cu_num_logits = self._slot_mapping = None
 
     def _restore(self, num_drafts: Tensor, num_rejected: Tensor, kept: Tensor, counts: Tensor) -> None:
         ops.restore_all_layers(*self._cache_and_slots(), self.rows, num_drafts, num_rejected, kept, counts, self.logged)

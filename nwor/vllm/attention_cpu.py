@@ -63,8 +63,10 @@ def _make_forward(original: Callable) -> Callable:
             return original(*vanilla)
         manager = context.manager
         tokens, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
-        if manager.mode == "direct":  # any query no longer than a window; all its rows are in the pages
-            window_start, staging = (starts.diff() <= manager.max_query_len).int() - 1, None
+        if manager.mode == "direct":  # the windows that stage would hold; all their rows are in the pages
+            rows = starts.diff()
+            is_window = (rows == manager.cu_num_logits.diff()) & (rows > 1) & (rows <= manager.max_query_len)
+            window_start, staging = is_window.int() - 1, None
         else:
             # The second row of a query, its first draft, says where the window lies; a query of one row has none.
             second = torch.minimum(starts[:-1] + 1, starts[1:] - 1)
