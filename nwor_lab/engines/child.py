@@ -7,6 +7,7 @@ are imported belongs there too.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
@@ -79,6 +80,7 @@ class Served:
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
 
+        gc.freeze()  # vLLM collects garbage ten times as it starts and ends; what it imported takes most of that
         self.spec, self.llm = spec, LLM(**spec.llm_arguments())
         self.engine = self.llm.llm_engine
         self.calls = 0

@@ -214,14 +214,13 @@ def test_a_run_is_resumed_with_its_own_options(fake, tmp_path, capsys):
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_real_engines_are_clean_and_a_mode_that_does_not_restore_is_not(monkeypatch, tmp_path, capsys):
-    """A script each, and the failing one is made shorter twice: the rest of shortening is tested without engines."""
-    monkeypatch.setattr(command, "RUNS", 2)
+    """A script each, and the failing one is made shorter once: the rest of shortening is tested without engines."""
+    monkeypatch.setattr(command, "RUNS", 1)
     options = ["--minutes", "0.01", "--scripts", "1", "--tp", "1"]
-    assert command.main(options) == 0, capsys.readouterr()
+    assert command.main([*options, "--mode", "stage"]) == 0, capsys.readouterr()
     [run] = tmp_path.glob("soak-*")
-    frame = pd.read_parquet(run / "soak.parquet").groupby(["mode", "metric"])["value"].sum()
-    for mode in ("cow", "stage"):
-        assert frame[mode, "layer-steps"] > 100 and frame[mode, "drafts"] > frame[mode, "accepted"]
+    frame = pd.read_parquet(run / "soak.parquet").query("mode == 'stage'").groupby("metric")["value"].sum()
+    assert frame["layer-steps"] > 100 and frame["drafts"] > frame["accepted"]
     monkeypatch.setattr(child, "serve", serve_without_restore)
     assert command.main([*options, "--mode", "cow"]) == 1
     said = capsys.readouterr().out

@@ -7,30 +7,11 @@ import pytest
 
 from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineSpec
-from tests.engines import Engines, Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ENDINGS = [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
 SCHEDULED = {"synchronous": False, "asynchronous": True}
-
-
-@pytest.fixture(scope="module")
-def run():
-    """`Engines.run`; a second engine with ngram drafts does not start in one process, so each has one of its own."""
-    engines = Engines()
-
-    def run(spec: EngineSpec, *arguments, **named) -> Outcome:
-        if spec.method != "ngram":
-            return engines.run(spec, *arguments, **named)
-        alone = Engines()
-        try:
-            return alone.run(spec, *arguments, **named)
-        finally:
-            alone.close()
-
-    yield run
-    engines.close()
 
 
 def spec_of(model: Path, method: str, **more) -> EngineSpec:
@@ -58,14 +39,14 @@ def spec_of(model: Path, method: str, **more) -> EngineSpec:
         ("eagle", "asynchronous"),
     ],
 )
-def test_a_request_that_joins_as_a_block_is_filled(run, model, method, scheduled):
+def test_a_request_that_joins_as_a_block_is_filled(engines, model, method, scheduled):
     """Its tokens are vanilla's, and so are those of a request that finds its rows in the prefix cache afterwards."""
     spec = spec_of(model, method, async_scheduling=SCHEDULED[scheduled])
     prompts = [[(7 * i) % 50 + 3 for i in range(20)] * 2]
     tokens = {}
     for mode in ("off", "cow", "stage"):
         settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
-        outcome = run(spec, settings, calls=[{"joined": ENDINGS}], prompts=prompts, max_tokens=420)
+        outcome = engines.run(spec, settings, calls=[{"joined": ENDINGS}], prompts=prompts, max_tokens=420)
         assert not outcome.error, outcome.error
         tokens[mode] = dict(zip(outcome.generation.text, outcome.tokens, strict=True))
         assert len(tokens[mode]) == 1 + 3 * len(ENDINGS)
@@ -76,14 +57,14 @@ def test_a_request_that_joins_as_a_block_is_filled(run, model, method, scheduled
     assert tokens["stage"] == tokens["off"]
 
 
-def test_answers_to_one_prompt_share_blocks_that_one_step_fills(run, model):
+def test_answers_to_one_prompt_share_blocks_that_one_step_fills(engines, model):
     """Each of n answers is a request; all but the first find in the cache the blocks that the first is filling."""
     prompts = [[(7 * i + 13 * j) % 50 + 3 for i in range(length)] for j, length in enumerate((33, 36, 64, 70))]
     tokens = {}
     for mode in ("off", "cow", "stage"):
         settings = Settings(mode=mode, audit=True, debug_sync=mode != "off", fix_cpu_sampling=True)
         more = {"prompts": prompts, "max_tokens": 24, "temperature": 1.0, "sampling": [{"n": 4}]}
-        outcome = run(spec_of(model, "draft_model"), settings, **more)
+        outcome = engines.run(spec_of(model, "draft_model"), settings, **more)
         assert not outcome.error, outcome.error
         tokens[mode] = outcome.tokens
         assert len(tokens[mode]) == 16 and len(set(map(tuple, tokens[mode]))) > 4

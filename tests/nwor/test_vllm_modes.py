@@ -12,7 +12,7 @@ import pytest
 
 from nwor.settings import Settings
 from nwor_lab.engines import shapes
-from nwor_lab.engines.engine import Engine, EngineSpec
+from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.experiments import options
 from nwor_lab.experiments.parity import compare, tolerance
@@ -325,17 +325,16 @@ def test_eagle3(engines, tmp_path):
         assert_clean_and_counted(outcome, mode)
 
 
-def test_batch_of_one_and_a_drafter_without_layers(model):
+def test_batch_of_one_and_a_drafter_without_layers(engines, model):
     """Batch 1; and ngram, which has no layers of its own and proposes fewer drafts than k, or none."""
     spec = replace(spec_of(model), method="ngram", draft="", batch=1)
     prompts = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
-    # A process each: numba, which ngram imports, keeps vLLM from building a second engine in the same one.
     tokens = {}
     for mode in ("off", "cow", "stage"):
-        with Engine(spec, Settings(mode=mode, audit=True, debug_sync=True)) as engine:
-            tokens[mode] = engine.generate(prompts, 40).tokens
-            rank = engine.report()[0]
+        outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), prompts=prompts)
+        assert not outcome.error, outcome.error
+        tokens[mode] = outcome.tokens
         if mode != "off":
-            assert rank["audit"]["dirty_layer_steps"] == rank["audit"]["unwritten_rows"] == 0
-            assert rank["counters"]["windows"] > 0
+            assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
+            assert outcome.ranks[0]["counters"]["windows"] > 0
     assert tokens["cow"] == tokens["stage"] == tokens["off"]

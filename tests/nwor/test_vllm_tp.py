@@ -41,7 +41,8 @@ def small(model) -> list[str]:
 def test_bench_over_two_ranks(small, tmp_path):
     """Every rank holds all target layers and a share of their heads; counts agree;
     the EAGLE layer is left alone."""
-    assert bench.main([*small, "--tp", "2", "--run-dir", str(tmp_path), "--name", "tp2"]) == 0
+    more = ["--mode", "off,cow,stage", "--tp", "2", "--run-dir", str(tmp_path), "--name", "tp2"]
+    assert bench.main([*small, *more]) == 0
     report = json.loads((tmp_path / "tp2.json").read_text())
     for mode in ("cow", "stage"):
         ranks = report["ranks"][mode]
