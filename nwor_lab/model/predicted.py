@@ -45,9 +45,9 @@ def against_measured(
         bench: tidy rows as `experiments.bench` writes them. `kv_heads`, `num_layers` and `kv_cache_dtype` (or
             `cache`), where there are such columns, hold over the model's own.
         shapes: caches by the name in column `model`, for models that `known_shape` does not know.
-        attention: table `attention` of `microbench.attention`, for `stage`: its attention kernel is another than
-            vanilla's, and with the time measured of both, in the same run, the prediction is of the whole step, or of
-            vLLM's own where it fell back (`FELL_BACK`).
+        attention: table `attention` of `microbench.attention`, for `stage` and `direct`: their attention kernel is
+            another than vanilla's, and with the time measured of both, in the same run, the prediction is of the whole
+            step, or of vLLM's own where it fell back (`FELL_BACK`).
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
@@ -75,7 +75,7 @@ def against_measured(
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
             difference = step_difference_us(mode, shape, window, chip)
             predicted, measured = 1 + difference / 1e3 / steps.median(), abba_ratio(ratios)
-            whole = _with_attention(where, shape, window, chip, attention) if mode == "stage" else math.nan
+            whole = _with_attention(mode, where, shape, window, chip, attention)
             points.append(
                 {
                     **where,
@@ -151,13 +151,13 @@ def _rms(errors: pd.Series) -> float:
 
 
 def _with_attention(
-    where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
+    mode: str, where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
 ) -> float:
-    """Microseconds of a step of `stage` over vanilla's: attention and write of each layer as measured between its
-    neighbours, and the price of opening and commit; 0 where the step fell back. Of the contexts measured, the one
-    nearest the prompt; NaN where there is none of the same run: another's may be of another kernel."""
+    """Microseconds of a step over vanilla's: attention and write of each layer as measured between its neighbours,
+    and the price of opening and commit; 0 where the step fell back. Of the contexts measured, the one nearest the
+    prompt; NaN where there is none of the same run, which may be of another kernel, and for `SAME_ATTENTION`."""
     prompt = float(where.get("prompt", math.nan))
-    if attention is None or math.isnan(prompt):
+    if mode in SAME_ATTENTION or attention is None or math.isnan(prompt):
         return math.nan
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
     rows = attention[(attention["metric"] == "between") & (attention["run_id"] == where["run_id"])]
@@ -171,8 +171,8 @@ def _with_attention(
     nearest = min(rows["context"].unique(), key=lambda context: abs(math.log(context / max(1.0, prompt))))
     us = rows[rows["context"] == nearest].groupby("op", observed=True)["value"].median()
     vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
-    step = served_traffic("stage", shape, window)
-    return shape.num_layers * (us["nwor"] - us[vanilla]) + chip.us(step["open"]) + chip.us(step["commit"])
+    around = [moved for kind, moved in served_traffic(mode, shape, window).items() if kind in ("open", "commit")]
+    return shape.num_layers * (us["nwor"] - us[vanilla]) + sum(map(chip.us, around))
 
 
 def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFrame:

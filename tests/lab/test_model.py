@@ -97,7 +97,7 @@ def attention_times(times: dict[str, float], shapes: dict[tuple[int, int, int], 
     return pd.DataFrame(rows).assign(cache="bf16", metric="between", k=8, run_id="")
 
 
-def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours():
+def test_stage_and_direct_are_predicted_with_the_attention_measured_between_its_neighbours():
     """32 layers save 70 - 60 us each, and a step opens and commits 8 drafts once."""
     times = {"nwor": 60.0, "flash": 70.0, "triton": 65.0, "write": 4.0, "empty": 3.0}
     shapes = {(32, 4, 512): 1.0, (32, 4, 4096): 10.0, (16, 4, 512): 100.0, (32, 16, 512): 1000.0}
@@ -108,6 +108,9 @@ def test_stage_is_predicted_with_the_attention_measured_between_its_neighbours()
     commit = 2 * 32 * 16384 * 8 / 4.24e6
     assert point["with_attention"] == pytest.approx(1 + (-32 * 10 + 2 * 3.3 + commit) / 1500)
     assert point["predicted"] != point["with_attention"]
+    direct = staged.replace({"mode": {"stage": "direct"}})
+    (alone,) = predicted.against_measured(direct, attention=attention)["with_attention"]
+    assert alone == pytest.approx(1 - 32 * 10 / 1500), "it opens and commits nothing"
     (other,) = predicted.against_measured(staged.assign(backend="TRITON_ATTN"), attention=attention)["with_attention"]
     assert other == pytest.approx(1 + (-32 * 5 + 2 * 3.3 + commit) / 1500)
     others = (staged.assign(k=4), staged.assign(batch=5), staged.assign(kv_cache_dtype="fp8"), bench(prompt=700))
