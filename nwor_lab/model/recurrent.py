@@ -50,6 +50,10 @@ class RecurrentShape:
         return (self.heads * self.head_dim + self.groups * self.state_size) * self.input_bytes + 4 * self.heads
 
 
+MAMBA_2 = RecurrentShape(heads=80, head_dim=64, state_size=128)
+"""A layer of Mamba-2 of 2.7 billion parameters: 2 x 2,560 channels in heads of 64 (https://arxiv.org/abs/2405.21060)."""
+
+
 def state_traffic(
     way: str, shape: RecurrentShape, k: int, accepted: int, history: float = 0, flushes: float = 0
 ) -> Moved:

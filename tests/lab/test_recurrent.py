@@ -3,10 +3,8 @@
 
 import pytest
 
-from nwor_lab.model.recurrent import WAYS, RecurrentShape, state_memory, state_traffic
+from nwor_lab.model.recurrent import MAMBA_2, WAYS, state_memory, state_traffic
 from nwor_lab.model.traffic import Moved
-
-MAMBA_2 = RecurrentShape(heads=80, head_dim=64, state_size=128)
 
 
 def test_one_state_a_draft_against_one_state_and_the_inputs() -> None:
