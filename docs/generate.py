@@ -24,6 +24,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 WIDTH = 120
 UNBROKEN = re.compile(r"`[^`]*`|\[[^]]*\]\([^)]*\)")
 """Code and links, which no line break divides."""
+UNSPLIT = {"break_on_hyphens": False, "break_long_words": False}
 FILTERS: dict[str, Callable[[Any], str]] = {
     "whole": lambda number: f"{number:,.0f}",
     "round1": lambda number: f"{number:.1f}",
@@ -54,7 +55,7 @@ def wrapped(text: str) -> str:
         if paragraph:
             indent = "  " if paragraph[0].startswith("- ") else ""
             words = UNBROKEN.sub(lambda span: span[0].replace(" ", "\0"), " ".join(map(str.strip, paragraph)))
-            filled = textwrap.fill(words, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+            filled = textwrap.fill(words, WIDTH, subsequent_indent=indent, **UNSPLIT)
             lines.append(filled.replace("\0", " "))
             paragraph.clear()
 

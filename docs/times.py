@@ -16,7 +16,7 @@ from docs.values import table, value
 from nwor_lab.experiments.gpu_steps import SETTING, between_engine_spread, gpu_steps
 from nwor_lab.microbench.attention import net
 from nwor_lab.model.breakeven import published_differences
-from nwor_lab.model.predicted import FELL_BACK, against_measured, beside_no_effect
+from nwor_lab.model.predicted import against_measured, beside_no_effect, fell_back
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import kernels, paper
 from nwor_lab.plots.attention import saved
@@ -34,10 +34,7 @@ def steps() -> pd.DataFrame:
     found["nwor_share"] = found["nwor_us"] / found["gpu_ms"] / 1e3
     runs = table("gpu_steps").query("engine == mode and metric == 'step_ms'")[[*SETTING, "mode", "run_id"]]
     found = found.merge(runs.drop_duplicates(), how="left", on=[*SETTING, "mode"])
-    keys = zip(*(found[name] for name in ("kv_heads", "tp", "kv_cache_dtype", "k", "batch")), strict=True)
-    listed = pd.Series([setting in FELL_BACK for setting in keys], found.index)
-    of_then = (found["mode"] == "stage") & (found["run_id"] == "steps-12") & (found["prompt"] == 8192)
-    return found.assign(fell_back=listed & of_then)
+    return found.assign(fell_back=[fell_back(where) for where in found.to_dict("records")])
 
 
 def step(mode: str, batch: int, column: str = "step", **other: Any) -> float:

@@ -16,6 +16,9 @@ import pandas as pd
 
 from nwor_lab import claim_table
 from nwor_lab.experiments import parity
+from nwor_lab.model.breakeven import MODELS
+from nwor_lab.model.recurrent import MAMBA_2, state_memory, state_traffic
+from nwor_lab.plots import promises
 from nwor_lab.plots.parity import margin_points
 
 ROOT = Path(__file__).parents[1]
@@ -221,3 +224,33 @@ def gpu_tests(outcome: str, of: str = "") -> int:
     """How many of the recorded tests on GPUs, of files whose name holds `of`, had that outcome."""
     rows = table("gpu_tests")
     return int((rows["test"].str.contains(of, regex=False) & (rows["outcome"] == outcome)).sum())
+
+
+# -- promises, and recurrent state -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def promises_beside() -> pd.DataFrame:
+    """What was promised beside what was measured, a row a value: `nwor_lab.plots.promises.beside`."""
+    return promises.beside({name: table(name) for name in promises.TABLES})
+
+
+def promise(name: str, case: str) -> str:
+    """The values of one case of a promise, as the figure has them."""
+    rows = promises_beside()
+    found = rows.loc[(rows["promise"] == name) & (rows["case"] == case), "value"]
+    if found.empty:
+        raise LookupError(f"the promise {name!r} has no case {case!r}")
+    return promises.spread(found)
+
+
+def state_mb(way: str, side: str, k: int = 4, accepted: int = 2) -> float:
+    """MB that a verify step of a Mamba-2 layer has `read` or `written`, or `held` meanwhile, by the model of bytes."""
+    if side == "held":
+        return state_memory(way, MAMBA_2, k) / 1e6
+    return float(getattr(state_traffic(way, MAMBA_2, k, accepted), side)) / 1e6
+
+
+def rows_a_state() -> float:
+    """Rows of keys and values of a Llama-2-7B layer that are as large as one state of a Mamba-2 layer."""
+    return MAMBA_2.state / MODELS["llama-2-7b"].row

@@ -29,6 +29,13 @@ FELL_BACK = {
 step to vLLM, as `stage` did then where its attention was known to be slower. It serves all of them now."""
 
 
+def fell_back(where: Mapping[str, Any]) -> bool:
+    """Whether `stage` left the step to vLLM in this setting (`FELL_BACK`) of the recorded run."""
+    setting = tuple(where.get(name) for name in ("kv_heads", "tp", "kv_cache_dtype", "k", "batch"))
+    recorded = (where["mode"], where["run_id"], where.get("prompt")) == ("stage", "steps-12", 8192)
+    return recorded and setting in FELL_BACK
+
+
 def against_measured(
     bench: pd.DataFrame,
     chip: Chip = H200,
@@ -70,7 +77,7 @@ def against_measured(
         number = int((vanilla["metric"] == "step_ms").sum())
         requests, drafts = count["windows"] / number, count["draft_tokens"] / number
         window = Window(requests, drafts, drafts - count["accepted_tokens"] / number, requests + drafts)
-        shape = _shape_of(where, shapes or {})
+        shape = shape_of(where, shapes or {})
         for mode in sorted(set(part["mode"]) - {"off"}):
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
             difference = step_difference_us(mode, shape, window, chip)
@@ -165,8 +172,7 @@ def _with_attention(
     rows = rows[(rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
     if rows.empty:
         return math.nan
-    setting = tuple(where.get(name) for name in ("kv_heads", "tp", "kv_cache_dtype", "k", "batch"))
-    if where["run_id"] == "steps-12" and prompt == 8192 and setting in FELL_BACK:
+    if fell_back({**where, "mode": "stage"}):
         return 0.0
     nearest = min(rows["context"].unique(), key=lambda context: abs(math.log(context / max(1.0, prompt))))
     us = rows[rows["context"] == nearest].groupby("op", observed=True)["value"].median()
@@ -194,7 +200,12 @@ def _medians(rows: pd.DataFrame) -> pd.Series:
     return rows[rows["metric"] == "step_ms"].groupby("repeat")["value"].median()
 
 
-def _shape_of(where: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Shape:
+def shape_of(where: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Shape:
+    """The cache of a setting's model on one rank: of `shapes` by its name, or a known one.
+
+    Raises:
+        ValueError: the model is unknown.
+    """
     model = str(where["model"])
     shape = shapes.get(model) or known_shape(model)
     if shape is None:

@@ -253,6 +253,20 @@ def served_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     return traffic
 
 
+def bytes_saved(mode: str, shape: Shape, window: Window) -> dict[str, float]:
+    """Shares of vanilla's bytes for a step's keys and values that `mode` saves, context left out; negative: more.
+
+    `pages`: written to pages. `written`: written anywhere, staging and log too. `moved`: read or written.
+    """
+    both = []
+    for traffic in (step_traffic("off", shape, window), step_traffic(mode, shape, window)):
+        total = Traffic({kind: moved for kind, moved in traffic.items() if kind != "attention"}).total()
+        pages = sum(traffic.get(kind, Moved()).written for kind in ("write", "commit", "restore"))
+        both.append({"pages": pages, "written": total.written, "moved": total.read + total.written})
+    vanilla, treated = both
+    return {name: 1 - treated[name] / vanilla[name] for name in vanilla}
+
+
 def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
     """Device memory, in bytes, that a rank sets aside for windows of `requests` requests with at most `k` drafts.
 

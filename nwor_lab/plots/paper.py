@@ -36,7 +36,7 @@ from nwor_lab.builds import require_one_build
 from nwor_lab.experiments.acceptance import predict_rejected, survival
 from nwor_lab.model import predicted
 from nwor_lab.model.breakeven import Chip
-from nwor_lab.plots import breakeven, kernels, style
+from nwor_lab.plots import breakeven, kernels, promises, style
 from nwor_lab.plots import steps as step_plots
 
 TABLES = ("reference", "acceptance", "traffic", "steps")
@@ -253,6 +253,7 @@ FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
     "predicted_against_measured": (breakeven.predicted_against_measured, ("kernel_times", "gpu_cow")),
     "step_ratio": (step_plots.step_ratio, ("gpu_steps",)),
     "kv_write_share": (step_plots.write_share, ("kv_write_share",)),
+    "promises": (promises.draw, promises.TABLES),
 }
 """Each figure by its file's name: what draws it, and the tables it takes."""
 

@@ -58,6 +58,16 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert [path for path in links + named if not path.exists()] == []
 
 
+def test_no_line_break_divides_a_link() -> None:
+    link = f"[a page](https://example.org/{'long/' * 40})"
+    assert link in generate.wrapped(f"Words before {link} and after.").splitlines()
+
+
+def test_a_case_that_no_promise_has_is_an_error() -> None:
+    with pytest.raises(LookupError, match="'bandwidth' has no case 'here: nothing'"):
+        values.promise("bandwidth", "here: nothing")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_exist(page: Path) -> None:
     text = page.read_text()

@@ -15,6 +15,7 @@ import pytest
 
 from nwor_lab import paths, results
 from nwor_lab.model import breakeven
+from nwor_lab.model.traffic import Shape
 from nwor_lab.plots import breakeven as breakeven_plots
 from nwor_lab.plots import paper, steps, style
 
@@ -35,10 +36,16 @@ def gpu_steps(slower: dict[str, float], **settings: list) -> pd.DataFrame:
         for repeat in range(3):
             for mode, factor in {"off": 1.0, **slower}.items():
                 common = {**where, "mode": mode, "repeat": repeat, "model": "llama-2-7b", "unit": ""}
+                common["kv_cache_dtype"] = "auto"
                 step = 5 * factor * (1 + 0.01 * repeat * (mode != "off"))
                 rows += [{**common, "metric": "step_ms", "value": step, "step": n} for n in range(4)]
                 for metric, value in (("windows", 4), ("draft_tokens", 4 * where["k"]), ("accepted_tokens", 4)):
                     rows.append({**common, "metric": metric, "value": value * where["batch"]})
+                drafts, slot = 4 * where["k"], 32 * Shape(32, where["kv_heads"], 128).row
+                counted = {"windows": 4, "staged_tokens": drafts, "stage_operations": 32 * drafts}
+                counted |= {"bytes_written": 4 * slot, "bytes_avoided": (drafts - 4) * slot}
+                for name, value in counted.items():
+                    rows.append({**common, "metric": f"counters.{name}", "value": value * where["batch"]})
     return results.tidy(pd.DataFrame(rows), run_id="h200")
 
 
