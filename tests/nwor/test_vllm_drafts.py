@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts of every length and fate in real vLLM on the CPU: k up to 48, all accepted, none accepted, or none at all."""
+
+from dataclasses import replace
+
+import pytest
+
+from nwor.settings import Settings
+from nwor_lab import paths
+from nwor_lab.engines.engine import EngineSpec
+from nwor_lab.soak.script import contrary
+from tests.engines import PROMPTS, Outcome
+from tests.nwor.on_cpu import spec_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def clean_like_vanilla(engines, spec: EngineSpec, **call) -> list[tuple[int, int, int]]:
+    """Of each mode windows, staged and committed tokens: answers are vanilla's, pages are clean, counts are vLLM's."""
+    plain = engines.run(spec, Settings(), **call)
+    assert not plain.error, plain.error
+    return [
+        counts(engines.run(spec, settings, **call), plain) for settings in (settings_of("cow"), settings_of("stage"))
+    ]
+
+
+def settings_of(mode: str) -> Settings:
+    return Settings(mode=mode, audit=True, debug_sync=True)
+
+
+def counts(outcome: Outcome, plain: Outcome) -> tuple[int, int, int]:
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == plain.tokens
+    audit, counters, metrics = outcome.audit, outcome.ranks[0]["counters"], outcome.metrics
+    assert audit["layer_steps"] > 20
+    assert audit["dirty_layer_steps"] == audit["wrong_rows"] == audit["unwritten_rows"] == audit["stray_slots"] == 0
+    assert counters["fallbacks"] == counters["cancelled"] == metrics["nwor_scheduler_mismatches"] == 0
+    found = tuple(counters[name] for name in ("windows", "staged_tokens", "committed_tokens"))
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    assert found == tuple(metrics[f"spec_decode_{name}"] for name in names)
+    return found
+
+
+@pytest.mark.parametrize("k", [16, 32, 48])
+def test_long_drafts(engines, model, k):
+    """Windows of several blocks, full ones of k drafts and shorter ones where a match or the request ends."""
+    spec = replace(spec_of(model), method="ngram", draft="", k=k, batch=4, block_size=32, max_num_batched_tokens=512)
+    prompts = [[(7 * i + 13 * j) % (5 + j) + 3 for i in range(90)] for j in range(4)]
+    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=prompts, max_tokens=80):
+        assert windows > 10 and 0.4 * k < staged / windows <= k
+        assert 0 < committed < staged
+
+
+@pytest.mark.parametrize("k", [1, 4, 16])
+@pytest.mark.parametrize("fate", ["all", "none"])
+def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate, k):
+    """The drafter is the target itself, or one that proposes what the target finds least likely."""
+    draft = paths.PAIR_TARGET if fate == "all" else contrary()
+    spec = EngineSpec(
+        str(paths.PAIR_TARGET), str(draft), method="draft_model", k=k, dtype="float32", num_blocks=64, batch=4
+    )
+    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=PROMPTS[:4], max_tokens=60):
+        assert windows > 4 and staged > windows * k / 2
+        assert committed == (staged if fate == "all" else 0)
+
+
+def test_a_drafter_that_has_nothing_to_propose(engines, model):
+    """Prompts without a repeated token: ngram finds no match at first, so steps with and without drafts alternate."""
+    spec = replace(spec_of(model), method="ngram", draft="", batch=4)
+    prompts = [list(range(3 + 40 * j, 33 + 40 * j)) for j in range(4)]
+    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=prompts, max_tokens=12):
+        assert 0 < windows < 4 * 12 and staged >= windows and committed >= 0
