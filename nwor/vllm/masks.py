@@ -28,9 +28,9 @@ _KNOWN = {
     "_dcp_dtype", "_dcp_max_num_tokens", "batch_invariant_enabled", "dcp_combine", "fa4_hd256",
     "vllm_flash_attn_version",
     "_is_per_token_head_quant", "_k_scale_cache", "_kv_quant_mode", "_v_scale_cache", "fp8_dtype", "use_td",
+    "_set_kv_ptr_range",
     "_nvfp4_fp8_out", "_sinks_source", "bmm1_scale", "bmm2_scale", "cache_dtype", "fp4_data_dim", "is_kvcache_nvfp4",
-    "nvfp4_fa2",
-    "_multi_ctas_kv_counter_buffer", "_set_kv_ptr_range",
+    "_multi_ctas_kv_counter_buffer", "nvfp4_fa2",
     "nvfp4_trtllm", "o_sf_scale", "supports_xqa_or_trtllm_gen_decode", "window_left",
     "unified_attention",
 }  # fmt: skip

@@ -54,7 +54,7 @@ def difference(found: str, known: str) -> str:
     return "; ".join(words) or "in another order"
 
 
-def of_node(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
+def of_node(node: ast.FunctionDef) -> Function:
     """The function that a syntax tree holds."""
     a = node.args
     names = [*a.posonlyargs, *a.args, *filter(None, [a.vararg]), *a.kwonlyargs, *filter(None, [a.kwarg])]
