@@ -63,6 +63,7 @@ def test_recorded_releases_are_written_line_by_line(known):
     ("old", "new", "said", "unknown"),
     [
         ("", "", f"unchanged          changed signature  {STEP[5:]} (gone: drafts)", 0),
+        ("self, tokens", "self, tokens, drafts", f"changed signature  unchanged          {STEP[5:]} (new: drafts)", 0),
         ("tokens * scale", "tokens + scale", f"changed body       changed signature  {STEP[5:]} (gone: drafts)", 1),
         (
             "tokens * scale",
