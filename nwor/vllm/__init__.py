@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NWOR inside vLLM 0.32: one file a patch, applied by the plugin in each process that needs it.
+"""NWOR inside vLLM 0.32 and 0.33: one file a patch, applied by the plugin in each process that needs it.
 
 Where the patches go: `scheduler` and `metrics` into the front end and the engine core, where they only count and check;
 `worker` into every worker, where it applies `runner_v1` or `runner_v2`, and `attention_cpu`, at device initialisation.
@@ -15,7 +15,7 @@ def register() -> None:
 
     Raises:
         ValueError: a ``VLLM_NWOR_*`` variable is misspelt or has an impossible value.
-        IncompatibleVLLM: this vLLM is not the release the hooks were written for.
+        IncompatibleVLLM: this vLLM is none of the releases the hooks were written for.
         OSError: the compiled operators are missing or do not load.
     """
     settings = Settings.from_env()

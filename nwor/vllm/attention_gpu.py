@@ -37,8 +37,7 @@ def install(layers: Iterable[Any]) -> None:
         if implementation.__name__ == "FlashInferImpl":
             from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
 
-            build = ("self", "common_prefix_len", "common_attn_metadata", "fast_build")
-            wrap(FlashInferMetadataBuilder, "build", build, _make_build)
+            wrap(FlashInferMetadataBuilder, "build", _make_build)
 
 
 def fused_passes(config: Any) -> str:

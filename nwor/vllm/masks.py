@@ -28,12 +28,17 @@ _KNOWN = {
     "_dcp_dtype", "_dcp_max_num_tokens", "batch_invariant_enabled", "dcp_combine", "fa4_hd256",
     "vllm_flash_attn_version",
     "_is_per_token_head_quant", "_k_scale_cache", "_kv_quant_mode", "_v_scale_cache", "fp8_dtype", "use_td",
+    "_set_kv_ptr_range",
     "_nvfp4_fp8_out", "_sinks_source", "bmm1_scale", "bmm2_scale", "cache_dtype", "fp4_data_dim", "is_kvcache_nvfp4",
-    "nvfp4_fa2",
+    "_multi_ctas_kv_counter_buffer", "nvfp4_fa2",
     "nvfp4_trtllm", "o_sf_scale", "supports_xqa_or_trtllm_gen_decode", "window_left",
     "unified_attention",
 }  # fmt: skip
-_NEUTRAL = {"chunk_lookback": -1, "use_alibi_sqrt": False}  # known, and unknown to stage with any other value
+# Known with one value, and unknown to stage with any other: masks and, of ROCm's caches, layouts.
+_NEUTRAL = {
+    "chunk_lookback": -1, "use_alibi_sqrt": False,
+    "_shuffle_kv_layout": False, "_use_interleaved_v_cache": False, "_use_shuffle_kv": False,
+}  # fmt: skip
 
 
 def unknown_mask(layer: Any, config: Any) -> str:
@@ -58,7 +63,7 @@ def unknown_mask(layer: Any, config: Any) -> str:
         return f"values of size {layer.head_size_v} beside keys of size {layer.head_size}"
     for name, value in vars(impl).items():
         if name in _NEUTRAL and value != _NEUTRAL[name]:
-            return f"{type(impl).__name__}.{name} is {value}, a mask that stage does not know"
+            return f"{type(impl).__name__}.{name} is {value}, which stage does not know"
         if name not in _NEUTRAL and name not in _KNOWN:
             return f"{type(impl).__name__}.{name}, which stage does not know"
     return _unknown_cache(layer.get_kv_cache_spec(config), impl.sliding_window)

@@ -35,13 +35,8 @@ assert {field.name for field in fields(Counters)} <= HELP.keys()
 def install() -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
-    wrap(PrometheusStatLogger, "__init__", ("self", "vllm_config", "engine_indexes"), _make_init)
-    wrap(
-        StatLoggerManager,
-        "record",
-        ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
-        _make_record,
-    )
+    wrap(PrometheusStatLogger, "__init__", _make_init)
+    wrap(StatLoggerManager, "record", _make_record)
 
 
 def _make_init(original: Callable) -> Callable:

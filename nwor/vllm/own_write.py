@@ -18,8 +18,7 @@ _NOTE = "nwor_given_rows"  # of a layer: whether each call so far had keys and v
 
 def watch(implementation: type) -> None:
     """Note of each layer of this implementation whether its calls had keys and values."""
-    attend = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
-    wrap(implementation, "forward", (*attend, "output_scale", "output_block_scale"), _make_forward)
+    wrap(implementation, "forward", _make_forward)
 
 
 def _make_forward(original: Callable) -> Callable:

@@ -1,73 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrap methods and functions of vLLM: only those whose signature is the one this kit was written for, once,
-and undone by one call."""
+"""Wrap methods and functions of vLLM: only those that a known release has so (`releases`), once, undone by one call."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-VLLM_VERSION = "0.32"
+from nwor.vllm import releases
 
 _originals: dict[tuple[type | ModuleType, str, str], Any] = {}
+_WAY_OUT = f"install vllm=={releases.TESTED}, or run with VLLM_NWOR_MODE=off"
 
 
 class IncompatibleVLLM(RuntimeError):
-    """This vLLM is not the one whose step the hooks were written for."""
+    """This vLLM is not one whose step the hooks were written for."""
 
 
 def check_version() -> None:
-    """Raise `IncompatibleVLLM` unless the installed vLLM is of the known release."""
+    """Raise `IncompatibleVLLM` unless the installed vLLM is of a known series."""
     import vllm
 
-    if not vllm.__version__.startswith(VLLM_VERSION + "."):
+    if not releases.in_known_series(vllm.__version__):
+        series = ", ".join(f"{series}.x" for series in releases.SERIES)
         raise IncompatibleVLLM(
-            f"vLLM {vllm.__version__} is not {VLLM_VERSION}.x, for which NWOR's hooks were written and tested; "
-            f"install vllm=={VLLM_VERSION}.0, or run with VLLM_NWOR_MODE=off"
+            f"vLLM {vllm.__version__} is none of {series}, for which NWOR's hooks were written; {_WAY_OUT}"
         )
 
 
-def wrap(
-    owner: type | ModuleType, name: str, parameters: tuple[str, ...], make: Callable[[Callable], Callable]
-) -> None:
+def wrap(owner: type | ModuleType, name: str, make: Callable[[Callable], Callable]) -> None:
     """Replace ``owner.name`` by ``make(original)``; a second call from the same module does nothing.
+
+    On a known release a body that is none of the known ones is warned of; on any other it is an error.
 
     Args:
         owner: the class that defines the method itself (an inherited one would be patched on the wrong class), or the
             module of a function.
         name: the method's name.
-        parameters: the parameter names it is known to take, ``self`` included.
         make: given the original function, returns its replacement.
 
     Raises:
-        IncompatibleVLLM: the method is missing or takes other parameters.
+        IncompatibleVLLM: the function is missing, or none that a known release has.
     """
     key = (owner, name, make.__module__)
     if key in _originals:
         return
     if name not in vars(owner):
-        raise IncompatibleVLLM(f"{_name(owner)} defines no {name}; use vllm=={VLLM_VERSION}.0")
+        raise IncompatibleVLLM(f"{_name(owner)} defines no {name}; {_WAY_OUT}")
     original = vars(owner)[name]
-    found = tuple(inspect.signature(original).parameters)
-    if found != parameters:
-        raise IncompatibleVLLM(
-            f"{_name(owner)}.{name} takes {found}, NWOR knows {parameters}; "
-            f"use vllm=={VLLM_VERSION}.0, or run with VLLM_NWOR_MODE=off"
-        )
+    _check(owner, name, original)
     replacement = functools.wraps(original)(make(original))
     setattr(owner, name, replacement)
     _originals[key] = original
 
 
+def _check(owner: type | ModuleType, name: str, original: Callable) -> None:
+    """Warn or raise, as `wrap` says, unless this function is one of a known release."""
+    known, found = releases.KNOWN.get(full_name(owner, name), {}), releases.of_object(original)
+    if not any(found.parameters == function.parameters for function in known.values()):
+        differences = [
+            f"vLLM {release}'s {function.parameters} ({releases.difference(found.parameters, function.parameters)})"
+            for release, function in known.items()
+        ]
+        raise IncompatibleVLLM(
+            f"{_name(owner)}.{name} takes {found.parameters}; NWOR knows {', '.join(differences) or 'none'}; {_WAY_OUT}"
+        )
+    if found in known.values():
+        return
+    import vllm
+    from vllm.logger import init_logger
+
+    what = f"{_name(owner)}.{name} of vLLM {vllm.__version__} has a body that is none of {', '.join(known)}'s"
+    if releases.release_of(vllm.__version__) not in releases.RELEASES:
+        raise IncompatibleVLLM(f"{what}; {_WAY_OUT}")
+    init_logger("vllm.nwor").warning("NWOR: %s: changed here, or its source cannot be read", what)
+
+
 def wrap_attention(
     implementation: type, make_update: Callable[[Callable], Callable], make_forward: Callable[[Callable], Callable]
 ) -> None:
-    """Wrap an attention backend's cache write and its attention, which have one signature in all of vLLM's backends."""
-    write = ("self", "layer", "key", "value", "kv_cache", "slot_mapping")
-    attend = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
-    wrap(implementation, "do_kv_cache_update", write, make_update)
-    wrap(implementation, "forward", (*attend, "output_scale", "output_block_scale"), make_forward)
+    """Wrap an attention backend's cache write and its attention, the same in all of vLLM's backends."""
+    wrap(implementation, "do_kv_cache_update", make_update)
+    wrap(implementation, "forward", make_forward)
 
 
 def undo_all() -> None:
@@ -80,6 +93,11 @@ def undo_all() -> None:
 def wrapped() -> list[str]:
     """Names of the methods wrapped in this process."""
     return sorted({f"{_name(owner)}.{name}" for owner, name, _ in _originals})
+
+
+def full_name(owner: type | ModuleType, name: str) -> str:
+    """Where a function of vLLM is defined, as `releases.KNOWN` names it."""
+    return f"{owner.__name__ if isinstance(owner, ModuleType) else f'{owner.__module__}.{owner.__qualname__}'}.{name}"
 
 
 def _name(owner: type | ModuleType) -> str:

@@ -26,62 +26,14 @@ def install(settings: Settings) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if settings.mode in ATTENDING:
-        wrap(GPUModelRunner, "load_model", ("self", "load_dummy_weights", "model"), make_load)
-    wrap(
-        GPUModelRunner,
-        "initialize_kv_cache",
-        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-        make_initialize(settings),
-    )
-    wrap(GPUModelRunner, "_prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens"), _make_prepare)
-    wrap(
-        GPUModelRunner,
-        "_determine_batch_execution_and_padding",
-        (
-            "self",
-            "num_tokens",
-            "num_reqs",
-            "num_scheduled_tokens_np",
-            "max_num_scheduled_tokens",
-            "use_cascade_attn",
-            "allow_microbatching",
-            "force_eager",
-            "force_uniform_decode",
-            "force_has_lora",
-            "force_num_active_loras",
-            "num_encoder_reqs",
-        ),
-        _make_batch,
-    )
-    wrap(
-        GPUModelRunner,
-        "_model_forward",
-        ("self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"),
-        _make_forward,
-    )
-    wrap(
-        GPUModelRunner,
-        "_dummy_run",
-        (
-            "self",
-            "num_tokens",
-            "cudagraph_runtime_mode",
-            "force_attention",
-            "uniform_decode",
-            "allow_microbatching",
-            "skip_eplb",
-            "is_profile",
-            "create_mixed_batch",
-            "remove_lora",
-            "is_graph_capturing",
-            "num_active_loras",
-            "profile_seq_lens",
-            "randomize_inputs",
-        ),
-        _make_dummy,
-    )
-    wrap(GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata"), _make_sample)
-    wrap(GPUModelRunner, "sample_tokens", ("self", "grammar_output"), _make_sample_tokens)
+        wrap(GPUModelRunner, "load_model", make_load)
+    wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(GPUModelRunner, "_prepare_inputs", _make_prepare)
+    wrap(GPUModelRunner, "_determine_batch_execution_and_padding", _make_batch)
+    wrap(GPUModelRunner, "_model_forward", _make_forward)
+    wrap(GPUModelRunner, "_dummy_run", _make_dummy)
+    wrap(GPUModelRunner, "_sample", _make_sample)
+    wrap(GPUModelRunner, "sample_tokens", _make_sample_tokens)
 
 
 def _make_prepare(original: Callable) -> Callable:

@@ -27,40 +27,15 @@ def install(settings: Settings) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     if settings.mode in ATTENDING:
-        wrap(GPUModelRunner, "load_model", ("self", "load_dummy_weights", "args", "model", "kwargs"), make_load)
-    wrap(
-        GPUModelRunner,
-        "initialize_kv_cache",
-        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-        make_initialize(settings),
-    )
-    wrap(GPUModelRunner, "gather_batch_req_state", ("self", "scheduler_output", "dummy_run"), _make_gather)
-    wrap(GPUModelRunner, "prepare_attn", ("self", "input_batch"), _make_prepare)
-    wrap(GPUModelRunner, "prepare_dummy_attn", ("self", "input_batch", "valid_state_slots"), _make_dummy)
-    wrap(GPUModelRunner, "capture_model", ("self", "profile_only"), _make_capture)
-    wrap(
-        GPUModelRunner,
-        "execute_model",
-        (
-            "self",
-            "scheduler_output",
-            "intermediate_tensors",
-            "dummy_run",
-            "skip_attn_for_dummy_run",
-            "is_profile",
-            "context_len",
-            "valid_dummy_state_slots",
-            "randomize_inputs",
-        ),
-        _make_execute,
-    )
-    wrap(
-        GPUModelRunner,
-        "postprocess_sampled",
-        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
-        _make_postprocess,
-    )
-    wrap(GPUModelRunner, "sample_tokens", ("self", "grammar_output"), _make_sample_tokens)
+        wrap(GPUModelRunner, "load_model", make_load)
+    wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(GPUModelRunner, "gather_batch_req_state", _make_gather)
+    wrap(GPUModelRunner, "prepare_attn", _make_prepare)
+    wrap(GPUModelRunner, "prepare_dummy_attn", _make_dummy)
+    wrap(GPUModelRunner, "capture_model", _make_capture)
+    wrap(GPUModelRunner, "execute_model", _make_execute)
+    wrap(GPUModelRunner, "postprocess_sampled", _make_postprocess)
+    wrap(GPUModelRunner, "sample_tokens", _make_sample_tokens)
 
 
 def _make_gather(original: Callable) -> Callable:
@@ -133,14 +108,15 @@ def _make_postprocess(original: Callable) -> Callable:
         sampled_tokens: Tensor,
         num_sampled: Tensor,
         num_rejected: Tensor,
-        query_start_loc: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         context = context_of(self)
         if (manager := context.manager) is not None and manager.is_open:
             manager.commit(num_rejected)
             if context.copies_counts:
                 context.counts = manager.counters.copy(self.output_copy_stream)
-        original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+        original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, *args, **kwargs)
 
     return postprocess_sampled
 

@@ -32,26 +32,13 @@ def install(settings: Settings) -> None:
 
         return _initialize_kv_caches
 
-    wrap(EngineCore, "_initialize_kv_caches", ("self", "vllm_config"), make_initialize)
+    wrap(EngineCore, "_initialize_kv_caches", make_initialize)
     if settings.mode == "off":
         return
-    wrap(
-        Scheduler,
-        "make_spec_decoding_stats",
-        (
-            "self",
-            "spec_decoding_stats",
-            "num_draft_tokens",
-            "num_accepted_tokens",
-            "num_invalid_spec_tokens",
-            "request_id",
-        ),
-        _make_spec_decoding_stats,
-    )
+    wrap(Scheduler, "make_spec_decoding_stats", _make_spec_decoding_stats)
     wrap(
         Scheduler,
         "update_from_output",
-        ("self", "scheduler_output", "model_runner_output"),
         lambda original: _make_update(original, settings.debug_sync, settings.emit_metrics),
     )
 

@@ -42,6 +42,8 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
             return f"a cache of {layer.kv_cache_torch_dtype} beside a model of {layer.dtype}"
         if reason := unknown_mask(layer, config):
             return reason
+    if any(getattr(layer, "kv_cache_update_bypass", False) for layer in layers.values()):  # vLLM's flag, from 0.33 on
+        return "the model writes keys and values itself (kv_cache_update_bypass)"
     if own_write.some_layer_does(runner, layers.values()):
         return "the model writes keys and values itself, or reads them once more: they never reach the attention hook"
     if runner.device.type == "cuda":

@@ -54,7 +54,7 @@ def install(settings: Settings) -> None:
 
         return init_device
 
-    wrap(WorkerWrapperBase, "init_device", ("self",), make)
+    wrap(WorkerWrapperBase, "init_device", make)
 
 
 def _reset_after_warm_up() -> None:
@@ -69,7 +69,7 @@ def _reset_after_warm_up() -> None:
 
         return compile_or_warm_up_model
 
-    wrap(Worker, "compile_or_warm_up_model", ("self",), make)
+    wrap(Worker, "compile_or_warm_up_model", make)
 
 
 def status(worker: Any) -> dict[str, Any]:

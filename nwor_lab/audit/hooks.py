@@ -126,16 +126,19 @@ def _incomplete(why: str) -> RuntimeError:
     return RuntimeError(f"the audit would not see the whole cache: {why}: unset VLLM_NWOR_AUDIT")
 
 
-def _wrap(owner: type, name: str, parameters: str, around: Callable[..., Any]) -> None:
-    """Let ``around(original, self, ...)`` run in place of ``owner.name``, once; `parameters` are those it must take."""
+def _wrap(owner: type, name: str, parameters: str, around: Callable[..., Any], optional: str = "") -> None:
+    """Let ``around(original, self, ...)`` run in place of ``owner.name``, once.
+
+    parameters: those it must take. optional: one more, the last, which it has in some of the releases that are known.
+    """
     if (owner, name) in _wrapped:
         return
     original = vars(owner).get(name)
     found = " ".join(inspect.signature(original).parameters) if original else "nothing, it is missing"
-    if original is None or found != parameters:
+    if original is None or found not in (parameters, f"{parameters} {optional}"):
         raise RuntimeError(
             f"{owner.__name__}.{name} takes {found}; the audit knows {parameters}: "
-            "install vllm==0.32.0, or unset VLLM_NWOR_AUDIT"
+            "install vllm==0.32.0 or vllm==0.33.0, or unset VLLM_NWOR_AUDIT"
         )
 
     @functools.wraps(original)
@@ -180,7 +183,7 @@ def install_v2() -> None:
     sampled = "self idx_mapping sampled_tokens num_sampled num_rejected query_start_loc"
     _wrap(Runner, "initialize_kv_cache", _INITIALIZE, _initialize)
     _wrap(Runner, "prepare_attn", "self input_batch", _prepare_attn)
-    _wrap(Runner, "postprocess_sampled", sampled, _postprocess_sampled)
+    _wrap(Runner, "postprocess_sampled", sampled, _postprocess_sampled, optional="draft_tokens")
 
 
 def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -237,8 +240,9 @@ def _postprocess_sampled(
     sampled_tokens: Tensor,
     num_sampled: Tensor,
     num_rejected: Tensor,
-    query_start_loc: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+    original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, *args, **kwargs)
     if self.cache_audit.enabled:
         self.cache_audit.after(num_rejected.tolist())

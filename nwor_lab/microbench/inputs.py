@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,6 +212,25 @@ KEYS = [name for name in AttentionShape.__dataclass_fields__ if name != "head_si
 """Columns that identify a shape in a table; all shapes of a table have heads of one size."""
 
 
+def split_scratch(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
+    """What vLLM's Triton attention splits a context with, as its backend makes it: arguments of `unified_attention`.
+
+    vLLM 0.32 splits in decodes alone, 0.33 in windows of up to 8 rows too; neither does without them.
+    """
+    from vllm.v1.attention.backends import triton_attn
+
+    requests, segments = triton_attn.MIN_LAUNCH_GRID_SIZE_2D // shape.kv_heads, triton_attn.NUM_PAR_SOFTMAX_SEGMENTS
+    size = (min(shape.batch, requests) * shape.query, shape.heads, segments)
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    return {
+        "seq_threshold_3D": requests,
+        "num_par_softmax_segments": segments,
+        "softmax_segm_output": empty(*size, 1 << (shape.head_size - 1).bit_length()),
+        "softmax_segm_max": empty(size),
+        "softmax_segm_expsum": empty(size),
+    }
+
+
 class AttentionCase:
     """The tensors of one layer and step, the cache laid out as vLLM's (block, slot, head, key and value): "NHD"."""
 
@@ -321,6 +341,7 @@ class AttentionCase:
         keys, values = self.split_cache()
         mode = KVQuantMode.FP8_PER_TENSOR if self.fp8 else KVQuantMode.NONE
         descale = self.one.expand(self.shape.batch, self.shape.kv_heads)
+        scratch = split_scratch(self.shape, self.kv_cache.device)
 
         def call() -> None:
             write(self.key, self.value, keys, values, self.slots, "fp8" if self.fp8 else "auto", self.one, self.one)
@@ -330,6 +351,7 @@ class AttentionCase:
                 max_seqlen_k=self.block_table.shape[1] * BLOCK_SIZE, softmax_scale=self.scale, causal=True,
                 window_size=(-1, -1), block_table=self.block_table, softcap=0,
                 q_descale=self.one if self.fp8 else None, k_descale=descale, v_descale=descale, kv_quant_mode=mode,
+                **scratch,
             )  # fmt: skip
 
         return call

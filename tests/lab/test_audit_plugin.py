@@ -97,6 +97,30 @@ def test_hooks_fit_the_installed_vllm_and_come_off_again():
     assert dict(vars(GPUModelRunner)) == before
 
 
+def test_a_parameter_that_some_releases_lack_is_passed_on(monkeypatch):
+    """vLLM 0.33's `postprocess_sampled` has `draft_tokens`; an earlier one has not, and no other has more."""
+    audit, passed = SimpleNamespace(enabled=True, after=lambda counts: passed.append(counts)), []
+    runner = SimpleNamespace(cache_audit=audit)
+    given = (1, 2, 3, torch.tensor([4]), 5)
+    for more, names in (((), {}), ((6,), {}), ((), {"draft_tokens": 6})):
+        passed.clear()
+        hooks._postprocess_sampled(
+            lambda *values, **named: passed.append((values[1:], named)), runner, *given, *more, **names
+        )
+        assert passed == [(given + more, names), [4]]
+
+    class Runner:
+        def older(self, query_start_loc=None): ...
+        def newer(self, query_start_loc=None, draft_tokens=None): ...
+        def newest(self, query_start_loc=None, drafts=None): ...
+
+    for name in ("older", "newer"):
+        hooks._wrap(Runner, name, "self query_start_loc", hooks._sample, optional="draft_tokens")
+    with pytest.raises(RuntimeError, match=r"newest takes self query_start_loc drafts; the audit knows self query"):
+        hooks._wrap(Runner, "newest", "self query_start_loc", hooks._sample, optional="draft_tokens")
+    hooks.uninstall()
+
+
 @pytest.mark.parametrize(
     ("sampled", "drafts", "expected"),
     [([[5, 6, 7, 8]], [3], [0]), ([[5, 6, -1], [9, -1, -1]], [2, 0], [1, 0]), ([[0, 0, -1]], [2], [1])],

@@ -64,8 +64,20 @@ FLASH = type("FlashAttentionBackend", (), {})
         (gpu_layer(attn_type="encoder_decoder"), "attention of type encoder_decoder"),
         (gpu_layer(head_size_v=64), "values of size 64 beside keys of size 128"),
         (gpu_layer("TritonAttentionImpl", chunk_lookback=-1, use_alibi_sqrt=False), ""),
-        (gpu_layer("TritonAttentionImpl", chunk_lookback=0), "TritonAttentionImpl.chunk_lookback is 0, a mask that"),
-        (gpu_layer("TritonAttentionImpl", use_alibi_sqrt=True), "TritonAttentionImpl.use_alibi_sqrt is True, a mask"),
+        (
+            gpu_layer("TritonAttentionImpl", chunk_lookback=0),
+            "TritonAttentionImpl.chunk_lookback is 0, which stage does not",
+        ),
+        (
+            gpu_layer("TritonAttentionImpl", use_alibi_sqrt=True),
+            "TritonAttentionImpl.use_alibi_sqrt is True, which stage",
+        ),
+        (gpu_layer("TritonAttentionImpl", _set_kv_ptr_range=False), ""),
+        (gpu_layer("FlashInferImpl", _multi_ctas_kv_counter_buffer=torch.ones(1)), ""),
+        (
+            gpu_layer("RocmAiterUnifiedAttentionImpl", _use_shuffle_kv=True),
+            "RocmAiterUnifiedAttentionImpl._use_shuffle_kv is True, which stage",
+        ),
         (gpu_layer(rolling=3), "FlashAttentionImpl.rolling, which stage does not know"),
         (gpu_layer(sliding_window=(63, 0)), "a cache of kind FullAttentionSpec("),
         (gpu_layer(layer_sliding_window=64), "a cache of kind SlidingWindowSpec("),

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches go on once, only where vLLM is the one they were written for, and come off whole."""
 
-from types import ModuleType
+import inspect
+import re
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from nwor.settings import PREFIX
-from nwor.vllm import patch
+from nwor.vllm import patch, releases
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,28 @@ class Runner(Base):
 
 
 ORIGINALS = dict(vars(Runner))
-PARAMETERS = ("self", "tokens", "scale")
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """What the kit knows of the functions here: releases 0.32.0 and 0.33.0 have them as they are."""
+    table = {
+        patch.full_name(Runner, name): dict.fromkeys(("0.32.0", "0.33.0"), releases.of_object(ORIGINALS[name]))
+        for name in ("step", "other")
+    }
+    monkeypatch.setattr(releases, "KNOWN", table)
+    return table[patch.full_name(Runner, "step")]
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """Warnings given, and vLLM's version, which the test may set."""
+    logger = pytest.importorskip("vllm.logger", reason="vLLM is not installed: there is nothing to patch")
+    found, others = [], logger.init_logger
+    ours = SimpleNamespace(warning=lambda text, *values: found.append(text % values))
+    monkeypatch.setattr(logger, "init_logger", lambda name: ours if name == "vllm.nwor" else others(name))
+    monkeypatch.setattr("vllm.__version__", "0.32.0+cpu")
+    return found
 
 
 def adding(number: int, module: str = __name__):
@@ -44,8 +67,8 @@ def adding(number: int, module: str = __name__):
     return make
 
 
-def test_wrap_and_undo():
-    patch.wrap(Runner, "step", PARAMETERS, adding(1))
+def test_wrap_and_undo(known):
+    patch.wrap(Runner, "step", adding(1))
     assert Runner().step(3, scale=2) == 7
     assert (Runner.step.__name__, Runner.step.__doc__) == ("step", "One step.")
     assert patch.wrapped() == ["Runner.step"]
@@ -56,23 +79,23 @@ def test_wrap_and_undo():
     assert dict(vars(Runner)) == ORIGINALS
 
 
-def test_a_module_wraps_a_method_once():
+def test_a_module_wraps_a_method_once(known):
     """vLLM loads plugins several times in a process; two layers of one patch would count everything twice."""
     for _ in range(3):
-        patch.wrap(Runner, "step", PARAMETERS, adding(1))
+        patch.wrap(Runner, "step", adding(1))
     assert Runner().step(3) == 4
     patch.undo_all()
-    patch.wrap(Runner, "step", PARAMETERS, adding(5))
+    patch.wrap(Runner, "step", adding(5))
     assert Runner().step(3) == 8, "what was undone can be put on again"
 
 
-def test_two_modules_nest_and_come_off_together():
+def test_two_modules_nest_and_come_off_together(known):
     """The audit wraps what the runner's patch wrapped: the signature seen through the first is still the original's."""
-    patch.wrap(Runner, "step", PARAMETERS, adding(1))
-    patch.wrap(Runner, "step", PARAMETERS, lambda original: lambda self, tokens, scale=1: 10 * original(self, tokens))
+    patch.wrap(Runner, "step", adding(1))
+    patch.wrap(Runner, "step", lambda original: lambda self, tokens, scale=1: 10 * original(self, tokens))
     assert Runner().step(3) == 4, "the same module again: the first patch stays alone"
-    patch.wrap(Runner, "step", PARAMETERS, adding(100, "elsewhere"))
-    patch.wrap(Runner, "other", ("self",), adding("!", "elsewhere"))
+    patch.wrap(Runner, "step", adding(100, "elsewhere"))
+    patch.wrap(Runner, "other", adding("!", "elsewhere"))
     assert Runner().step(3) == 104
     assert Runner().other() == "other!"
     assert patch.wrapped() == ["Runner.other", "Runner.step"]
@@ -80,39 +103,94 @@ def test_two_modules_nest_and_come_off_together():
     assert dict(vars(Runner)) == ORIGINALS
 
 
-def test_functions_of_a_module():
+def sample(logits: int) -> int:
+    return logits + 1
+
+
+def test_functions_of_a_module(monkeypatch):
     module = ModuleType("some.sampler")
-    original = module.sample = lambda logits: logits + 1
-    patch.wrap(module, "sample", ("logits",), lambda sample: lambda logits: 10 * sample(logits))
+    module.sample = sample
+    monkeypatch.setitem(releases.KNOWN, "some.sampler.sample", {"0.32.0": releases.of_object(sample)})
+    patch.wrap(module, "sample", lambda sample: lambda logits: 10 * sample(logits))
     assert module.sample(1) == 20
     assert patch.wrapped() == ["sampler.sample"]
     patch.undo_all()
-    assert module.sample is original
+    assert module.sample is sample
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "difference"),
     [
-        ("self", "tokens"),
-        ("self", "scale", "tokens"),
-        ("self", "tokens", "scale", "more"),
-        ("self", "tokens", "factor"),
+        ("self tokens", "new: scale"),
+        ("self scale tokens", "in another order"),
+        ("self tokens scale more", "gone: more"),
+        ("self tokens factor", "new: scale; gone: factor"),
     ],
 )
-def test_another_signature_is_refused(parameters):
-    message = r"Runner.step takes \('self', 'tokens', 'scale'\), NWOR knows .*; use vllm==0.32.0"
+def test_a_signature_of_no_release_is_refused(known, parameters, difference):
+    """The message names the function, what it takes, and how each release's differs."""
+    of_the_older = known["0.32.0"]._replace(parameters="self")
+    known.update({"0.32.0": of_the_older, "0.33.0": known["0.33.0"]._replace(parameters=parameters)})
+    message = (
+        r"Runner.step takes self tokens scale; NWOR knows vLLM 0.32.0's self \(new: tokens, scale\), "
+        rf"vLLM 0.33.0's {parameters} \({difference}\); install vllm==0.32.0, or run with VLLM_NWOR_MODE=off"
+    )
     with pytest.raises(patch.IncompatibleVLLM, match=message):
-        patch.wrap(Runner, "step", parameters, adding(1))
+        patch.wrap(Runner, "step", adding(1))
     assert dict(vars(Runner)) == ORIGINALS
+
+
+def test_a_signature_of_either_release_is_known(known, warned):
+    known["0.32.0"] = known["0.32.0"]._replace(parameters="self tokens")
+    patch.wrap(Runner, "step", adding(1))
+    assert Runner().step(3) == 4 and warned == []
+
+
+def test_a_function_that_no_release_names_is_refused(known):
+    del releases.KNOWN[patch.full_name(Runner, "step")]
+    with pytest.raises(patch.IncompatibleVLLM, match=r"Runner.step takes self tokens scale; NWOR knows none; install"):
+        patch.wrap(Runner, "step", adding(1))
 
 
 @pytest.mark.parametrize("name", ["missing", "inherited"])
 def test_a_method_the_class_does_not_define_is_refused(name):
     """An inherited one would be patched on the wrong class, and shadow its base's later changes."""
     with pytest.raises(patch.IncompatibleVLLM, match=f"Runner defines no {name}"):
-        patch.wrap(Runner, name, ("self", "x"), adding(1))
+        patch.wrap(Runner, name, adding(1))
     assert dict(vars(Runner)) == ORIGINALS
     assert patch.wrapped() == []
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.0+cu130"])
+def test_a_changed_body_of_a_known_release_is_warned_of(known, warned, monkeypatch, version):
+    """Someone has changed the vLLM that is installed; the release is one that was looked at."""
+    monkeypatch.setattr("vllm.__version__", version)
+    known.update({release: function._replace(body="another") for release, function in known.items()})
+    patch.wrap(Runner, "step", adding(1))
+    said = (
+        f"NWOR: Runner.step of vLLM {version} has a body that is none of 0.32.0, 0.33.0's: changed here, or its source"
+    )
+    assert Runner().step(3) == 4 and [text.startswith(said) for text in warned] == [True]
+
+
+@pytest.mark.parametrize("version", ["0.32.1", "0.33.0rc1", "0.33.1.dev2+g12"])
+def test_a_changed_body_of_an_unknown_release_is_refused(known, warned, monkeypatch, version):
+    monkeypatch.setattr("vllm.__version__", version)
+    patch.wrap(Runner, "step", adding(1))
+    patch.undo_all()
+    known.update({release: function._replace(body="another") for release, function in known.items()})
+    with pytest.raises(patch.IncompatibleVLLM, match=r"Runner.step of vLLM .* has a body that is none of 0.32.0, 0.33"):
+        patch.wrap(Runner, "step", adding(1))
+    assert dict(vars(Runner)) == ORIGINALS and warned == []
+
+
+def test_a_source_that_cannot_be_read_is_no_known_body(known, warned, monkeypatch):
+    monkeypatch.setattr(releases.linecache, "getlines", lambda file: [])
+    patch.wrap(Runner, "step", adding(1))
+    assert len(warned) == 1 and releases.of_object(ORIGINALS["step"]) == ("self tokens scale", "")
 
 
 # -- the plugin --------------------------------------------------------------------------------------------------------
@@ -141,19 +219,19 @@ COUNTS = ["Scheduler.make_spec_decoding_stats", "Scheduler.update_from_output"]
 METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.3.32", "0.320.1", "1.32.0"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.3.32", "0.320.1", "1.32.0", "0.33"])
 def test_another_vllm_is_refused(environment, version):
     """And it is an error that vLLM lets through, not a log line on a run without the mode."""
     from nwor import register
 
     environment(version, MODE="stage")
-    with pytest.raises(patch.IncompatibleVLLM, match=f"vLLM {version} is not 0.32.x.*install vllm==0.32.0"):
+    with pytest.raises(patch.IncompatibleVLLM, match=f"vLLM {version} is none of 0.32.x, 0.33.x.*install vllm==0.32.0"):
         register()
     assert patch.wrapped() == []
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
-def test_the_known_release_is_served(environment, version):
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0", "0.33.1"])
+def test_a_known_series_is_served(environment, version):
     environment(version)
     patch.check_version()
 
@@ -254,18 +332,48 @@ def vllm_methods() -> dict[str, object]:
 # -- vLLM is the one the hooks were written for ------------------------------------------------------------------------
 
 
-def test_every_hook_fits_the_installed_vllm():
-    """Each patch names the signature it was written for, and is refused by another."""
-    pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
+def test_every_hook_fits_the_installed_vllm_and_the_known_releases(warned):
+    """Each function is known, as it is installed; and each wrapper takes what the function does in every release."""
     from nwor.settings import Settings
-    from nwor.vllm import attention_cpu, metrics, runner_v1, scheduler, worker
+    from nwor.vllm import attention_cpu, metrics, runner_v1, runner_v2, scheduler, worker
     from nwor.vllm.workarounds import cpu_sampling, eagle_bias
 
     settings = Settings(mode="stage", audit=True)
-    for module in (worker, scheduler, runner_v1):
+    for module in (worker, scheduler, runner_v1, runner_v2):
         module.install(settings)
     for module in (attention_cpu, cpu_sampling, metrics):
         module.install()
+    worker._reset_after_warm_up()
     eagle_bias.install(repair=True)
-    assert {"CPUAttentionBackendImpl.do_kv_cache_update", "CPUAttentionBackendImpl.forward"} < {*patch.wrapped()}
-    assert {"GPUModelRunner._model_forward", "GPUModelRunner._sample"} < {*patch.wrapped()}
+    assert warned == []
+    wrappers = {patch.full_name(owner, name): vars(owner)[name] for owner, name, _ in patch._originals}
+    of_gpus = {name for name in releases.KNOWN if re.search("(FlashA|Triton|FlashInfer|RocmAiter)", name)}
+    assert wrappers.keys() | of_gpus == releases.KNOWN.keys()
+    for name, wrapper in wrappers.items():
+        for release, function in releases.KNOWN[name].items():
+            assert takes(wrapper, function.parameters.split()), (name, release)
+    assert {*releases.RELEASES} == {"0.32.0", "0.33.0"} == {*releases.KNOWN[name]}
+
+
+def takes(wrapper, parameters: list[str]) -> bool:
+    """Whether a wrapper names the first of these parameters, in their order, and passes on the rest if there is one."""
+    found = inspect.signature(wrapper, follow_wrapped=False).parameters.values()
+    named = [one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return parameters[: len(named)] == named and (len(named) == len(parameters) or len(named) < len(found))
+
+
+@pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
+def test_postprocess_sampled_is_passed_on_in_each_release(release):
+    """By position and, as pipeline parallelism's last stage sends it, by name; `draft_tokens` is 0.33's."""
+    from nwor.vllm import runner_v2
+
+    names = releases.KNOWN["vllm.v1.worker.gpu.model_runner.GPUModelRunner.postprocess_sampled"][release]
+    names = names.parameters.split()[1:]
+    given, passed = dict(zip(names, "abcdef", strict=False)), []
+    original = eval(
+        f"lambda self, {', '.join(names)}: passed.append(dict({', '.join(f'{n}={n}' for n in names)}))", locals()
+    )
+    wrapper = runner_v2._make_postprocess(original)
+    wrapper(SimpleNamespace(), *given.values())
+    wrapper(SimpleNamespace(), **given)
+    assert passed == [given, given] and ("draft_tokens" in given) == (release == "0.33.0")

@@ -114,6 +114,17 @@ def test_a_model_that_writes_its_own_keys_and_values(key, mode, serves):
     assert (support.why_unsupported(made, layers, mode) == "") == serves
 
 
+@pytest.mark.parametrize(("mode", "serves"), [("stage", False), ("direct", False), ("cow", True)])
+def test_a_layer_that_vllm_marks_as_written_by_its_model(mode, serves):
+    """From vLLM 0.33 on; no run is needed to know it."""
+    layers, made = {"a": gpu_layer(), "b": gpu_layer()}, make_runner()
+    layers["b"].kv_cache_update_bypass = False
+    assert support.why_unsupported(made, layers, mode) == ""
+    layers["b"].kv_cache_update_bypass = True
+    why = "" if serves else "the model writes keys and values itself (kv_cache_update_bypass)"
+    assert support.why_unsupported(made, layers, mode) == why
+
+
 @pytest.fixture(autouse=True)
 def a_gpu_of_today(monkeypatch):
     """What a layer is asked about beside itself, where there is none."""

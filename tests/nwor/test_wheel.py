@@ -91,7 +91,12 @@ def test_one_wheel_for_every_python_with_all_it_needs(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tracked = {path.relative_to(paths.ROOT).as_posix() for package in SOURCES.values() for path in package}
     held = {name for name in names if ".dist-info/" not in name}
-    data = {"nwor/attention/configs/NVIDIA_H200.json", "nwor_lab/measurements.toml", "nwor_lab/report.html.j2"}
+    data = {
+        "nwor/attention/configs/NVIDIA_H200.json",
+        "nwor/vllm/releases.json",
+        "nwor_lab/measurements.toml",
+        "nwor_lab/report.html.j2",
+    }
     assert held == tracked | data | {"nwor/_C.abi3.so"}
     assert wheel.stat().st_size < 5e6
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of vLLM's CPU sampler: sampling with speculative decoding gets the temperature it was asked for.
 
-Why: on the CPU vLLM 0.32 expands per-request values to rows by an operator that reads and writes int64 alone, so a
+Why: on the CPU vLLM 0.32 and 0.33 expand per-request values to rows by an operator that knows int64 alone, so a
 float temperature is cut to a whole number and written to a copy that is dropped; logits are then divided by whatever
 memory held. Greedy decoding is not affected.
 How: the same expansion in torch.
@@ -17,12 +17,7 @@ from nwor.vllm.patch import wrap
 def install() -> None:
     from vllm.v1.sample import rejection_sampler
 
-    wrap(
-        rejection_sampler,
-        "expand_batch_to_tokens",
-        ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
-        lambda original: expand_batch_to_tokens,
-    )
+    wrap(rejection_sampler, "expand_batch_to_tokens", lambda original: expand_batch_to_tokens)
 
 
 def expand_batch_to_tokens(

@@ -31,7 +31,7 @@ def install(repair: bool) -> None:
     """repair: apply what vLLM drops; else only warn of it."""
     from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 
-    wrap(EagleLlamaForCausalLM, "load_weights", ("self", "weights"), _make_load if repair else _make_watch)
+    wrap(EagleLlamaForCausalLM, "load_weights", _make_load if repair else _make_watch)
 
 
 def _make_watch(original: Callable) -> Callable:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of vLLM that are wrapped, as each known release has them: their parameters, and a hash of their body.
+
+`nwor doctor --vllm PATH --record` writes a release into `releases.json`, for all functions named there; a function that
+is to be wrapped anew is first named there with ``{}``. Reading needs no vLLM: neither this module nor that command
+imports it.
+"""
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import json
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).with_name("releases.json")
+TESTED = "0.32.0"  # the release that modes were run on
+
+
+class Function(NamedTuple):
+    """parameters: their names in order, ``self`` included, with a space between. body: what `body_hash` says."""
+
+    parameters: str
+    body: str
+
+
+KNOWN: dict[str, dict[str, Function]] = {
+    name: {release: Function(*found) for release, found in releases.items()}
+    for name, releases in json.loads(FILE.read_text()).items()
+}
+"""By the function's full name and by release."""
+RELEASES = sorted({release for releases in KNOWN.values() for release in releases})
+SERIES = sorted({release.rpartition(".")[0] for release in RELEASES})
+
+
+def release_of(version: str) -> str:
+    """A version without its local part: ``0.32.0+cpu`` is release ``0.32.0``."""
+    return version.partition("+")[0]
+
+
+def in_known_series(version: str) -> bool:
+    return version.startswith(tuple(f"{series}." for series in SERIES))
+
+
+def difference(found: str, known: str) -> str:
+    """What `found` parameters have that `known` ones have not, and the other way round, in words."""
+    new, gone = (
+        [n for n in ours.split() if n not in theirs.split()] for ours, theirs in ((found, known), (known, found))
+    )
+    words = [f"{what} {', '.join(names)}" for what, names in (("new:", new), ("gone:", gone)) if names]
+    return "; ".join(words) or "in another order"
+
+
+def of_node(node: ast.FunctionDef) -> Function:
+    """The function that a syntax tree holds."""
+    a = node.args
+    names = [*a.posonlyargs, *a.args, *filter(None, [a.vararg]), *a.kwonlyargs, *filter(None, [a.kwarg])]
+    return Function(" ".join(name.arg for name in names), body_hash(node))
+
+
+def of_object(function: Callable) -> Function:
+    """The function that this process runs, below what wraps it; an empty body where its source cannot be read."""
+    parameters = " ".join(inspect.signature(function).parameters)
+    try:
+        return Function(parameters, body_hash(_node_of(inspect.unwrap(function))))
+    except (AttributeError, IndexError, SyntaxError):
+        return Function(parameters, "")
+
+
+def _node_of(function: Callable) -> ast.AST:
+    """The function's syntax tree, from its lines alone: `inspect.getsource` takes three times as long."""
+    lines = linecache.getlines(function.__code__.co_filename)[function.__code__.co_firstlineno - 1 :]
+    indent = _indent(lines[0])
+    for end, line in enumerate([*lines[1:], "end"], 1):
+        if line.strip() and not line.lstrip().startswith("#") and _indent(line) <= indent:
+            with contextlib.suppress(SyntaxError):  # else inside a string or between parentheses
+                [node] = ast.parse("".join(["if 1:\n" if indent else "", *lines[:end]])).body
+                return node.body[0] if isinstance(node, ast.If) else node
+    raise SyntaxError(f"{function} has no end")
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def body_hash(node: ast.AST) -> str:
+    """A hash of what a function does: layout, comments, docstrings and annotations do not count, decorators do.
+
+    It does not depend on the version of Python, as `ast.dump` and `ast.unparse` do.
+    """
+    return hashlib.sha256(repr(_plain(node)).encode()).hexdigest()[:16]
+
+
+_NOT_SEEN = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "simple"}
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_plain(item) for item in node if not _does_nothing(item)]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        node = ast.Assign([node.target], node.value)
+    values = [(name, getattr(node, name, None)) for name in node._fields if name not in _NOT_SEEN]
+    return type(node).__name__, [(name, _plain(value)) for name, value in values if value is not None and value != []]
+
+
+def _does_nothing(item: Any) -> bool:
+    """Whether it is a docstring, or any other text that stands alone, or a declaration without a value."""
+    if isinstance(item, ast.AnnAssign):
+        return item.value is None
+    return isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) and isinstance(item.value.value, str)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nwor doctor --vllm [PATH]`: each function that NWOR wraps, in vLLM's sources, beside the releases that are known.
+
+Sources are parsed and not imported: those of the installed vLLM, or an unpacked wheel's, which need neither a GPU nor
+what that vLLM asks for.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+from nwor.vllm import releases
+from nwor.vllm.releases import Function
+
+
+def sources(path: str | None) -> Path:
+    """The folder that holds ``vllm/``: `path`, or its parent where it is ``vllm/`` itself; None is the installed one.
+
+    Raises:
+        FileNotFoundError: there is no vLLM.
+    """
+    spec = importlib.util.find_spec("vllm") if path is None else None
+    place = Path(spec.origin).parent if spec and spec.origin else Path(path or "vllm")
+    root = place if (place / "vllm").is_dir() else place.resolve().parent
+    if not (root / "vllm" / "_version.py").is_file():
+        raise FileNotFoundError(f"no vLLM in {place}: give the folder of an unpacked wheel")
+    return root
+
+
+def version(root: Path) -> str:
+    """The version that sources say they are of."""
+    [found] = re.findall(r"^__version__ = .*['\"](.+)['\"]$", (root / "vllm" / "_version.py").read_text(), re.MULTILINE)
+    return found
+
+
+def find(root: Path, name: str) -> Function | None:
+    """A function by its full name, None where the sources have none of that name."""
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        file = root.joinpath(*parts[:cut]).with_suffix(".py")
+        if file.is_file():
+            scope: list[ast.stmt] = _parse(file).body
+            for part in parts[cut:]:
+                named = [node for node in scope if getattr(node, "name", None) == part]
+                if not named:
+                    return None
+                scope = getattr(named[-1], "body", [])
+            return releases.of_node(named[-1]) if isinstance(named[-1], ast.FunctionDef) else None
+    return None
+
+
+@functools.lru_cache(maxsize=4)
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def compare(found: Function | None, known: Function | None) -> str:
+    """In words, how a function differs from the one that a release has."""
+    if found is None or known is None:
+        return "missing" if found is None else "new"
+    if found.parameters != known.parameters:
+        return f"changed signature ({releases.difference(found.parameters, known.parameters)})"
+    return "unchanged" if found == known else "changed body"
+
+
+def report(root: Path) -> int:
+    """Print a line a function, and return how many no release has so: those are refused, or warned of."""
+    print(f"vLLM {version(root)}, beside each known release\n")
+    print("  " + "".join(f"{release:19}" for release in releases.RELEASES))
+    unknown, states = 0, [list[str]() for _ in releases.RELEASES]
+    for name, known in releases.KNOWN.items():
+        said = [compare(find(root, name), known.get(release)) for release in releases.RELEASES]
+        columns = [word.partition(" (")[0] for word in said]
+        for state, word in zip(states, columns, strict=True):
+            state.append(word)
+        unknown += "unchanged" not in said
+        details = {word[len(column) :] for word, column in zip(said, columns, strict=True)}
+        print("  " + "".join(f"{word:19}" for word in columns) + name.removeprefix("vllm.") + "".join(sorted(details)))
+    print()
+    for release, words in zip(releases.RELEASES, states, strict=True):
+        print(f"beside {release}: {', '.join(f'{words.count(word)} {word}' for word in sorted({*words}))}")
+    print(f"{unknown} of {len(releases.KNOWN)} functions are as in no known release")
+    return unknown
+
+
+def record(root: Path) -> None:
+    """Write these sources into `releases.FILE` as a known release, for every function named there."""
+    stored = json.loads(releases.FILE.read_text())
+    for name, known in stored.items():
+        if (found := find(root, name)) is not None:
+            known[releases.release_of(version(root))] = list(found)
+    releases.FILE.write_text(_lines(stored))
+
+
+def _lines(stored: dict[str, dict[str, list[str]]]) -> str:
+    """JSON with a line for each function and release."""
+    parts = []
+    for name, known in sorted(stored.items()):
+        inside = ",\n".join(f"    {json.dumps(release)}: {json.dumps(known[release])}" for release in sorted(known))
+        parts.append(f"  {json.dumps(name)}: {{\n{inside}\n  }}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
