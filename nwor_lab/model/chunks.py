@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from nwor_lab.model.breakeven import H200, Chip
+from nwor_lab.model.breakeven import H200, MODELS, Chip
 from nwor_lab.model.traffic import MODES, SERVED, Shape, Window, served_traffic
 
 PAGES = ("write", "commit", "restore")
 """Kinds of traffic that write rows to their pages."""
-LINEAR_WEIGHTS = {"llama-3.1-8b": 7.504e9}
-"""Weights of a model's linear layers, by their shapes in its `config.json`: projections, MLP and output layer."""
+PRICED, LINEAR_WEIGHTS = "llama-3.1-8b", 7.504e9
+"""The model whose time `time_ratio` gives, and how many weights its linear layers have by the shapes in its
+`config.json`: projections, MLP and output layer."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,14 @@ def window_us(
         layers = 2 * weights * max(1 / chip.copy_bytes_per_s, rows / chip.flop_per_s) * 1e6
         total += share * (layers + chip.us(served_traffic(mode, shape, step).total()))
     return total
+
+
+def time_ratio(
+    survival: Sequence[float], chunk: int, batch: int, context: int, chip: Chip = H200, mode: str = "off"
+) -> float:
+    """`window_us` of `PRICED` in chunks over that in one forward; chunks pay below 1."""
+    one, many = (
+        window_us(mode, MODELS[PRICED], LINEAR_WEIGHTS, survival, rows, batch, context, chip)
+        for rows in (1 + len(survival), chunk)
+    )
+    return many / one

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from nwor_lab import results
 from nwor_lab.model.breakeven import survival_of
-from nwor_lab.model.chunks import window_rows
+from nwor_lab.model.chunks import PRICED, time_ratio, window_rows
 from nwor_lab.plots import style
-from nwor_lab.reference.compare_chunks import PRICED, ChunkedRun, time_ratio
 
 ACCEPTANCES = (0.5, 0.9, 0.98)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -26,34 +26,36 @@ PANELS = {
 """Titles, and what is on the x-axis."""
 
 
-def ratios(runs: list[ChunkedRun]) -> pd.DataFrame:
-    """Chunks over one forward by the model: `panel`, `drafts` (how they are accepted), `x`, `y`.
-
-    runs: of `compare_chunks`, whose survival is one of the series.
-    """
-    run = runs[1]
-    series = {f"acceptance {each:g}": survival_of(each, run.k) for each in ACCEPTANCES}
-    series["drafts looked up, this run"] = run.survival
-    sizes = sorted({*(2**n for n in range(1, 12) if 2**n <= run.k), min(run.chunk, 1 + run.k), 1 + run.k})
+def ratios(survival: Sequence[float], chunk: int) -> pd.DataFrame:
+    """Chunks over one forward by the model, for windows of `len(survival)` drafts: `panel`, `drafts` (how they are
+    accepted), `x`, `y`."""
+    k = len(survival)
+    series = {f"acceptance {each:g}": survival_of(each, k) for each in ACCEPTANCES}
+    series["drafts looked up, this run"] = list(survival)
+    sizes = sorted({*(2**n for n in range(1, 12) if 2**n <= k), min(chunk, 1 + k), 1 + k})
     rows, time, longer = PANELS
     return pd.DataFrame(
         {"panel": panel, "drafts": drafts, "x": x, "y": y}
-        for drafts, survival in series.items()
+        for drafts, shares in series.items()
         for panel, points in (
-            (rows, [(c, window_rows("off", survival, c).computed / (1 + run.k)) for c in sizes]),
-            (time, [(n, time_ratio(survival, run.chunk, n, CONTEXT)) for n in BATCHES]),
-            (longer, [(n, time_ratio(survival, run.chunk, BATCH, n)) for n in CONTEXTS]),
+            (rows, [(c, window_rows("off", shares, c).computed / (1 + k)) for c in sizes]),
+            (time, [(n, time_ratio(shares, chunk, n, CONTEXT)) for n in BATCHES]),
+            (longer, [(n, time_ratio(shares, chunk, BATCH, n)) for n in CONTEXTS]),
         )
         for x, y in points
     )
 
 
-def when_they_pay(run: results.Run | Path, runs: list[ChunkedRun]) -> Path:
-    """Draw rows computed and time of a window in chunks over one forward's, from the runs of `compare_chunks`."""
-    frame, (whole, chunked, *_) = ratios(runs), runs
+def when_they_pay(run: results.Run | Path, survival: Sequence[float], chunk: int, counted: float) -> Path:
+    """Draw rows computed and time of a window in chunks over one forward's.
+
+    Args:
+        survival: [k], counted where drafts were looked up; the other series have one acceptance at each position.
+        chunk: rows of a chunk, and `counted`: rows computed so over those of one forward, in the same run.
+    """
+    frame = ratios(survival, chunk)
     facets = {"legend_out": False, "despine": False, "sharex": False}
     grid = style.relplot(frame, "x", "y", "drafts", panel=2.1, ncols=5, col="panel", facet_kws=facets)
-    counted = chunked.counted.computed / whole.counted.computed
     for ax, (title, label) in zip(grid.axes.flat, PANELS.items(), strict=True):
         ax.axhline(1, color="black", linewidth=0.8)
         ax.set(title=title, xlabel=label, xscale="log", yscale="log")
@@ -62,12 +64,12 @@ def when_they_pay(run: results.Run | Path, runs: list[ChunkedRun]) -> Path:
         ax.minorticks_off()
     first, ticks = grid.axes.flat[0], [0.1, 0.2, 0.5, 1, 2, 5]
     ring = {"linestyle": "none", "marker": "o", "color": "black", "markerfacecolor": "none", "markersize": 8}
-    first.legend(handles=first.plot(chunked.chunk, counted, label="counted, this run", **ring), loc="lower right")
+    first.legend(handles=first.plot(chunk, counted, label="counted, this run", **ring), loc="lower right")
     first.set(yticks=ticks, yticklabels=map(str, ticks), ylabel="chunks over one forward")
     caption = (
-        f"Windows of {chunked.k} drafts in chunks over the same windows in one forward, by the model; below 1 chunks "
+        f"Windows of {len(survival)} drafts in chunks over the same windows in one forward, by the model; below 1 chunks "
         "are less. Left: rows computed; the ring is what the reference model counted. Middle and right: time in chunks "
-        f"of {chunked.chunk} rows of {PRICED} in bf16 on an H200 at its data sheet's peak, with {CONTEXT} tokens of "
+        f"of {chunk} rows of {PRICED} in bf16 on an H200 at its data sheet's peak, with {CONTEXT} tokens of "
         f"context, and with {BATCH} requests. Lines: drafts accepted with the same probability at each position, and "
         "with the survival that the reference model counted where drafts are looked up in the text."
     )

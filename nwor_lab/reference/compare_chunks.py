@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nwor_lab import results
 from nwor_lab.model import chunks as model
-from nwor_lab.model.breakeven import H200, MODELS, Chip
+from nwor_lab.model.breakeven import H200, Chip
+from nwor_lab.plots import chunks as plots
 from nwor_lab.reference.chunks import ChunkedDrafter, LookupDrafter
 from nwor_lab.reference.compare import one_thread
 from nwor_lab.reference.decoder import ChunkedWindow, Generation, SpeculativeDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PRICED = "llama-3.1-8b"
-"""The model whose forwards are priced; the reference model's own are too small to say anything of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +104,13 @@ def claim(run: results.Run, runs: list[ChunkedRun], chip: Chip = H200) -> None:
     computed, at_once = off.counted.computed, whole.counted.computed
     run.expect("long drafts: rows computed in chunks", f"< {at_once}", computed, computed < at_once)
     for batch, costs in ((1, True), (64, False)):
-        ratio = time_ratio(off.survival, off.chunk, batch, 512, chip)
-        said_of = f"time of a window in chunks over one forward's, batch {batch}, {PRICED}, {chip.name}"
+        ratio = model.time_ratio(off.survival, off.chunk, batch, 512, chip)
+        said_of = f"time of a window in chunks over one forward's, batch {batch}, {model.PRICED}, {chip.name}"
         run.expect(said_of, "> 1" if costs else "< 1", ratio, (ratio > 1) if costs else (ratio < 1), "model")
 
 
-def time_ratio(
-    survival: list[float], chunk: int, batch: int, context: int, chip: Chip = H200, mode: str = "off"
-) -> float:
-    """Time of a window in chunks over its time in one forward, by `nwor_lab.model.chunks.window_us` of `PRICED`."""
-    one, many = (
-        model.window_us(mode, MODELS[PRICED], model.LINEAR_WEIGHTS[PRICED], survival, rows, batch, context, chip)
-        for rows in (1 + len(survival), chunk)
-    )
-    return many / one
+def figure(run: results.Run | Path, runs: list[ChunkedRun]) -> Path:
+    """Draw when chunks pay, from the runs of `compare_chunks`."""
+    whole, chunked = runs[0], runs[1]
+    share = chunked.counted.computed / whole.counted.computed
+    return plots.when_they_pay(run, chunked.survival, chunked.chunk, share)
