@@ -67,8 +67,8 @@ def when_they_pay(run: results.Run | Path, survival: Sequence[float], chunk: int
     first.legend(handles=first.plot(chunk, counted, label="counted, this run", **ring), loc="lower right")
     first.set(yticks=ticks, yticklabels=map(str, ticks), ylabel="chunks over one forward")
     caption = (
-        f"Windows of {len(survival)} drafts in chunks over the same windows in one forward, by the model; below 1 chunks "
-        "are less. Left: rows computed; the ring is what the reference model counted. Middle and right: time in chunks "
+        f"Windows of {len(survival)} drafts in chunks over the same in one forward, by the model; below 1 chunks are "
+        "less. Left: rows computed; the ring is what the reference model counted. Middle and right: time in chunks "
         f"of {chunk} rows of {PRICED} in bf16 on an H200 at its data sheet's peak, with {CONTEXT} tokens of "
         f"context, and with {BATCH} requests. Lines: drafts accepted with the same probability at each position, and "
         "with the survival that the reference model counted where drafts are looked up in the text."
