@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import pandas as pd
@@ -38,23 +39,34 @@ class Chip:
         launch_us: microseconds of one launch more in a CUDA graph.
         copy_bytes_per_s: bytes read plus bytes written a second, of a copy too large for any cache.
         source: where the two are from.
+        flop_per_s: operations of a matrix product in bf16 a second, at most; where none is given they take no time.
     """
 
     name: str
     launch_us: float
     copy_bytes_per_s: float
     source: str = "given"
+    flop_per_s: float = inf
 
     def __post_init__(self) -> None:
-        if self.launch_us < 0 or self.copy_bytes_per_s <= 0:
-            raise ValueError(f"{self.name}: a launch takes 0 us or more, and a copy moves more than 0 bytes a second")
+        if self.launch_us < 0 or self.copy_bytes_per_s <= 0 or self.flop_per_s <= 0:
+            raise ValueError(
+                f"{self.name}: a launch takes 0 us or more; bytes copied and operations a second are more than 0"
+            )
 
     def us(self, moved: Moved) -> float:
         """Microseconds: launches x `launch_us` + bytes / `copy_bytes_per_s`. A difference may be negative."""
         return moved.launches * self.launch_us + (moved.read + moved.written) / self.copy_bytes_per_s * 1e6
 
 
-H200 = Chip("H200", 3.3, 4.24e12, "measured: an empty kernel and a copy of 4 GiB (data/recorded/kernel_times.parquet)")
+H200 = Chip(
+    "H200",
+    launch_us=3.3,
+    copy_bytes_per_s=4.24e12,
+    source="measured: an empty kernel and a copy of 4 GiB (data/recorded/kernel_times.parquet)",
+    flop_per_s=989e12,
+)
+"""`flop_per_s` is the data sheet's peak, without sparsity."""
 
 
 def survival_of(acceptance: float, k: int) -> list[float]:

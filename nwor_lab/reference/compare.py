@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +39,22 @@ def compare(
     Pages never written hold NaN, except in `blind`: it reads them, and would show nothing but NaN. There they hold
     zeros, as in a cache that vLLM has just made.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums then do not depend on the number of cores, and operators this small gain none
-    try:
+    with one_thread():
         return {
             mode: SpeculativeDecoder(target, mode, head=head, k=k, poison=mode != "blind", seed=seed).generate(
                 prompts, max_tokens
             )
             for mode in modes
         }
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one core: sums then do not depend on the number of cores, and operators this small gain none."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 

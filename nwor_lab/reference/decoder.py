@@ -21,6 +21,23 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class ChunkedWindow:
+    """A window that `nwor_lab.reference.chunks` verifies in several steps, and what has become of it so far.
+
+    Attributes:
+        k: its drafts, `accepted` of which have been accepted.
+        waiting: drafts that no step has taken yet; the first is judged by the step that runs now.
+        forwards, rows: steps it took part in, and the rows that it brought to them.
+    """
+
+    k: int
+    waiting: list[int]
+    accepted: int = 0
+    forwards: int = 0
+    rows: int = 0
+
+
+@dataclass
 class Request:
     """One prompt and what it has become. `tokens` are known, the first `num_computed_tokens` of them in the cache."""
 
@@ -29,10 +46,15 @@ class Request:
     block_table: Tensor
     num_computed_tokens: int = 0
     drafts: list[int] = field(default_factory=list)
+    window: ChunkedWindow | None = None
 
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
+
+    def is_active(self, max_tokens: int) -> bool:
+        """Whether it has fewer than `max_tokens`, or is between two chunks of a window, which is always ended."""
+        return len(self.output) < max_tokens or (self.window is not None and self.window.forwards > 0)
 
 
 @dataclass
@@ -219,7 +241,7 @@ class SpeculativeDecoder:
         drafter = self.drafter or self._eagle_drafter(size)
         policy = make_policy(self.mode, cache, capacity=len(requests) * (1 + self.k))
         steps = []
-        while active := [request for request in requests if len(request.output) < max_tokens]:
+        while active := [request for request in requests if request.is_active(max_tokens)]:
             steps.append(self._step(active, cache, policy, drafter))
         tokens = [request.output[:max_tokens] for request in requests]
         return Generation(self.mode, self.shape, self.k, tokens, steps, policy.counts)

@@ -5,9 +5,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nwor_lab.model.traffic import Shape
-from nwor_lab.pair.model import ATTENTION, EagleHead
+from nwor_lab.pair.model import ATTENTION, EagleHead, hidden_states
 from nwor_lab.reference.cache import Batch, PagedCache
 from nwor_lab.reference.compare import compare
+from nwor_lab.reference.compare_chunks import ChunkedRun, compare_chunks
 from nwor_lab.reference.decoder import Generation
 from tests.lab.pairs import SMALL
 
@@ -31,9 +32,30 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     return [torch.randint(CONFIG.vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
+@torch.inference_mode()
+def said_alone(target: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
+    """The next `count` tokens by plain forwards over the whole sequence."""
+    tokens = list(prompt)
+    for _ in range(count):
+        hidden = hidden_states(target, torch.tensor([tokens]), torch.arange(len(tokens))[None])
+        tokens.append(int(target.lm_head(hidden)[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def compared(k: int) -> dict[str, Generation]:
     """The four policies on three prompts, by a head that repeats what the target's own last layer says: some drafts
     hold."""
+    target, head = agreeing_pair()
+    return compare(target, head, prompts((3, 17, 9)), k=k, max_tokens=20)
+
+
+def compared_in_chunks(k: int, chunk: int) -> list[ChunkedRun]:
+    """Long windows whole and in chunks, on three prompts: some drafts hold."""
+    return compare_chunks(agreeing_pair()[0], prompts((3, 17, 9)), k=k, chunk=chunk, max_tokens=40)
+
+
+def agreeing_pair() -> tuple[LlamaForCausalLM, EagleHead]:
+    """A tiny target that repeats itself, and a head that often says what it says."""
     target, head = tiny_pair()
     with torch.no_grad():
         for layer in (*target.model.layers, *head.layers):
@@ -41,7 +63,7 @@ def compared(k: int) -> dict[str, Generation]:
             layer.mlp.down_proj.weight.mul_(0.05)
         size = target.config.hidden_size
         head.fc.weight.copy_(torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1))
-    return compare(target, head, prompts((3, 17, 9)), k=k, max_tokens=20)
+    return target, head
 
 
 class ScriptedDrafter:

@@ -11,7 +11,16 @@ from nwor_lab.pair.model import causal_attention, hidden_states
 from nwor_lab.reference import SpeculativeDecoder, make_policy
 from nwor_lab.reference.decoder import count_accepted
 from nwor_lab.reference.policies import CopyOnWrite, Staging, attention
-from tests.lab.reference_models import CONFIG, ScriptedDrafter, fresh_rows, make_case, prompts, run_step, tiny_pair
+from tests.lab.reference_models import (
+    CONFIG,
+    ScriptedDrafter,
+    fresh_rows,
+    make_case,
+    prompts,
+    run_step,
+    said_alone,
+    tiny_pair,
+)
 
 LENGTHS, MAX_TOKENS = (3, 17, 9, 30), 24
 MIXED = [(7, 3, 0), (0, 0, 6), (12, 2, 0), (5, 4, 0), (9, 0, 2)]
@@ -26,16 +35,7 @@ def pair():
 @pytest.fixture(scope="module")
 def truth(pair):
     """What the target says on its own, and by a plain forward over the whole sequence."""
-    target, _ = pair
-    said = {}
-    with torch.inference_mode():
-        for prompt in prompts(LENGTHS):
-            tokens = list(prompt)
-            for _ in range(MAX_TOKENS + 12):
-                hidden = hidden_states(target, torch.tensor([tokens]), torch.arange(len(tokens))[None])
-                tokens.append(int(target.lm_head(hidden)[0, -1].argmax()))
-            said[tuple(prompt)] = tokens[len(prompt) :]
-    return said
+    return {tuple(prompt): said_alone(pair[0], prompt, MAX_TOKENS + 12) for prompt in prompts(LENGTHS)}
 
 
 def decode(target, mode, drafter, **options):

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunk-based verification: vanilla's tokens, no row behind a rejection, a model exact against the counts."""
+
+from math import inf
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nwor_lab import results
+from nwor_lab.model import chunks as model
+from nwor_lab.model.breakeven import H200, MODELS, Chip, survival_of
+from nwor_lab.model.traffic import Shape, Traffic, Window, served_traffic, step_traffic
+from nwor_lab.plots import chunks as plots
+from nwor_lab.reference import PagedCache, SpeculativeDecoder, compare_chunks
+from nwor_lab.reference.chunks import ChunkedDrafter, LookupDrafter
+from nwor_lab.reference.compare_chunks import ChunkedRun
+from nwor_lab.reference.decoder import EagleDrafter
+from tests.lab.reference_models import (
+    ScriptedDrafter,
+    agreeing_pair,
+    compared_in_chunks,
+    prompts,
+    said_alone,
+    tiny_pair,
+)
+
+LENGTHS, MAX_TOKENS, K = (3, 17, 9), 24, 12
+EXACT = ("off", "cow", "stage")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_pair()[0]
+
+
+@pytest.fixture(scope="module")
+def truth(target):
+    return {tuple(prompt): said_alone(target, prompt, MAX_TOKENS + 3 * K) for prompt in prompts(LENGTHS)}
+
+
+def decode(target, mode, drafter, chunk, lengths=LENGTHS) -> ChunkedRun:
+    chunked = ChunkedDrafter(drafter, chunk)
+    decoder = SpeculativeDecoder(target, mode, drafter=chunked, k=K, block_size=4, prefill_chunk=5)
+    return ChunkedRun(mode, K, chunk, decoder.generate(prompts(lengths), MAX_TOKENS), chunked.windows)
+
+
+def simulate(accepted: int, k: int, chunk: int) -> tuple[int, int]:
+    """Forwards and rows computed of a window that accepts `accepted` drafts, row by row."""
+    forwards = computed = 0
+    while computed <= k:
+        forwards, computed = forwards + 1, min(computed + chunk, k + 1)
+        if accepted < computed:
+            break
+    return forwards, computed
+
+
+# -- the reference model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", [0.0, 0.15, 1.0], ids=["all accepted", "some accepted", "none accepted"])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 13])
+def test_chunks_say_what_the_target_says_alone_and_the_formula_counts_them(target, truth, chunk, spoil):
+    for mode in EXACT:
+        run = decode(target, mode, ScriptedDrafter(truth, K, spoil), chunk)
+        assert run.generation.tokens == [truth[tuple(prompt)][:MAX_TOKENS] for prompt in prompts(LENGTHS)]
+        found = [(window.forwards, window.rows) for window in run.windows]
+        assert found == [simulate(window.accepted, K, chunk) for window in run.windows]
+        assert run.counted == run.predicted
+        assert run.generation.counted_traffic() == run.generation.predicted_traffic()
+        assert {0.0: min, 0.15: max, 1.0: max}[spoil](w.accepted for w in run.windows) == (0 if spoil == 1 else K)
+        kept = sum(1 + window.accepted for window in run.windows)
+        assert mode != "stage" or run.counted.written == kept
+        assert mode == "off" or run.generation.dirty_bytes == 0
+
+
+def test_rows_behind_the_first_rejection_are_neither_computed_nor_written(target, truth):
+    """With useless drafts a window is one chunk; in one forward all of its 13 rows are computed and written."""
+    whole, chunked = (decode(target, "off", ScriptedDrafter(truth, K, 1.0), chunk) for chunk in (1 + K, 4))
+    n = len(whole.windows)
+    assert whole.counted == model.WindowRows(n, 13 * n, 13 * n)
+    assert chunked.counted == model.WindowRows(n, 4 * n, 4 * n)
+    assert chunked.generation.dirty_bytes < whole.generation.dirty_bytes / 2
+
+
+def test_steps_are_the_models_step_for_step(target, truth):
+    """One request: requests, drafts, rejected and context rows of each step, and so its bytes and launches."""
+    for chunk in (3, 6):  # 3 cuts 13 rows into chunks of which the last has one row
+        run = decode(target, "stage", ScriptedDrafter(truth, K, 0.1), chunk, LENGTHS[:1])
+        context, expected = LENGTHS[0], []
+        for window in run.windows:
+            survival = [float(place < window.accepted) for place in range(K)]
+            expected += model.chunk_steps(survival, chunk, 1, context)
+            context += 1 + window.accepted
+        assert {share for share, _ in expected} == {1.0}
+        shape, steps = run.generation.shape, run.generation.steps[1:]
+        assert [step.window for step in steps] == [step for _, step in expected]
+        moved = [step_traffic("stage", shape, step) for _, step in expected]
+        assert sum(moved, Traffic()) == sum((step.traffic for step in steps), Traffic())
+
+
+def test_an_eagle_head_drafts_the_same_windows_in_chunks():
+    """Its own cache follows the target's through chunks that it drafts nothing for."""
+    target, head = agreeing_pair()
+    found = []
+    for chunk in (1 + K, 2):
+        config = head.config
+        shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, 4)
+        drafter = ChunkedDrafter(EagleDrafter(head, PagedCache(shape, 20, 8, torch.float32, first_layer=3), K), chunk)
+        options = {"k": K, "block_size": 8, "num_blocks": 20}
+        SpeculativeDecoder(target, "stage", drafter=drafter, **options).generate(prompts((9,)), 60)
+        found.append([window.accepted for window in drafter.windows])
+    assert found[0] == found[1] and max(found[0]) > 2
+
+
+def test_a_draft_is_looked_up_where_the_text_stood_first():
+    drafter = LookupDrafter(5, 3)
+    assert drafter.look_up([1, 2, 3, 9, 8, 1, 2, 3, 7, 1, 2, 3]) == [9, 8, 1, 2, 3]
+    assert drafter.look_up([1, 2, 3, 9, 1, 2, 3]) == [9, 1, 2, 3, 9], "the draft goes on with itself"
+    assert drafter.look_up([1, 2, 3]) == drafter.look_up([1, 2, 3, 4, 1, 2]) == []
+
+
+# -- the model ------------------------------------------------------------------------------------------------------
+
+
+@given(k=st.integers(1, 60), chunk=st.integers(1, 70), data=st.data())
+def test_the_model_is_the_mean_of_simulated_windows(k, chunk, data):
+    accepted = data.draw(st.lists(st.integers(0, k), min_size=1, max_size=12))
+    n = len(accepted)
+    survival = [sum(count > place for count in accepted) / n for place in range(k)]
+    simulated = [simulate(count, k, chunk) for count in accepted]
+    forwards, computed = (sum(each) / n for each in zip(*simulated, strict=True))
+    kept = 1 + sum(accepted) / n
+    for mode, written in {"off": computed, "direct": computed, "cow": 2 * computed - kept, "stage": kept}.items():
+        found = model.window_rows(mode, survival, chunk)
+        assert (found.forwards, found.computed, found.written) == pytest.approx((forwards, computed, written))
+    saved, added = 1 + k - computed, forwards - 1
+    assert model.break_even_rows(survival, chunk) == (pytest.approx(saved / added) if added > 1e-9 else inf)
+
+
+def test_a_window_by_hand():
+    """Eight rows in chunks of four, the second of which half of the windows reach and then accept."""
+    survival = [1, 1, 1, 0.5, 0.5, 0.5, 0.5]
+    assert model.window_rows("off", survival, 4) == model.WindowRows(1.5, 6, 6)
+    assert model.break_even_rows(survival, 4) == (8 - 6) / 0.5
+    assert model.break_even_rows(survival, 8) == inf
+    assert model.chunk_steps(survival, 4, 2, 100) == [(1.0, Window(2, 6, 0, 208)), (0.5, Window(2, 6, 0, 216))]
+
+
+def test_a_forward_takes_the_longer_of_weights_and_operations():
+    shape, chip = MODELS["llama-3.1-8b"], Chip("x", 2.0, 4e12, flop_per_s=1e15)
+    for batch, us in ((1, 2 * 7e9 / 4e6), (64, 2 * 7e9 * 64 * 9 / 1e9)):
+        window = Window.expected(batch, survival_of(0.9, 8), 100)
+        moved = chip.us(served_traffic("stage", shape, window).total())
+        found = model.window_us("stage", shape, 7e9, survival_of(0.9, 8), 9, batch, 100, chip)
+        assert found == pytest.approx(us + moved)
+
+
+def test_chunks_pay_in_large_batches_of_short_contexts():
+    survival = survival_of(0.9, 48)
+    over_batch = [model.time_ratio(survival, 8, batch, 512) for batch in (1, 8, 16, 64)]
+    assert over_batch == sorted(over_batch, reverse=True) and over_batch[0] > 1 > over_batch[-1]
+    over_context = [model.time_ratio(survival, 8, 32, context) for context in (512, 4096, 32768)]
+    assert over_context == sorted(over_context) and over_context[0] < 1 < over_context[-1]
+    assert model.time_ratio(survival, 49, 32, 512) == 1
+    free = Chip("operations are free", H200.launch_us, H200.copy_bytes_per_s)
+    assert model.time_ratio(survival, 8, 64, 512, free) > 1
+
+
+# -- side by side ---------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_and_the_figure(tmp_path):
+    runs = compared_in_chunks(K, 4)
+    run = results.Run(tmp_path, "01")
+    frame = run.table("chunks", compare_chunks.counts(runs), k=K)
+    wide = frame.pivot(index=["mode", "chunk"], columns="metric", values="value")
+    assert (wide["rows_computed"].loc[:, 4] < 1 + K).all() and wide.loc[("off", 1 + K), "rows_computed"] == 1 + K
+    written = wide["rows_written"].loc[:, 4]
+    assert written["stage"] < written["off"] < written["cow"]
+    pdf = compare_chunks.figure(run, runs)
+    drawn = pd.read_csv(pdf.with_suffix(".csv"))
+    assert pdf.read_bytes().startswith(b"%PDF") and "12 drafts in chunks" in pdf.with_suffix(".txt").read_text()
+    assert set(drawn["panel"]) == set(plots.PANELS) and drawn["drafts"].nunique() == 4
+    (ours,) = drawn.query("panel == 'rows computed' and x == 4 and drafts.str.endswith('this run')")["y"]
+    assert ours == pytest.approx(runs[1].counted.computed / runs[0].counted.computed), "the ring lies on its line"
+
+
+def test_bad_input_is_an_error(target):
+    for wrong in (lambda: ChunkedDrafter(LookupDrafter(4), 0), lambda: model.chunk_steps([0.5], 0)):
+        with pytest.raises(ValueError, match="^a chunk has at least 1 row, got 0$"):
+            wrong()
+    for k, n in ((0, 3), (4, 0)):
+        with pytest.raises(ValueError, match=f"^k and n must be at least 1: {k}, {n}$"):
+            LookupDrafter(k, n)
+    with pytest.raises(ValueError, match="'scv' is no mode; choose one of off, blind, cow, stage, direct"):
+        model.window_rows("scv", [0.5], 1)
+    with pytest.raises(ValueError, match="survival falls"):
+        model.window_rows("off", [0.5, 0.6], 1)
+    with pytest.raises(ValueError, match="'blind' is not served"):
+        model.window_us("blind", MODELS["llama-2-7b"], 1e9, [0.5], 1)
+    with pytest.raises(ValueError, match="operations a second are more than 0"):
+        Chip("x", 1, 1, flop_per_s=0)
+    with pytest.raises(ValueError, match="^no window in 2 tokens: decode more"):
+        compare_chunks.compare_chunks(target, [[1, 2]], k=4, chunk=2, max_tokens=2)
