@@ -152,6 +152,7 @@ class EngineSpec:
             cores = sorted(os.sched_getaffinity(0))
             cores = cores[core % len(cores) :] + cores[: core % len(cores)]
             share = self.cpu_threads or max(1, len(cores) // self.tp)
+            env["NUMBA_NUM_THREADS"] = str(share)  # numba, which ngram drafts use, sets OpenMP's threads by it
             parts = [cores[rank * share : (rank + 1) * share] for rank in range(self.tp)]
             if all(len(part) == share for part in parts):
                 env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
