@@ -134,7 +134,7 @@ def plugin_missing_in_worker(patch: pytest.MonkeyPatch) -> None:
 def unknown_vllm(patch: pytest.MonkeyPatch) -> None:
     import vllm
 
-    patch.setattr(vllm, "__version__", "0.33.0")
+    patch.setattr(vllm, "__version__", "0.99.0")
 
 
 def changed_signature(patch: pytest.MonkeyPatch) -> None:
