@@ -205,6 +205,18 @@ def windows_at_scale() -> int:
     return int(table("gpu_acceptance").query("metric == 'windows'")["value"].sum())
 
 
+def soak() -> str:
+    """What random traffic under the auditor found, all modes and episodes together."""
+    rows, made = table("soak"), json.loads((RECORDED / "soak.json").read_text())
+    total = rows.groupby("metric")["value"].sum()
+    steps, tokens, faults = (f"{total[name]:,.0f}" for name in ("layer-steps", "tokens", "faults"))
+    episodes, minutes = rows["episode"].nunique(), total["seconds"] / 60
+    return (
+        f"{faults} faults in {steps} layer-steps and {tokens} tokens, {episodes} engine configurations, "
+        f"{minutes:.0f} minutes, commit {made['git']['commit'][:7]}"
+    )
+
+
 # -- audits ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,10 +7,10 @@ are left out where there is one GPU. A measurement whose table exists is skipped
 that fails does not stop the others, and the exit code is then 1. No table is overwritten: `--again` measures once more
 into `NAME@2`, `NAME@3` and so on.
 
-`--record` takes either such a folder or a whole reproduction run (`results/<run>`). It writes a table only when all of
-its parts are there; what is recorded stays as it is otherwise. All attempts at a measurement are recorded (column
-`attempt`), and every median is over the repeats of all of them. Nothing is recorded where files differed from the
-commit, rows of a table are of different builds (`nwor_lab.builds`), or a setting has too few repeats.
+`--record` takes such a folder, a whole reproduction run (`results/<run>`) or one of `nwor soak`. It writes a table only
+when all of its parts are there; what is recorded stays as it is otherwise. All attempts at a measurement are recorded
+(column `attempt`), and every median is over the repeats of all of them. Nothing is recorded where files differed from
+the commit, rows of a table are of different builds (`nwor_lab.builds`), or a setting has too few repeats.
 """
 
 from __future__ import annotations
@@ -241,6 +241,22 @@ def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
     results.write_json(recorded / "manifest.json", manifest)
 
 
+def record_soak(run: Path, recorded: Path = paths.RECORDED) -> None:
+    """Copy the table of a `nwor soak` to `recorded`, and beside it when, where and of which commit it is.
+
+    Raises:
+        ValueError: files differed from the commit.
+    """
+    made = json.loads((run / "soak.json").read_text())["provenance"]
+    if why := unrecordable(made["git"]):
+        raise ValueError(f"{run} is not recorded: {why}")
+    results.write_table(recorded / "soak.parquet", results.read_table("soak", run))
+    about = {name: made[name] for name in ("time", "parameters", "versions", "python", "cpu")}
+    results.write_json(
+        recorded / "soak.json", {**about, "git": {name: made["git"][name] for name in ("commit", "clean")}}
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="nwor measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -259,9 +275,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name:32} about {one.minutes:g} minutes on {one.gpus} GPU{'s' * (one.gpus > 1)}, for {one.table}")
         return 0
     try:
-        if options.record and (options.record / "manifest.json").exists():
-            record_run(options.record.resolve())
-            return 0
+        for file, kind in (("manifest.json", record_run), ("soak.json", record_soak)):
+            if options.record and (options.record / file).exists():
+                kind(options.record.resolve())
+                return 0
         if options.record and not options.record.is_dir():
             raise FileNotFoundError(f"no folder {options.record}")
         directory = options.record or results.check_folder(options.directory)
