@@ -69,7 +69,7 @@ def compare(found: Function | None, known: Function | None) -> str:
 
 
 def report(root: Path) -> int:
-    """Print a line a function, and return how many no release has so: those are refused, or warned of."""
+    """Print a line a function, and return how many are as in no known release: those are refused."""
     print(f"vLLM {version(root)}, beside each known release\n")
     print("  " + "".join(f"{release:19}" for release in releases.RELEASES))
     unknown, states = 0, [list[str]() for _ in releases.RELEASES]

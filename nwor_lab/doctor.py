@@ -189,8 +189,8 @@ def main(argv: list[str] | None = None) -> int:
         "--record", action="store_true", help="with --vllm: these sources are a known release from now on"
     )
     options = parser.parse_args(argv)
-    if options.record and not options.vllm:
-        parser.error("--record needs --vllm PATH")
+    if options.record and options.vllm is None:
+        parser.error("--record needs --vllm: say whose functions are to be known")
     if options.vllm is not None:
         try:
             root = compatibility.sources(options.vllm or None)

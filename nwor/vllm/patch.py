@@ -30,8 +30,6 @@ def check_version() -> None:
 def wrap(owner: type | ModuleType, name: str, make: Callable[[Callable], Callable]) -> None:
     """Replace ``owner.name`` by ``make(original)``; a second call from the same module does nothing.
 
-    On a known release a body that is none of the known ones is warned of; on any other it is an error.
-
     Args:
         owner: the class that defines the method itself (an inherited one would be patched on the wrong class), or the
             module of a function.
@@ -39,7 +37,7 @@ def wrap(owner: type | ModuleType, name: str, make: Callable[[Callable], Callabl
         make: given the original function, returns its replacement.
 
     Raises:
-        IncompatibleVLLM: the function is missing, or none that a known release has.
+        IncompatibleVLLM: the function is missing, or its parameters or its body are those of no known release.
     """
     key = (owner, name, make.__module__)
     if key in _originals:
@@ -54,7 +52,7 @@ def wrap(owner: type | ModuleType, name: str, make: Callable[[Callable], Callabl
 
 
 def _check(owner: type | ModuleType, name: str, original: Callable) -> None:
-    """Warn or raise, as `wrap` says, unless this function is one of a known release."""
+    """Raise `IncompatibleVLLM` unless this function is one of a known release."""
     known, found = releases.KNOWN.get(full_name(owner, name), {}), releases.of_object(original)
     if not any(found.parameters == function.parameters for function in known.values()):
         differences = [
@@ -64,15 +62,14 @@ def _check(owner: type | ModuleType, name: str, original: Callable) -> None:
         raise IncompatibleVLLM(
             f"{_name(owner)}.{name} takes {found.parameters}; NWOR knows {', '.join(differences) or 'none'}; {_WAY_OUT}"
         )
-    if found in known.values():
-        return
-    import vllm
-    from vllm.logger import init_logger
+    if found not in known.values():
+        import vllm
 
-    what = f"{_name(owner)}.{name} of vLLM {vllm.__version__} has a body that is none of {', '.join(known)}'s"
-    if releases.release_of(vllm.__version__) not in releases.RELEASES:
-        raise IncompatibleVLLM(f"{what}; {_WAY_OUT}")
-    init_logger("vllm.nwor").warning("NWOR: %s: changed here, or its source cannot be read", what)
+        state = "has a body that is none of" if found.body else "has no source to compare with"
+        raise IncompatibleVLLM(
+            f"{_name(owner)}.{name} of vLLM {vllm.__version__} {state} {', '.join(known)}'s; {_WAY_OUT}"
+            ", or have this vLLM's functions taken as known, once you have read them: nwor doctor --vllm --record"
+        )
 
 
 def wrap_attention(

@@ -89,7 +89,7 @@ def test_a_function_is_unchanged_or_what_changed_is_named(known, tmp_path, capsy
         assert f"{unknown} of 2 functions are as in no known release" in text
 
 
-def test_the_installed_vllm_is_a_known_release(capsys):
+def test_the_installed_vllm_is_a_known_release(capsys, tmp_path, monkeypatch):
     """Read as any other sources; `tests/nwor/test_patch.py` holds what is imported to the same."""
     pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to read")
     assert doctor.main(["--vllm"]) == 0
@@ -97,14 +97,19 @@ def test_the_installed_vllm_is_a_known_release(capsys):
     count = len(releases.KNOWN)
     assert f"beside 0.32.0: {count} unchanged\n" in text
     assert "unchanged          changed signature  v1.worker.gpu.model_runner.GPUModelRunner.postprocess_sampled" in text
+    stored = releases.FILE.read_text()
+    monkeypatch.setattr(releases, "FILE", tmp_path / "releases.json")
+    releases.FILE.write_text(stored)
+    assert doctor.main(["--vllm", "--record"]) == 0
+    assert releases.FILE.read_text() == stored
 
 
-@pytest.mark.parametrize("words", [["--vllm", "nowhere"], ["--record"], ["--record", "--vllm"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["--vllm", "nowhere"], ["--record"]], ids=" ".join)
 def test_what_the_command_cannot_do_it_says(words, capsys):
     with pytest.raises(SystemExit) as exit:
         doctor.main(words)
     assert exit.value.code == 2
-    assert ("no vLLM in nowhere" if "nowhere" in words else "--record needs --vllm PATH") in capsys.readouterr().err
+    assert ("no vLLM in nowhere" if "nowhere" in words else "--record needs --vllm") in capsys.readouterr().err
 
 
 def test_the_doctor_tells_a_release_that_was_never_run(monkeypatch):

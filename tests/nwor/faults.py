@@ -143,6 +143,18 @@ def changed_signature(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GPUModelRunner, "_sample", lambda self, logits, metadata, extra: None)
 
 
+def changed_body(patch: pytest.MonkeyPatch) -> None:
+    """A vLLM that someone has changed: the same parameters, another function."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample = GPUModelRunner._sample
+
+    def changed(self, logits, spec_decode_metadata):  # type: ignore[no-untyped-def]
+        return sample(self, logits, spec_decode_metadata)
+
+    patch.setattr(GPUModelRunner, "_sample", changed)
+
+
 def layer_without_hook(patch: pytest.MonkeyPatch) -> None:
     _behind_the_check(patch)
     from nwor.vllm import attention_cpu
