@@ -7,6 +7,7 @@ Their packages are stood in for, so that vLLM's modules can be imported where th
 import importlib
 import sys
 from dataclasses import fields
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -98,6 +99,7 @@ def flashinfers(batch, monkeypatch) -> object:
     """What FlashInfer's builder makes of a batch for a capture, by vLLM's own way to `build`; its planning left out."""
     module = sys.modules[BACKENDS + "flashinfer"]
 
+    @wraps(module.FlashInferMetadataBuilder.build)
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         return object.__new__(module.FlashInferMetadata)
 

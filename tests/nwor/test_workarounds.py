@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The repairs of vLLM that a user may ask for: an EAGLE head's biases, and the CPU's sampling."""
 
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -102,7 +103,7 @@ def test_no_mode_has_a_drafter_of_its_own(mode, asked, monkeypatch):
 
     installed = []
     monkeypatch.setattr(eagle_bias, "install", installed.append)
-    monkeypatch.setattr(WorkerWrapperBase, "init_device", lambda self: None)
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", wraps(WorkerWrapperBase.init_device)(lambda self: None))
     made = object.__new__(WorkerWrapperBase)
     made.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), use_v2_model_runner=False)
     try:
