@@ -4,9 +4,10 @@
 Why: only the runner knows which rows of a batch are drafts and how many of them were rejected, and it knows both on
 the device alone: the scheduler is a step ahead, and a step whose forward is one CUDA graph runs no Python.
 How: `prepare_attn` (real steps) has every tensor the window needs, `prepare_dummy_attn` (dummy runs) and
-`capture_model` hold nothing, `postprocess_sampled` has `num_rejected` before the drafter. Everything runs on vLLM's
-main stream: a commit on another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an
-H200. But the counts go to the host on the stream that vLLM copies its tokens on: on the main one it costs a step 25 us.
+`capture_model` hold nothing, `sample` returns `num_rejected`, before vLLM queues the copy of the tokens to the host:
+whoever is told that a request has ended finds its pages committed. Everything runs on vLLM's main stream: a commit on
+another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an H200. But the counts go to
+the host on the stream that vLLM copies its tokens on: on the main one it costs a step 25 us.
 When it can go: when vLLM offers hooks around the forward.
 """
 
@@ -34,7 +35,7 @@ def install(settings: Settings) -> None:
     wrap(GPUModelRunner, "prepare_dummy_attn", _make_dummy)
     wrap(GPUModelRunner, "capture_model", _make_capture)
     wrap(GPUModelRunner, "execute_model", _make_execute)
-    wrap(GPUModelRunner, "postprocess_sampled", _make_postprocess)
+    wrap(GPUModelRunner, "sample", _make_sample)
     wrap(GPUModelRunner, "sample_tokens", _make_sample_tokens)
 
 
@@ -101,24 +102,17 @@ def _make_execute(original: Callable) -> Callable:
     return execute_model
 
 
-def _make_postprocess(original: Callable) -> Callable:
-    def postprocess_sampled(
-        self: Any,
-        idx_mapping: Tensor,
-        sampled_tokens: Tensor,
-        num_sampled: Tensor,
-        num_rejected: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+def _make_sample(original: Callable) -> Callable:
+    def sample(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
+        output = original(self, *args, **kwargs)
         context = context_of(self)
         if (manager := context.manager) is not None and manager.is_open:
-            manager.commit(num_rejected)
+            manager.commit(output[2])
             if context.copies_counts:
                 context.counts = manager.counters.copy(self.output_copy_stream)
-        original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, *args, **kwargs)
+        return output
 
-    return postprocess_sampled
+    return sample
 
 
 def _make_sample_tokens(original: Callable) -> Callable:

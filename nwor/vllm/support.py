@@ -4,6 +4,7 @@
 from typing import Any
 
 from nwor.vllm import own_write
+from nwor.vllm.connectors import why_not_beside
 from nwor.vllm.context import draft_layers
 from nwor.vllm.masks import unknown_mask
 
@@ -18,8 +19,8 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return "ROCm: the operators are not built for it"
     if config.speculative_config is None:
         return "no speculative decoding: there are no drafts to hold back"
-    if config.kv_transfer_config is not None:
-        return "a KV connector reads the pages before the commit"
+    if config.kv_transfer_config is not None and (reason := why_not_beside(config.kv_transfer_config)):
+        return reason
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism: only the last stage knows what was rejected"

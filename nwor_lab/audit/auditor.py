@@ -18,7 +18,8 @@ A step compares the whole cache twice and needs a copy of it, and scratch for it
 of the shipped pair took 1.8 times the CPU time of one that is not (`stage`, 8 requests, k=8, 22 MB of cache).
 
 What vLLM copies, zeroes or discards itself between steps counts as stray: it does so for Mamba layers and caches of
-mixed precision, which are refused, and for an engine that sleeps.
+mixed precision, which are refused, and for an engine that sleeps. Blocks that a KV connector brings back are taken as
+they are, once `accept` is told of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _POISON = {1: (0x50, 0xA7), 2: (0x5500, 0x80FF), 4: (0x55000000, 0x00FFFFFF)}
 _BLOCKS_AT_ONCE = 64
 _EXAMPLES = 8
 _HISTORY = 64
-FAULTS = ("dirty_layer_steps", "unwritten_rows", "wrong_rows", "stray_slots")
+FAULTS = ("dirty_layer_steps", "unwritten_rows", "wrong_rows", "stray_slots", "shipped_rejected")
 
 
 @dataclass
@@ -52,6 +53,8 @@ class AuditReport:
     content_checked: kept rows x layers that were compared with what vLLM's own writer makes; wrong_rows: those of them
         that were written and differ.
     stray_slots: slots x layers that changed between two steps.
+    shipped_slots: slots x layers of the blocks that a KV connector copied out; shipped_rejected: those of them that
+        were dirty then: they held a row that no step has kept.
     dirty_by_step: the dirty slots of each step, all layers.
     """
 
@@ -64,6 +67,8 @@ class AuditReport:
     content_checked: int = 0
     wrong_rows: int = 0
     stray_slots: int = 0
+    shipped_slots: int = 0
+    shipped_rejected: int = 0
     dirty_by_step: list[int] = field(default_factory=list, repr=False)
 
     @property
@@ -110,6 +115,7 @@ class CacheAudit:
         self._row_slots, self._scratch_slots = torch.full((2, max_tokens), -1, dtype=torch.int64, device=device)
         self._copied = torch.zeros(len(caches), max_tokens, dtype=torch.bool, device=device)
         self._overwritten = torch.zeros(self.num_blocks * self.block_size, dtype=torch.bool, device=device)
+        self._left = self._overwritten.repeat(len(caches), 1)  # holds a row that was not to be kept
         self._time = 0
         self._starts: list[int] = []
         self._slots: list[int] = []
@@ -159,6 +165,7 @@ class CacheAudit:
         if poisoned_anew.any():
             self._poison(self._blocks, poisoned_anew.view(-1, self.block_size))
             self._overwritten[slots] = False
+            self._left[:, slots] = False
         self._open = True
 
     @torch.inference_mode()
@@ -203,6 +210,7 @@ class CacheAudit:
                 "unwritten": ~parts & kept[:, None, None],
                 "not what vLLM writes": different & written[:, None, None],
             }
+            self._left[layer] = (self._left[layer] | changed) & ~kept
             counts = torch.stack([*(part.flatten(1).any(dim=1).sum() for part in found.values()), kept.sum(), checked])
             dirty, unwritten, wrong, count, compared = counts.tolist()
             report.layer_steps += 1
@@ -230,6 +238,23 @@ class CacheAudit:
             if count := int(stray.flatten(1).any(dim=1).sum()):
                 self.report.stray_slots += count
                 self._explain(layer, {"changed before the step": stray})
+
+    @torch.inference_mode()
+    def ship(self, slots: Tensor) -> None:
+        """A KV connector copies these slots, int64 [n], of all layers out of the cache: count those left dirty."""
+        left = self._left[:, slots.to(self._left.device)]
+        self.report.shipped_slots += left.numel()
+        self.report.shipped_rejected += int(left.sum())
+
+    @torch.inference_mode()
+    def accept(self, slots: Tensor) -> None:
+        """A KV connector has loaded these slots, int64 [n], of all layers, whole blocks: take them as they are."""
+        slots = slots.to(self._left.device)
+        blocks = (slots // self.block_size).unique()
+        for seen, cache in zip(self._seen, self.caches, strict=True):
+            seen[blocks] = cache[blocks]
+        self._overwritten[slots] = True
+        self._left[:, slots] = False
 
     def _changed_parts(self, layer: int) -> Tensor:
         """bool [num_blocks * N, H, 2], where keys or values of a head changed since the layer was last looked at."""
@@ -312,7 +337,8 @@ def _mix(words: Tensor) -> Tensor:
 
 def injected_faults() -> AuditReport:
     """Audit one step of two layers, of whose four rows two are kept, with a fault of each kind: a rejected row is
-    written, one head's values of a kept row are not, a kept row has another's bytes, and a slot changes afterwards."""
+    written and its block shipped, one head's values of a kept row are not, a kept row has another's bytes, and a slot
+    changes afterwards."""
     caches = [torch.zeros(2, 2, 4, 8) for _ in range(2)]
     audit = CacheAudit(caches, max_tokens=4, max_requests=1)
     slots, rows = torch.arange(4), torch.rand(4, 2, 8)
@@ -328,6 +354,7 @@ def injected_faults() -> AuditReport:
     caches[1][0, 1, 0, 4:] = poisoned[0, 1, 0, 4:]
     caches[1][0, :, 1] = rows[2]
     audit.after((2,))
+    audit.ship(slots)
     caches[0][1, 0, 0, 0] = 1.0
     audit.look_between_steps()
     return audit.report

@@ -200,6 +200,54 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
             _wrap(kind, "do_kv_cache_update", "self layer key value kv_cache slot_mapping", _write)
     groups = self.kv_cache_config.kv_cache_groups
     self.audited_group = next(n for n, spec in enumerate(groups) if layers.keys() & set(spec.layer_names))
+    _watch_connector(self)
+
+
+def _watch_connector(runner: Any) -> None:
+    """Let the audit see which blocks vLLM's `OffloadingConnector` copies out and brings back.
+
+    Raises:
+        RuntimeError: another connector is loaded, which may write to pages.
+    """
+    from vllm.distributed import kv_transfer
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+
+    if not kv_transfer.has_kv_transfer_group():
+        return
+    connector = kv_transfer.get_kv_transfer_group()
+    if (kind := type(connector).__name__) != "OffloadingConnector":
+        raise _incomplete(f"{kind} may write to pages, and OffloadingConnector is the only one that it follows")
+    config, worker = runner.kv_cache_config, connector.connector_worker.worker
+    if worker is None:  # not yet: vLLM only measures what graphs cost
+        return
+    worker.cache_audit = runner.cache_audit
+    worker.audited_group = get_offloading_group_ids(config).index(runner.audited_group)
+    worker.audited_block_size = config.kv_cache_groups[runner.audited_group].kv_cache_spec.block_size
+    for name, around in (("submit_store", _store), ("submit_load", _load)):
+        kind = next(kind for kind in type(worker).__mro__ if name in vars(kind))
+        _wrap(kind, name, "self job_id src_spec dst_spec", around)
+
+
+def _slots(worker: Any, blocks: Any) -> Tensor:
+    """int64 [n], the slots of a transfer's blocks that are of the audited group."""
+    group, size = worker.audited_group, worker.audited_block_size
+    begin = sum(blocks.group_sizes[:group])
+    chosen = torch.as_tensor(blocks.block_ids[begin : begin + blocks.group_sizes[group]]).long()
+    return (chosen[:, None] * size + torch.arange(size)).flatten()
+
+
+def _store(original: Callable, self: Any, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    if self.cache_audit.enabled:
+        self.cache_audit.ship(_slots(self, src_spec))
+    return original(self, job_id, src_spec, dst_spec)
+
+
+def _load(original: Callable, self: Any, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    started = original(self, job_id, src_spec, dst_spec)
+    if self.cache_audit.enabled:
+        self.wait({job_id})
+        self.cache_audit.accept(_slots(self, dst_spec))
+    return started
 
 
 def _write(

@@ -172,8 +172,12 @@ class Served:
         """What `function` of the worker gives on each rank."""
         return self.llm.collective_rpc(function)
 
+    def on_scheduler(self, function: Callable[[Any], Any]) -> Any:
+        """What `function` of the scheduler gives."""
+        return function(self.engine.engine_core.engine_core.scheduler)
+
     def metrics(self) -> dict[str, float]:
-        wanted = ("vllm:nwor_", "vllm:spec_decode_", "vllm:num_preemptions")
+        wanted = ("vllm:nwor_", "vllm:spec_decode_", "vllm:num_preemptions", "vllm:external_prefix_cache_")
         return {
             metric.name.removeprefix("vllm:"): metric.value
             for metric in self.llm.get_metrics()

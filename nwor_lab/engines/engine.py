@@ -115,6 +115,10 @@ class Engine:
         """What a module's `function` of the worker, or a partial of one, gives on each rank."""
         return self._call("on_every_rank", function)
 
+    def on_scheduler(self, function: Callable[[Any], Any]) -> Any:
+        """What a module's `function` of vLLM's scheduler gives."""
+        return self._call("on_scheduler", function)
+
     def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
         """Microseconds by kernel name on each rank over a few decode steps, and how many steps those were.
 
@@ -141,7 +145,7 @@ class Engine:
         self._pause("capture_anew")
 
     def metrics(self) -> dict[str, float]:
-        """The ``vllm:nwor_*``, ``vllm:spec_decode_*`` and ``vllm:num_preemptions`` values of ``LLM.get_metrics()``."""
+        """The values of ``LLM.get_metrics()`` that are NWOR's, speculation's, preemption's and connectors' hits."""
         return self._call("metrics")
 
     def close(self) -> None:

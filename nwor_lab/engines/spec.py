@@ -31,6 +31,7 @@ class EngineSpec:
     block_size: slots of a cache block, or 0 for vLLM's own choice.
     enforce_eager: run without CUDA graphs.
     prefix_caching: reuse the cache of prompts that begin alike.
+    offload: MiB of host memory to which vLLM's OffloadingConnector copies whole blocks, answers' too; 0: none.
     async_scheduling: whether the scheduler runs a step ahead; left out, vLLM's own choice.
     kv_cache_memory: MiB of cache on each GPU, or 0 for what gpu_memory_utilization leaves; given, vLLM measures
         nothing at start-up, so engines may start side by side.
@@ -61,6 +62,7 @@ class EngineSpec:
     block_size: int = 0
     enforce_eager: bool = True
     prefix_caching: bool = False
+    offload: int = 0
     async_scheduling: bool | None = None
     kv_cache_memory: int = 0
     load_format: str = "auto"
@@ -106,6 +108,8 @@ class EngineSpec:
             "compilation_config": {name: value for name, value in graphs.items() if value},
         }
         arguments = {name: value for name, value in chosen.items() if value}
+        if self.offload:
+            arguments["kv_transfer_config"] = self._offloading()
         if self.async_scheduling is not None:
             arguments["async_scheduling"] = self.async_scheduling
         return arguments | {
@@ -125,6 +129,16 @@ class EngineSpec:
             "seed": self.seed,
             "disable_log_stats": False,
             "use_tqdm_on_load": False,
+        }
+
+    def _offloading(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"cpu_bytes_to_use": self.offload << 20, "offload_prompt_only": False}
+        if on_cpu():
+            options |= {"spec_name": "HostOffloadingSpec", "spec_module_path": "nwor_lab.engines.offload"}
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": options,
         }
 
     def environ(self, core: int = 0) -> dict[str, str]:

@@ -12,7 +12,7 @@ from nwor_lab.engines.traffic import Answer, Event, Traffic
 from nwor_lab.experiments.parity import SINGLE, compare, tolerance
 from nwor_lab.soak.script import kinds
 
-NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "dirty_by_step")
+NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "shipped_slots", "dirty_by_step")
 """Fields of an `AuditReport` that count what was looked at; every other counts a fault."""
 SAME = {"windows": "drafts", "staged_tokens": "draft_tokens", "committed_tokens": "accepted_tokens"}
 """Counts of a mode and vLLM's own, which are to be the same."""

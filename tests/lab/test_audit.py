@@ -332,10 +332,54 @@ def test_dirt_is_counted_by_step():
     assert audited.audit.report.dirty_slots == 2
 
 
+@memory
+@each_device
+def test_what_is_shipped_is_looked_at(kind, device):
+    """A slot counts from the step that left a rejected row in it until a row is kept there, and in its layer alone."""
+    audited = Audited(kind, device)
+    clean_step(audited)
+    audited.audit.ship(torch.arange(24))
+    assert audited.audit.report.shipped_slots == 24 * LAYERS and audited.audit.report.clean
+    audited.begin()
+    for layer in range(LAYERS):
+        audited.write(layer, which=slice(4 if layer == 1 else 3))  # layer 1 writes a rejected row
+    audited.audit.after(GONE)
+    audited.audit.ship(REJECTED)
+    assert audited.audit.report.shipped_rejected == 1
+    audited.audit.ship(KEPT)
+    assert audited.audit.report.shipped_rejected == 1
+    clean_step(audited, STEP.flip(0))  # keeps the rows that were rejected
+    audited.audit.ship(torch.arange(24))
+    assert audited.audit.report.shipped_rejected == 1
+
+
+@memory
+@each_device
+def test_blocks_that_come_back_are_taken_as_they_are(kind, device):
+    """Between two steps; the other blocks are not, and what a connector brought is no rejected row."""
+    audited = Audited(kind, device)
+    audited.begin()
+    for layer in range(LAYERS):
+        audited.write(layer, which=slice(4))
+    audited.audit.after(GONE)
+    left = audited.audit.report.dirty_slots
+    block = torch.arange(4) + REJECTED[0].item() // 4 * 4
+    for layer in range(LAYERS):
+        audited.flip(layer, block[1].item())
+    audited.audit.accept(block)
+    audited.audit.ship(block)
+    audited.audit.look_between_steps()
+    assert (left, audited.audit.report.shipped_rejected, audited.audit.report.stray_slots) == (LAYERS, 0, 0)
+    audited.flip(0, (block[0].item() + 4) % 24)
+    audited.audit.look_between_steps()
+    assert audited.audit.report.stray_slots == 1
+
+
 def test_injected_faults_are_found():
     """The notebook's control: one of each kind, in two layers of one step that keeps two rows."""
-    found = AuditReport(steps=1, layer_steps=2, kept_rows=4, content_checked=4, dirty_by_step=[1])
+    found = AuditReport(steps=1, layer_steps=2, kept_rows=4, content_checked=4, dirty_by_step=[1], shipped_slots=8)
     found.dirty_layer_steps = found.dirty_slots = found.unwritten_rows = found.wrong_rows = found.stray_slots = 1
+    found.shipped_rejected = 1
     assert injected_faults() == found
 
 

@@ -96,7 +96,7 @@ def test_the_installed_vllm_is_a_known_release(capsys, tmp_path, monkeypatch):
     text = capsys.readouterr().out
     count = len(releases.KNOWN)
     assert f"beside 0.32.0: {count} unchanged\n" in text
-    assert "unchanged          changed signature  v1.worker.gpu.model_runner.GPUModelRunner.postprocess_sampled" in text
+    assert "unchanged          changed body       v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn" in text
     stored = releases.FILE.read_text()
     monkeypatch.setattr(releases, "FILE", tmp_path / "releases.json")
     releases.FILE.write_text(stored)

@@ -12,7 +12,9 @@ from torch import Tensor
 from nwor import ops
 from nwor.manager import DraftCommitManager
 from nwor.vllm import self_check
+from nwor_lab.engines.child import Served
 from nwor_lab.engines.engine import EngineSpec
+from nwor_lab.engines.offload import ship_last_slots
 
 
 def _behind_the_check(patch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,7 @@ def scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:
 def changed_v2_signature(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    patch.setattr(GPUModelRunner, "postprocess_sampled", lambda self, idx_mapping: None)
+    patch.setattr(GPUModelRunner, "sample", lambda self, hidden_states: None)
 
 
 def gpu_layer_without_hook(patch: pytest.MonkeyPatch) -> None:
@@ -186,6 +188,17 @@ def v2_scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:
     _behind_the_check(patch)
     commit = DraftCommitManager.commit
     patch.setattr(DraftCommitManager, "commit", lambda self, num_rejected: commit(self, num_rejected + 1))
+
+
+def ships_last_slots(patch: pytest.MonkeyPatch) -> None:
+    """A fault of vLLM's own: blocks are offloaded with a slot that no step has kept."""
+    init = Served.__init__
+
+    def start(self, spec):  # type: ignore[no-untyped-def]
+        init(self, spec)
+        self.on_scheduler(ship_last_slots)
+
+    patch.setattr(Served, "__init__", start)
 
 
 def one_layer_of_another_class(patch: pytest.MonkeyPatch) -> None:

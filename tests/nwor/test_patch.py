@@ -3,7 +3,7 @@
 
 import inspect
 import re
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -347,20 +347,3 @@ def takes(wrapper, parameters: list[str]) -> bool:
     found = inspect.signature(wrapper, follow_wrapped=False).parameters.values()
     named = [one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     return parameters[: len(named)] == named and (len(named) == len(parameters) or len(named) < len(found))
-
-
-@pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
-def test_postprocess_sampled_is_passed_on_in_each_release(release):
-    """By position and, as pipeline parallelism's last stage sends it, by name; `draft_tokens` is 0.33's."""
-    from nwor.vllm import runner_v2
-
-    names = releases.KNOWN["vllm.v1.worker.gpu.model_runner.GPUModelRunner.postprocess_sampled"][release]
-    names = names.parameters.split()[1:]
-    given, passed = dict(zip(names, "abcdef", strict=False)), []
-    original = eval(
-        f"lambda self, {', '.join(names)}: passed.append(dict({', '.join(f'{n}={n}' for n in names)}))", locals()
-    )
-    wrapper = runner_v2._make_postprocess(original)
-    wrapper(SimpleNamespace(), *given.values())
-    wrapper(SimpleNamespace(), **given)
-    assert passed == [given, given] and ("draft_tokens" in given) == (release == "0.33.0")

@@ -209,6 +209,20 @@ def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
     assert not made.manager.is_open, "a step that fails leaves no window behind"
 
 
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_the_v2_runner_closes_the_window_before_its_tokens_go_to_the_host(mode):
+    """The tokens may end a request, and another machine may then read its pages: they are committed first."""
+    made = SteppingV2(mode)
+    output = "tokens", torch.tensor([1, 3, 3]), torch.tensor([0, 1, 0], dtype=torch.int32)
+    sample = runner_v2._make_sample(lambda self, hidden_states, input_batch, grammar_output: output)
+    assert sample(made, None, None, grammar_output=None) is output, "a step without a window"
+    assert made.manager.counters.read() == Counters()
+    runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(sum(DRAFTS)))
+    assert sample(made, None, None, None) is output
+    assert not made.manager.is_open
+    assert made.manager.counters.read().committed_tokens == sum(DRAFTS) - 1
+
+
 @pytest.mark.parametrize(("rows", "named"), [((1, 4, 3), True), ((5, 4, 3), False)])
 def test_requests_are_named_where_all_other_rows_are_drafts(rows, named, monkeypatch):
     """A step that prefills may write slots that a log still holds: its requests go unnamed, under both runners."""

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes beside vLLM's `OffloadingConnector` on a GPU: blocks go to the host and come back, and none is dirty."""
+
+import pytest
+
+from nwor_lab.experiments.parity import compare
+from tests.nwor import faults
+from tests.nwor.gpu.on_gpu import GAPS, STACKS, both, spec_of
+from tests.nwor.offloading import assert_shipped_and_served, converse, first_answers, offloading
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def answers(engines, model) -> list[list[int]]:
+    return first_answers(engines, offloading(spec_of(model), offload=0))
+
+
+@both
+@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 Triton graphs fp8", "v1 FA graphs"])
+def test_blocks_that_leave_and_come_back(engines, model, answers, stack, mode):
+    """The next turn finds its blocks on the host; vanilla, beside the same connector, says the same."""
+    spec = offloading(spec_of(model, stack))
+    plain, outcome = (converse(engines, spec, each, answers, logprobs=5) for each in ("off", mode))
+    for theirs, ours in zip(plain.generations, outcome.generations, strict=True):
+        parity = compare(theirs, ours)
+        assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+        assert mode != "cow" or parity.equal == parity.requests
+    assert_shipped_and_served(plain, "off")
+    assert_shipped_and_served(outcome, mode)
+
+
+@pytest.mark.parametrize(("mode", "ships"), [("off", True), ("cow", False), ("stage", False)])
+def test_no_rejected_row_leaves_under_a_mode(engines, model, answers, mode, ships):
+    """vLLM once offloaded a slot too many (its issue 54193): it holds a rejected row, or under a mode none."""
+    spec = offloading(spec_of(model, "v2 FA graphs"))
+    outcome = converse(engines, spec, mode, answers, faults.ships_last_slots)
+    assert outcome.audit["shipped_slots"] > 0
+    assert (outcome.audit["shipped_rejected"] > 0) == ships

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation whose blocks vLLM's `OffloadingConnector` copies to the host and brings back."""
+
+from dataclasses import replace
+
+from nwor.settings import Settings
+from nwor_lab.engines.engine import EngineSpec
+from tests.engines import Outcome
+
+BLOCK = 32
+FIRST, OTHERS = ([[(7 * i + 13 * j + seed) % 250 + 3 for j in range(BLOCK)] for i in range(4)] for seed in (0, 1))
+
+
+def offloading(spec: EngineSpec, offload: int = 64) -> EngineSpec:
+    """A cache that holds one of the calls below, and no two."""
+    return replace(spec, batch=4, block_size=BLOCK, num_blocks=20, prefix_caching=True, k=6, offload=offload)
+
+
+def converse(engines, spec: EngineSpec, mode: str, answers: list[list[int]], fault=None, logprobs: int = 0) -> Outcome:
+    """Prompts whose answers end with a block; others, for which these are evicted; and the first ones' next turn."""
+    again = [prompt + answer + [9, 8, 7] for prompt, answer in zip(FIRST, answers, strict=True)]
+    calls = [{"prompts": prompts} for prompts in (FIRST, OTHERS, again)]
+    settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
+    outcome = engines.run(spec, settings, fault, calls, max_tokens=2 * BLOCK, logprobs=logprobs)
+    assert not outcome.error, outcome.error
+    return outcome
+
+
+def first_answers(engines, spec: EngineSpec) -> list[list[int]]:
+    outcome = engines.run(spec, Settings(), prompts=FIRST, max_tokens=2 * BLOCK)
+    assert not outcome.error, outcome.error
+    return outcome.tokens
+
+
+def assert_shipped_and_served(outcome: Outcome, mode: str) -> None:
+    """Blocks have left and come back, no dirty slot among them, and the mode has served all along."""
+    audit, [rank] = outcome.audit, outcome.ranks
+    layers = audit["layer_steps"] // audit["steps"]
+    assert outcome.metrics["external_prefix_cache_hits"] >= len(FIRST) * BLOCK
+    assert audit["shipped_slots"] >= len(FIRST) * 2 * BLOCK * layers and audit["shipped_rejected"] == 0
+    assert audit["stray_slots"] == audit["wrong_rows"] == audit["unwritten_rows"] == 0, rank["dirty_examples"]
+    assert (audit["dirty_slots"] > 0) == (mode == "off")
+    if mode != "off":
+        assert rank["serving"] == mode, rank["reason"]
+        assert rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
