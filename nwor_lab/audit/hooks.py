@@ -224,8 +224,8 @@ def _watch_connector(runner: Any) -> None:
     worker.audited_group = get_offloading_group_ids(config).index(runner.audited_group)
     worker.audited_block_size = config.kv_cache_groups[runner.audited_group].kv_cache_spec.block_size
     for name, around in (("submit_store", _store), ("submit_load", _load)):
-        kind = next(kind for kind in type(worker).__mro__ if name in vars(kind))
-        _wrap(kind, name, "self job_id src_spec dst_spec", around)
+        owner = next(owner for owner in type(worker).__mro__ if name in vars(owner))
+        _wrap(owner, name, "self job_id src_spec dst_spec", around)
 
 
 def _slots(worker: Any, blocks: Any) -> Tensor:

@@ -94,7 +94,7 @@ def test_connectors_that_read_pages_before_the_verdict_are_named(config, why):
 )
 @pytest.mark.parametrize("among_others", [False, True])
 def test_a_layerwise_lmcache_is_known_by_what_was_loaded(engine, why, among_others, monkeypatch):
-    """LMCache reads that from its own file or variables: vLLM's configuration does not tell. Nor does an unknown one."""
+    """LMCache reads that from its own file or variables: vLLM's configuration does not tell."""
     config = connector("LMCacheConnectorV1")
     assert connectors.why_not_beside(config) == "", "not loaded yet"
     loaded = type("LMCacheConnectorV1", (), {"_lmcache_engine": engine})()
@@ -217,7 +217,7 @@ PARALLEL = "vllm_config__parallel_config__"
 ON_A_GPU = {"device": torch.device("cuda")}
 MATRIX = {
     "no speculative decoding": [({"vllm_config__speculative_config": None}, {})],
-    "a KV connector that reads pages behind the step or behind a request's end (offloading, NIXL, Mooncake and others)": [
+    "a KV connector that reads pages behind the step or the request (offloading, NIXL, Mooncake and others)": [
         ({"vllm_config__kv_transfer_config": connector(name)}, {}) for name in sorted(connectors.AFTER_THE_VERDICT)
     ],
     "a KV connector that reads within the forward pass, or an unknown one": [
