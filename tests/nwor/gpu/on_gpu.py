@@ -11,8 +11,9 @@ from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.experiments.parity import compare, tolerance
 from tests.engines import Outcome
 
+# Logits of these pairs reach 16, where bfloat16 steps by 0.125: on an H200 rounding alone shifts by 0.041.
 # With an fp8 cache FlashAttention rounds attention weights to fp8 as well, and our kernel does not.
-GAPS = {cache: tolerance("bfloat16", cache) for cache in ("auto", "fp8")}
+GAPS = {"auto": 0.07, "fp8": tolerance("bfloat16", "fp8")}
 LAYERS = 3
 # Both runners, all backends, FULL and PIECEWISE graphs (uniform decodes, and everything else) and none.
 STACKS = {
