@@ -218,6 +218,7 @@ def test_the_v2_runner_closes_the_window_before_its_tokens_go_to_the_host(mode):
     assert sample(made, None, None, grammar_output=None) is output, "a step without a window"
     assert made.manager.counters.read() == Counters()
     runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(sum(DRAFTS)))
+    Stepping.forward(made)
     assert sample(made, None, None, None) is output
     assert not made.manager.is_open
     assert made.manager.counters.read().committed_tokens == sum(DRAFTS) - 1
