@@ -5,7 +5,7 @@ Why: only the runner knows which rows of a batch are drafts and how many of them
 the device alone: the scheduler is a step ahead, and a step whose forward is one CUDA graph runs no Python.
 How: `prepare_attn` (real steps) has every tensor the window needs, `prepare_dummy_attn` (dummy runs) and
 `capture_model` hold nothing, `sample` returns `num_rejected`, before vLLM queues the copy of the tokens to the host:
-whoever is told that a request has ended finds its pages committed. Everything runs on vLLM's main stream: a commit on
+whoever learns that a request has ended finds its pages committed. Everything runs on vLLM's main stream: a commit on
 another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an H200. But the counts go to
 the host on the stream that vLLM copies its tokens on: on the main one it costs a step 25 us.
 When it can go: when vLLM offers hooks around the forward.

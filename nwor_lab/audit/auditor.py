@@ -19,7 +19,7 @@ of the shipped pair took 1.8 times the CPU time of one that is not (`stage`, 8 r
 
 What vLLM copies, zeroes or discards itself between steps counts as stray: it does so for Mamba layers and caches of
 mixed precision, which are refused, and for an engine that sleeps. Blocks that a KV connector brings back are taken as
-they are, once `accept` is told of them.
+they are: `accept` names their slots.
 """
 
 from __future__ import annotations

@@ -149,6 +149,11 @@ def _wrap(owner: type, name: str, parameters: str, around: Callable[..., Any], o
     setattr(owner, name, method)
 
 
+def _definer(made: Any, name: str) -> type:
+    """The class that defines what `made` calls by this name."""
+    return next(kind for kind in type(made).__mro__ if name in vars(kind))
+
+
 def _init_device(original: Callable, self: Any) -> Any:
     if self.vllm_config.use_v2_model_runner:
         install_v2()
@@ -196,7 +201,7 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
     for index, layer in enumerate(layers.values()):
         layer.cache_audit = self.cache_audit, index
         if not layer.attn_backend.forward_includes_kv_cache_update:
-            kind = next(kind for kind in type(layer.impl).__mro__ if "do_kv_cache_update" in vars(kind))
+            kind = _definer(layer.impl, "do_kv_cache_update")
             _wrap(kind, "do_kv_cache_update", "self layer key value kv_cache slot_mapping", _write)
     groups = self.kv_cache_config.kv_cache_groups
     self.audited_group = next(n for n, spec in enumerate(groups) if layers.keys() & set(spec.layer_names))
@@ -224,8 +229,7 @@ def _watch_connector(runner: Any) -> None:
     worker.audited_group = get_offloading_group_ids(config).index(runner.audited_group)
     worker.audited_block_size = config.kv_cache_groups[runner.audited_group].kv_cache_spec.block_size
     for name, around in (("submit_store", _store), ("submit_load", _load)):
-        owner = next(owner for owner in type(worker).__mro__ if name in vars(owner))
-        _wrap(owner, name, "self job_id src_spec dst_spec", around)
+        _wrap(_definer(worker, name), name, "self job_id src_spec dst_spec", around)
 
 
 def _slots(worker: Any, blocks: Any) -> Tensor:

@@ -106,10 +106,9 @@ class EngineSpec:
             "kv_cache_memory_bytes": self.kv_cache_memory << 20,
             "attention_backend": self.attention_backend,
             "compilation_config": {name: value for name, value in graphs.items() if value},
+            "kv_transfer_config": self.offload and self._offloading(),
         }
         arguments = {name: value for name, value in chosen.items() if value}
-        if self.offload:
-            arguments["kv_transfer_config"] = self._offloading()
         if self.async_scheduling is not None:
             arguments["async_scheduling"] = self.async_scheduling
         return arguments | {

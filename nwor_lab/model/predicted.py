@@ -160,7 +160,7 @@ def _rms(errors: pd.Series) -> float:
 def _with_attention(
     mode: str, where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
 ) -> float:
-    """Microseconds of a step over vanilla's: attention and write of each layer as measured between its neighbours,
+    """Microseconds of a step over vanilla's: attention and write of each layer as measured in a step (`between`),
     and the price of opening and commit; 0 where the step fell back. Of the contexts measured, the one nearest the
     prompt; NaN where there is none of the same run, which may be of another kernel, and for `SAME_ATTENTION`."""
     prompt = float(where.get("prompt", math.nan))

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from vllm.distributed import kv_transfer
 from vllm.model_executor.layers import attention as layer_classes
 
 from nwor_lab.audit import hooks
-from tests.lab.test_audit import parts
+from tests.lab.audited import parts
 from tests.nwor.paged import MEMORY, Paged, write_rows
 
 
@@ -149,3 +150,13 @@ def test_the_plugin_installs_the_other_plugins_first(monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_AUDIT", "yes")
     with pytest.raises(ValueError, match="must be 0 or 1"):
         plugin.register()
+
+
+def test_a_connector_that_the_audit_does_not_follow_is_refused(monkeypatch):
+    """It may bring blocks back, which would count as stray writes, and ship others unseen."""
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: type("NixlConnector", (), {})())
+    with pytest.raises(RuntimeError, match="NixlConnector may write to pages"):
+        hooks._watch_connector(SimpleNamespace())
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: False)
+    hooks._watch_connector(SimpleNamespace())
