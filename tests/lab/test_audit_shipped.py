@@ -48,3 +48,15 @@ def test_blocks_that_come_back_are_taken_as_they_are(kind, device):
     audited.flip(0, (block[0].item() + 4) % 24)
     audited.audit.look_between_steps()
     assert audited.audit.report.stray_slots == 1
+
+
+@memory
+@each_device
+def test_a_step_may_write_the_bytes_that_a_connector_brought(kind, device):
+    """Its slots are poisoned anew first, or its kept rows would look unwritten."""
+    audited = Audited(kind, device)
+    for layer in range(LAYERS):
+        audited.write(layer)
+    audited.audit.accept(torch.arange(12))  # the blocks of the kept rows
+    clean_step(audited)
+    assert audited.audit.report.clean, audited.audit.examples
