@@ -264,12 +264,17 @@ def moved_with(operator: str, change: Callable[[dict[str, Any]], dict[str, Any]]
     patch.setattr(ops, operator, changed)
 
 
+def _laid_out_as(rows: Tensor, changed: Tensor) -> Tensor:
+    """The changed rows with the strides of `rows`, which the operators hold to be those of the cache."""
+    return torch.empty_like(rows).copy_(changed)
+
+
 def another_layer(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"rows": arguments["rows"].roll(1, 0)}
+    return {"rows": _laid_out_as(arguments["rows"], arguments["rows"].roll(1, 0))}
 
 
 def another_head(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"rows": arguments["rows"].flip(2)}
+    return {"rows": _laid_out_as(arguments["rows"], arguments["rows"].flip(2))}
 
 
 def another_request(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -304,19 +309,23 @@ def _part_committed(part: str, patch: pytest.MonkeyPatch) -> None:
     commit = ops.commit_all_layers
 
     def of_a_part(
-        pool: Tensor, offsets: Tensor, strides: Any, slots: Tensor, packing: Tensor, rows: Tensor, *rest: Any
+        pool: Tensor, offsets: Tensor, strides: Any, slots: Tensor, packing: Tensor | None, rows: Tensor, *rest: Any
     ):  # type: ignore[no-untyped-def]
         before = pool.clone()
         commit(pool, offsets, strides, slots, packing, rows, *rest)
         _, _, heads, size, width = rows.shape
-        shape = int(slots.max()) // size + 1, heads, packing.numel(), width // packing.shape[1]
+        blocks = int(slots.max()) // size + 1
+        if packing is None:  # a slot's bytes lie together, keys first
+            shape, each = (blocks, heads, size, width), (*strides, 1)
+            values = (..., slice(width // 2, None))
+        else:
+            shape = blocks, heads, packing.numel(), width // packing.shape[1]
+            each = (*strides[:2], shape[3], 1)
+            values = (slice(None), slice(None), packing[:, packing.shape[1] // 2 :].flatten().long())
         for offset in offsets.tolist():
-            now, then = (
-                torch.as_strided(memory, shape, (*strides[:2], shape[3], 1), offset) for memory in (pool, before)
-            )
+            now, then = (torch.as_strided(memory, shape, each, offset) for memory in (pool, before))
             if part == "keys":
-                values = packing[:, packing.shape[1] // 2 :].flatten().long()
-                now[:, :, values] = then[:, :, values]
+                now[values] = then[values]
             else:
                 now[:, 1:] = then[:, 1:]
 
@@ -345,7 +354,7 @@ def late_commit(patch: pytest.MonkeyPatch) -> None:
 
 
 def write_between_steps(patch: pytest.MonkeyPatch) -> None:
-    from nwor.vllm import runner_v1
+    from nwor.vllm import runner_v1, runner_v2
 
     commit, add_to_output, committed = DraftCommitManager.commit, runner_v1.add_to_output, []
 
@@ -360,7 +369,8 @@ def write_between_steps(patch: pytest.MonkeyPatch) -> None:
             layout.pool[layout.layer_offsets[-1]] ^= 1
 
     patch.setattr(DraftCommitManager, "commit", commit_and_remember)
-    patch.setattr(runner_v1, "add_to_output", add_and_write)
+    for runner in (runner_v1, runner_v2):
+        patch.setattr(runner, "add_to_output", add_and_write)
 
 
 def stale_log(patch: pytest.MonkeyPatch) -> None:

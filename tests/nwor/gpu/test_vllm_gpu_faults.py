@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of real vLLM on a GPU: each fault injected into a mode makes its own fields red, and no others."""
+
+import pytest
+
+from tests.injected import COW, FP8, STAGE, check_each_is_seen
+from tests.nwor.gpu.on_gpu import spec_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "stack", "injected"),
+    [
+        ("stage", "v2 FA graphs", STAGE),
+        ("cow", "v2 FA graphs", COW),
+        ("cow", "v2 FA graphs fp8", FP8),
+        ("stage", "v1 FA graphs", STAGE),
+    ],
+)
+def test_each_fault_is_seen_for_what_it_is(engines, model, mode, stack, injected):
+    # A step ahead of the scheduler, another step begins between a fault and what it does.
+    check_each_is_seen(engines, spec_of(model, stack, async_scheduling=False), mode, injected)
