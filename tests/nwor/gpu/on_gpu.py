@@ -24,6 +24,7 @@ STACKS = {
     "v2 FA one graph": {"enforce_eager": False, "cudagraph_mode": "FULL"},
     "v2 FA piecewise": {"enforce_eager": False, "cudagraph_mode": "PIECEWISE"},
     "v2 FA eager": {},
+    "v2 FA eager fp8": {"kv_cache_dtype": "fp8"},
     "v1 FA graphs": {"enforce_eager": False, "runner": "v1"},
     "v1 Triton eager": {"runner": "v1", "attention_backend": "TRITON_ATTN"},
     "v2 FlashInfer graphs": {"enforce_eager": False, "attention_backend": "FLASHINFER"},

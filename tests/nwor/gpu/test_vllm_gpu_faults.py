@@ -12,12 +12,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     ("mode", "stack", "injected"),
     [
-        ("stage", "v2 FA graphs", STAGE),
-        ("cow", "v2 FA graphs", COW),
-        ("cow", "v2 FA graphs fp8", FP8),
-        ("stage", "v1 FA graphs", STAGE),
+        ("stage", "v2 FA eager", STAGE),
+        ("cow", "v2 FA eager", COW),
+        ("cow", "v2 FA eager fp8", FP8),
+        ("stage", "v1 Triton eager", STAGE),
     ],
 )
 def test_each_fault_is_seen_for_what_it_is(engines, model, mode, stack, injected):
-    # A step ahead of the scheduler, another step begins between a fault and what it does.
+    """Without graphs, whose replay runs no hook that content is checked in, and no step ahead of the scheduler."""
     check_each_is_seen(engines, spec_of(model, stack, async_scheduling=False), mode, injected)
