@@ -168,8 +168,12 @@ def test_windows_give_blocks_back_while_a_request_runs(kind, stay):
         (gpu_layer("FlashAttentionMLAImpl"), "the attention backend FlashAttentionMLAImpl"),
         (gpu_layer(head_size=80), "heads of size 80"),
         (gpu_layer(kv_cache_dtype="int8_per_token_head"), "a cache of type int8_per_token_head"),
-        (gpu_layer(alibi_slopes=torch.ones(2)), "ALiBi"),
-        (gpu_layer(sinks=torch.ones(2)), "attention sinks"),
+        (gpu_layer(alibi_slopes=torch.ones(2)), ""),
+        (gpu_layer(sinks=torch.ones(2)), ""),
+        (gpu_layer("TritonAttentionImpl", alibi_slopes=torch.ones(2)), ""),
+        (gpu_layer("FlashInferImpl", sinks=torch.ones(2)), ""),
+        (gpu_layer("FlashInferImpl", alibi_slopes=torch.ones(2)), "ALiBi under FlashInfer"),
+        (gpu_layer(alibi_slopes=torch.ones(2), sinks=torch.ones(2)), "ALiBi and attention sinks at once"),
         (gpu_layer(scale_of=8), "a scale for each head"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -290,8 +294,11 @@ MATRIX = {
         (ON_A_GPU | {"vllm_config__compilation_config__use_inductor_graph_partition": True}, {}),
         (ON_A_GPU | {"vllm_config__compilation_config__splitting_ops": ["vllm::unified_attention_with_output"]}, {}),
     ],
-    "ALiBi, sinks": [
-        (device, {name: torch.ones(2)}) for device in ({}, ON_A_GPU) for name in ("alibi_slopes", "sinks")
+    "ALiBi or sinks (GPU)": [(ON_A_GPU, {name: torch.ones(2)}) for name in ("alibi_slopes", "sinks")],
+    "ALiBi or sinks on a CPU, ALiBi under FlashInfer": [
+        ({}, {"alibi_slopes": torch.ones(2)}),
+        ({}, {"sinks": torch.ones(2)}),
+        (ON_A_GPU, {"implementation": "FlashInferImpl", "alibi_slopes": torch.ones(2)}),
     ],
     "FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl"})],
     "a cache of another 16-bit type than the model's": [({}, {"kv_cache_torch_dtype": torch.float16})],
