@@ -37,10 +37,16 @@ class DeviceCounters:
     """
 
     def __init__(self, mode: str, layout: CacheLayout, max_requests: int) -> None:
-        self.mode, self.num_layers, self.slot_bytes = mode, layout.num_layers, layout.slot_bytes
+        self.mode, self.num_layers, self.row_bytes = mode, 0, 0
+        self.add_layers(layout)
         self._buffer = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=layout.pool.device)
         self.totals, self.kept = _views(self._buffer)
         self.cancelled = 0
+
+    def add_layers(self, layout: CacheLayout) -> None:
+        """Let each row count in these layers too: another cache group's, which holds the same tokens."""
+        self.num_layers += layout.num_layers
+        self.row_bytes += layout.num_layers * layout.slot_bytes
 
     def reset(self) -> None:
         """Forget warm-up and dummy runs."""
@@ -69,7 +75,6 @@ class DeviceCounters:
     def counters_from(self, totals: list[int]) -> Counters:
         """Counters from the five totals."""
         kept, rejected, windows, drafts, fallbacks = totals
-        row_bytes = self.slot_bytes * self.num_layers
         if self.mode == "cow":  # vLLM wrote every draft, and the rejected ones were written once more
             written, avoided = kept + 2 * rejected, 0
         else:
@@ -80,8 +85,8 @@ class DeviceCounters:
             committed_tokens=kept,
             rejected_tokens=rejected,
             stage_operations=self.num_layers * drafts,
-            bytes_written=written * row_bytes,
-            bytes_avoided=avoided * row_bytes,
+            bytes_written=written * self.row_bytes,
+            bytes_avoided=avoided * self.row_bytes,
             fallbacks=fallbacks,
             cancelled=self.cancelled,
         )

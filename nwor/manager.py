@@ -47,6 +47,8 @@ class DraftCommitManager:
         uses_full_cudagraphs: forwards may be replays of CUDA graphs, which call no hook: a layer that went through its
             hook once, when the graph was captured, counts as staged from then on.
         graphs_of_prefills: such a graph may be replayed for a batch with prefill rows.
+        blocks_stay: a request's blocks stay its own while it runs. Of a sliding window vLLM frees those that it has
+            left behind, and may hand them out again at once, even to the same request: no log outlives its step then.
         attention: the GPU attention's workspace; None where vLLM's own attention or the CPU's attends.
 
     Attributes:
@@ -55,7 +57,7 @@ class DraftCommitManager:
         num_drafts: int32 [max_requests], the drafts held of each request.
         rows: uint8 [L, B', H, N, C], old bytes (``cow``) or new ones (``stage``), as in `ops.log_all_layers`.
         logged: int64 [max_requests, P], ``cow`` only, as in `ops.log_all_layers`: what `rows` still holds of the window
-            before. None where blocks are shorter than windows: then each window is logged whole.
+            before. None where blocks are shorter than windows, or do not stay: then each window is logged whole.
         staging_rows, page_slots: int64 [max_tokens], ``stage`` only, vLLM's slot mapping in two: for each row of the
             batch its row in `rows`, written on commit, or -1; and the slot to write now, -1 for held rows. ``direct``
             has -1 alone in `staging_rows`, and None: vLLM's own slot mapping says where rows go.
@@ -76,6 +78,7 @@ class DraftCommitManager:
         *,
         uses_full_cudagraphs: bool = False,
         graphs_of_prefills: bool = False,
+        blocks_stay: bool = True,
         attention: "Workspace | None" = None,
     ) -> None:
         if mode not in MODES[1:]:
@@ -90,7 +93,7 @@ class DraftCommitManager:
         self.slots = minus_ones(max_requests, max_drafts)
         self.num_drafts = torch.zeros(max_requests, dtype=torch.int32, device=layout.pool.device)
         self.rows = layout.new_rows(max_requests * rows_per_request(mode, max_drafts, layout.block_size))
-        log_rows = log_rows_per_request(max_drafts, layout.block_size)
+        log_rows = log_rows_per_request(max_drafts, layout.block_size) if blocks_stay else 0
         self.logged = minus_ones(max_requests, log_rows) if mode == "cow" and log_rows else None
         self.staging_rows = minus_ones(max_tokens) if mode in ATTENDING else None
         self.page_slots = minus_ones(max_tokens) if mode == "stage" else None

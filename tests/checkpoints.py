@@ -86,9 +86,14 @@ def random_pair(
     paths = Path(out) / "target", Path(out) / "eagle"
     named = {"architectures": [ARCHITECTURES[architecture]], "model_type": architecture}
     save_checkpoint(paths[0], {**config, **named}, target, dtype)
-    save_checkpoint(paths[1], {**config, "num_hidden_layers": 1}, head, dtype)
+    save_checkpoint(paths[1], {**_of_head(config), "num_hidden_layers": 1}, head, dtype)
     save_byte_tokenizer(paths[0], config)
     return paths
+
+
+def _of_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A target's config without what says which of its layers have a sliding window: a head's one layer has none."""
+    return {name: value for name, value in config.items() if name not in ("layer_types", "sliding_window")}
 
 
 def layer_shapes(config: Mapping[str, Any]) -> dict[str, Sequence[int]]:
@@ -228,5 +233,5 @@ def random_eagle3(
         "draft_vocab_size": len(drafted),
         "norm_before_residual": True,
     }
-    save_checkpoint(out, {**config, **own}, head, dtype)
+    save_checkpoint(out, {**_of_head(config), **own}, head, dtype)
     return Path(out)

@@ -76,10 +76,10 @@ def cannot_attend(layer: Any) -> str:
         return f"a cache of type {impl.kv_cache_dtype}"
     if impl.kv_cache_dtype.startswith("fp8") and (capability := torch.cuda.get_device_capability()) < FP8_SINCE:
         return "an fp8 cache on a GPU of compute capability {}.{}: the kernel needs 8.9".format(*capability)
-    if impl.alibi_slopes is not None:
-        return "ALiBi"
-    if impl.sinks is not None:
-        return "attention sinks"
+    if impl.alibi_slopes is not None and type(impl).__name__ == "FlashInferImpl":
+        return "ALiBi under FlashInfer, which leaves it out"
+    if impl.alibi_slopes is not None and impl.sinks is not None:
+        return "ALiBi and attention sinks at once"
     if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
         return "a scale for each head"
     return ""
@@ -183,6 +183,8 @@ def _make_forward(original: Callable) -> Callable:
             scale=self.scale,
             softcap=self.logits_soft_cap or 0.0,  # FlashInfer's is None where there is none
             sliding_window=self.sliding_window[0] + 1,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
             kv_cache_dtype=self.kv_cache_dtype if self.kv_cache_dtype.startswith("fp8") else "auto",
             q_scale=layer._q_scale,
             k_scale=layer._k_scale,

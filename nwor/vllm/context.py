@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the hooks keep on vLLM's objects: one context on each model runner, one on each target layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from nwor.counters import CommitCounts
 from nwor.manager import DraftCommitManager
+
+
+@dataclass(frozen=True)
+class ServedGroup:
+    """A cache group of vLLM's, which has slots of its own, with the target layers in it and their manager."""
+
+    index: int
+    layers: Sequence[Any]
+    manager: DraftCommitManager
 
 
 @dataclass
 class RunnerContext:
     """`runner.nwor`: what the hooks of one model runner know.
 
-    manager: of the mode that serves; None where vLLM's own write does. reason: why it does, where a mode was asked for.
-    group: index of the target layers' cache group.
+    groups: the cache groups that hold target layers; none where vLLM's own write serves. They open and close their
+        windows together, and since each holds the same tokens, the first one's manager counts for all.
+    reason: why vLLM's own write serves, where a mode was asked for.
     copies_counts: whether each commit's counts go to the scheduler.
 
     Of the step under way:
@@ -23,15 +35,44 @@ class RunnerContext:
     counts: of its commit, None before.
     """
 
-    manager: DraftCommitManager | None = None
+    groups: Sequence[ServedGroup] = ()
     reason: str = ""
-    group: int | None = None
     copies_counts: bool = False
     metadata: Any = None
     requests: Sequence[str] = ()
     drafts_alone: bool = False
     writes_first: bool = False
     counts: CommitCounts | None = None
+
+    @property
+    def manager(self) -> DraftCommitManager | None:
+        """The first group's, which counts; None where vLLM's own write serves."""
+        return self.groups[0].manager if self.groups else None
+
+    def begin(
+        self,
+        query_start_loc: Tensor,
+        cu_num_logits: Tensor,
+        slot_mappings: Mapping[int, Tensor] | Tensor,
+        requests: Sequence[str],
+        writes_first: bool,
+    ) -> None:
+        """Open each group's window on its own slots; slot_mappings: by the cache group's index."""
+        for group in self.groups:
+            slots = slot_mappings[group.index]
+            group.manager.begin(query_start_loc, cu_num_logits, slots, requests, writes_first)
+
+    def hold_nothing(self, slot_mappings: Mapping[int, Tensor] | Tensor | None = None) -> None:
+        for group in self.groups:
+            group.manager.hold_nothing(None if slot_mappings is None else slot_mappings[group.index])
+
+    def commit(self, num_rejected: Tensor) -> None:
+        for group in self.groups:
+            group.manager.commit(num_rejected)
+
+    def cancel(self) -> None:
+        for group in self.groups:
+            group.manager.cancel()
 
 
 @dataclass
@@ -50,22 +91,37 @@ def context_of(runner: Any) -> RunnerContext:
 
 
 def manager_of(runner: Any) -> DraftCommitManager | None:
-    """The manager that serves this runner; None where vLLM's own write does."""
+    """The manager that counts for this runner; None where vLLM's own write serves."""
     return context_of(runner).manager
 
 
-def set_active_manager(runner: Any, manager: DraftCommitManager | None) -> None:
-    """Let the hooks of the runner and of its target layers go through `manager` from now on; None is vLLM alone."""
-    context_of(runner).manager = manager
-    for index, layer in enumerate(target_layers(runner).values()):
-        layer.nwor = None if manager is None else LayerContext(manager, index)
+def set_served_groups(runner: Any, groups: Sequence[ServedGroup]) -> None:
+    """Let the hooks of the runner and of its target layers go through these groups from now on; none is vLLM alone."""
+    context = context_of(runner)
+    for group in context.groups:
+        for layer in group.layers:
+            layer.nwor = None
+    context.groups = groups
+    for group in groups:
+        for index, layer in enumerate(group.layers):
+            layer.nwor = LayerContext(group.manager, index)
 
 
 def target_layers(runner: Any) -> dict[str, Any]:
-    """The target model's attention layers by name, in order; the drafter's own are never part of a window.
+    """The target model's attention layers with a cache of their own, by name, in order; never the drafter's.
 
     Of these classes, no subclass included: each writes a row to the one slot that its cache group's slot mapping says.
     """
+    known = _known_layers(runner).items()
+    return {name: layer for name, layer in known if not getattr(layer, "kv_sharing_target_layer_name", None)}
+
+
+def sharing_layers(runner: Any) -> set[str]:
+    """Names of the target's layers of the same classes that read another one's cache, and write none."""
+    return _known_layers(runner).keys() - target_layers(runner).keys()
+
+
+def _known_layers(runner: Any) -> dict[str, Any]:
     from vllm.model_executor.layers import attention
 
     served = (
@@ -85,7 +141,8 @@ def draft_layers(runner: Any) -> set[str]:
     return of_v1 | of_v2
 
 
-def target_group(runner: Any, layers: dict[str, Any]) -> int | None:
-    """The first cache group that holds target layers, None where none does."""
-    groups = runner.kv_cache_config.kv_cache_groups
-    return next((index for index, spec in enumerate(groups) if layers.keys() & set(spec.layer_names)), None)
+def target_groups(runner: Any, layers: dict[str, Any]) -> dict[int, list[Any]]:
+    """The target layers of each cache group that has any, by its index."""
+    specs = enumerate(runner.kv_cache_config.kv_cache_groups)
+    groups = {index: [layers[name] for name in layers if name in spec.layer_names] for index, spec in specs}
+    return {index: found for index, found in groups.items() if found}

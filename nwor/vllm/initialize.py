@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of both model runners' loading: watch the target's layers; make the manager once their caches are there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,14 @@ from nwor.layout import CacheLayout, rows_per_request
 from nwor.manager import DraftCommitManager
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm import own_write, self_check
-from nwor.vllm.context import context_of, set_active_manager, target_group, target_layers
+from nwor.vllm.context import (
+    RunnerContext,
+    ServedGroup,
+    context_of,
+    set_served_groups,
+    target_groups,
+    target_layers,
+)
 from nwor.vllm.support import why_unsupported
 
 
@@ -33,47 +40,98 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
 
     def make(original: Callable) -> Callable:
         def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-            set_active_manager(self, None)
+            set_served_groups(self, ())
             original(self, *args, **kwargs)
             if settings.mode == "off":
                 return
             context, layers = context_of(self), target_layers(self)
-            context.group, context.counts = target_group(self, layers), None
+            context.counts = None
             context.copies_counts = settings.mode != "direct" and (settings.emit_metrics or settings.debug_sync)
             context.reason = why_unsupported(self, layers, settings.mode)
-            manager = None
+            served: Sequence[ServedGroup] = ()
             if not context.reason:
                 if settings.mode in ATTENDING and self.device.type == "cuda":
                     from nwor.vllm import attention_gpu
 
                     attention_gpu.install(layers.values())
                 with torch.inference_mode(False):
-                    manager, context.reason = build_manager(self, settings.mode, list(layers.values()))
-            _log(settings.mode, manager, context.reason)
-            set_active_manager(self, manager)
+                    served, context.reason = build_managers(self, settings.mode, target_groups(self, layers))
+            set_served_groups(self, served)
+            _log(settings.mode, context)
 
         return initialize_kv_cache
 
     return make
 
 
-def _log(mode: str, manager: DraftCommitManager | None, reason: str) -> None:
+def _log(mode: str, context: RunnerContext) -> None:
     """One line of what serves, by a logger of vLLM's: it shows others' lines from warnings on alone."""
     from vllm.logger import init_logger
 
-    logger = init_logger("vllm.nwor")
+    logger, manager = init_logger("vllm.nwor"), context.manager
     if manager is None:
-        logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, reason)
+        logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, context.reason)
         return
     logger.info_once(
         "NWOR mode %s serves %d layers, for %d requests of %d drafts",
-        mode, manager.layout.num_layers, len(manager.slots), manager.max_drafts,
+        mode, manager.counters.num_layers, len(manager.slots), manager.max_drafts,
     )  # fmt: skip
 
 
-def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommitManager | None, str]:
-    """The manager of this rank, or None and why these layers cannot be served."""
-    on_gpu, packing, attention = runner.device.type == "cuda", None, None
+def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tuple[Sequence[ServedGroup], str]:
+    """This rank's cache groups with a manager each, or none and why their layers cannot be served.
+
+    groups: the target layers of each cache group that has any, by its index.
+    """
+    on_gpu, layouts = runner.device.type == "cuda", {}
+    for index, layers in groups.items():
+        layouts[index], reason = _layout_of(layers, on_gpu)
+        if reason:
+            return (), reason
+    config, attention = runner.vllm_config, None
+    graphs = config.compilation_config.cudagraph_mode
+    full_graphs = graphs is not None and graphs.has_full_cudagraphs()
+    max_requests, max_drafts = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
+    served = []
+    try:
+        if mode in ATTENDING and on_gpu:
+            from nwor.attention.verify import Workspace
+
+            every = [layer.impl for layers in groups.values() for layer in layers]
+            heads, head_size = max(impl.num_heads for impl in every), max(impl.head_size for impl in every)
+            attention = Workspace(max_requests, max_drafts + 1, heads, head_size, runner.device)
+        for index, layers in groups.items():
+            manager = DraftCommitManager(
+                layouts[index],
+                mode,
+                max_requests=max_requests,
+                max_drafts=max_drafts,
+                max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
+                uses_full_cudagraphs=full_graphs,
+                graphs_of_prefills=full_graphs and graphs.mixed_mode().has_full_cudagraphs(),
+                blocks_stay=blocks_stay(runner.kv_cache_config.kv_cache_groups[index].kv_cache_spec),
+                attention=attention,
+            )
+            if failure := self_check.failure(manager, layers):
+                return (), failure
+            if served:
+                served[0].manager.counters.add_layers(layouts[index])
+            served.append(ServedGroup(index, layers, manager))
+    except torch.cuda.OutOfMemoryError as error:
+        needed = sum(
+            layout.num_layers * layout.slot_bytes * max_requests * rows_per_request(mode, max_drafts, layout.block_size)
+            for layout in layouts.values()
+        )
+        raise RuntimeError(
+            f"NWOR holds {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "
+            f"{max_drafts} drafts, and the GPU has no such room: lower max_num_seqs or gpu_memory_utilization"
+        ) from error
+    return served, ""
+
+
+def _layout_of(layers: list[Any], on_gpu: bool) -> tuple[Any, str]:
+    """The layout of one group's layers, or None and why they have none that a mode can serve."""
+    packing = None
     if not on_gpu:
         from nwor.vllm import attention_cpu
 
@@ -81,36 +139,12 @@ def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommi
         if packing is None:
             return None, f"a CPU cache packing ({layers[0].isa}) that is no permutation of a slot's elements"
     try:
-        layout = CacheLayout.from_kv_caches([layer.kv_cache for layer in layers], packing)
+        return CacheLayout.from_kv_caches([layer.kv_cache for layer in layers], packing), ""
     except ValueError as error:
         return None, str(error)
-    config = runner.vllm_config
-    graphs = config.compilation_config.cudagraph_mode
-    full_graphs = graphs is not None and graphs.has_full_cudagraphs()
-    max_requests, max_drafts = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
-    try:
-        if mode in ATTENDING and on_gpu:
-            from nwor.attention.verify import Workspace
 
-            impl = layers[0].impl
-            attention = Workspace(max_requests, max_drafts + 1, impl.num_heads, impl.head_size, runner.device)
-        manager = DraftCommitManager(
-            layout,
-            mode,
-            max_requests=max_requests,
-            max_drafts=max_drafts,
-            max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
-            uses_full_cudagraphs=full_graphs,
-            graphs_of_prefills=full_graphs and graphs.mixed_mode().has_full_cudagraphs(),
-            attention=attention,
-        )
-        if failure := self_check.failure(manager, layers):
-            return None, failure
-    except torch.cuda.OutOfMemoryError as error:
-        rows = max_requests * rows_per_request(mode, max_drafts, layout.block_size)
-        needed = layout.num_layers * layout.slot_bytes * rows
-        raise RuntimeError(
-            f"NWOR holds {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "
-            f"{max_drafts} drafts, and the GPU has no such room: lower max_num_seqs or gpu_memory_utilization"
-        ) from error
-    return manager, ""
+
+def blocks_stay(spec: Any) -> bool:
+    """Whether vLLM leaves a running request its blocks in a cache group of this spec; windows and chunks free them."""
+    kinds = {type(each).__name__ for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
+    return kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}

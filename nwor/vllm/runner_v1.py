@@ -17,7 +17,7 @@ from torch import Tensor
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
 from nwor.vllm.carrier import add_to_output
-from nwor.vllm.context import context_of, manager_of
+from nwor.vllm.context import context_of
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 
@@ -62,22 +62,23 @@ def _make_batch(original: Callable) -> Callable:
 def _make_forward(original: Callable) -> Callable:
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = context_of(self)
-        manager, metadata = context.manager, context.metadata
+        metadata = context.metadata
         writes_first, context.writes_first = context.writes_first, False
-        if manager is None:
+        if not context.groups:
             return original(self, *args, **kwargs)
-        slot_mapping = self.input_batch.block_table[context.group].slot_mapping.gpu
+        tables = self.input_batch.block_table
+        slot_mappings = {group.index: tables[group.index].slot_mapping.gpu for group in context.groups}
         if metadata is None:
-            manager.hold_nothing(slot_mapping)
+            context.hold_nothing(slot_mappings)
             return original(self, *args, **kwargs)
         query_start_loc = self.query_start_loc.gpu[: self.input_batch.num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
         requests = context.requests if context.drafts_alone else ()
-        manager.begin(query_start_loc, cu_num_logits, slot_mapping, requests, writes_first)
         try:
+            context.begin(query_start_loc, cu_num_logits, slot_mappings, requests, writes_first)
             return original(self, *args, **kwargs)
         except BaseException:
-            manager.cancel()
+            context.cancel()
             raise
 
     return _model_forward
@@ -85,8 +86,7 @@ def _make_forward(original: Callable) -> Callable:
 
 def _make_dummy(original: Callable) -> Callable:
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (manager := manager_of(self)) is not None:
-            manager.hold_nothing()  # a replayed graph must not write where the last real step did
+        context_of(self).hold_nothing()  # a replayed graph must not write where the last real step did
         return original(self, *args, **kwargs)
 
     return _dummy_run
@@ -100,9 +100,9 @@ def _make_sample(original: Callable) -> Callable:
             return original(self, logits, spec_decode_metadata)
         try:
             output = original(self, logits, spec_decode_metadata)
-            manager.commit(count_rejected(output.sampled_token_ids, spec_decode_metadata.cu_num_draft_tokens))
+            context.commit(count_rejected(output.sampled_token_ids, spec_decode_metadata.cu_num_draft_tokens))
         except BaseException:
-            manager.cancel()
+            context.cancel()
             raise
         if context.copies_counts:
             stream = self._get_or_create_async_output_copy_stream() if self.device.type == "cuda" else None

@@ -19,7 +19,7 @@ from torch import Tensor
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
 from nwor.vllm.carrier import add_to_output
-from nwor.vllm.context import context_of, manager_of
+from nwor.vllm.context import context_of
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 
@@ -54,19 +54,19 @@ def _make_prepare(original: Callable) -> Callable:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         block_tables, slot_mappings = original(self, input_batch)
         context = context_of(self)
-        if (manager := context.manager) is not None:
-            slot_mapping, context.requests = slot_mappings[context.group], input_batch.req_ids
+        if context.groups:
+            context.requests = input_batch.req_ids
             if num_drafts := input_batch.num_draft_tokens:
                 drafts_alone = has_drafts_alone(input_batch.num_scheduled_tokens, num_drafts)
-                manager.begin(
+                context.begin(
                     input_batch.query_start_loc,
                     input_batch.cu_num_logits,
-                    slot_mapping,
+                    slot_mappings,
                     context.requests if drafts_alone else (),
                     context.writes_first,
                 )
             else:
-                manager.hold_nothing(slot_mapping)
+                context.hold_nothing(slot_mappings)
         return block_tables, slot_mappings
 
     return prepare_attn
@@ -74,8 +74,7 @@ def _make_prepare(original: Callable) -> Callable:
 
 def _make_dummy(original: Callable) -> Callable:
     def prepare_dummy_attn(self: Any, input_batch: Any, valid_state_slots: bool = False) -> Any:
-        if (manager := manager_of(self)) is not None:
-            manager.hold_nothing()
+        context_of(self).hold_nothing()
         return original(self, input_batch, valid_state_slots)
 
     return prepare_dummy_attn
@@ -83,8 +82,7 @@ def _make_dummy(original: Callable) -> Callable:
 
 def _make_capture(original: Callable) -> Callable:
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (manager := manager_of(self)) is not None:
-            manager.hold_nothing()  # vLLM warms up with real steps before
+        context_of(self).hold_nothing()  # vLLM warms up with real steps before
         return original(self, *args, **kwargs)
 
     return capture_model
@@ -95,8 +93,7 @@ def _make_execute(original: Callable) -> Callable:
         try:
             return original(self, *args, **kwargs)
         except BaseException:
-            if (manager := manager_of(self)) is not None:
-                manager.cancel()
+            context_of(self).cancel()
             raise
 
     return execute_model
@@ -107,7 +104,7 @@ def _make_sample(original: Callable) -> Callable:
         output = original(self, *args, **kwargs)
         context = context_of(self)
         if (manager := context.manager) is not None and manager.is_open:
-            manager.commit(output[2])
+            context.commit(output[2])
             if context.copies_counts:
                 context.counts = manager.counters.copy(self.output_copy_stream)
         return output
@@ -124,7 +121,7 @@ def _make_sample_tokens(original: Callable) -> Callable:
         try:
             output = original(self, grammar_output)
         except BaseException:
-            manager.cancel()
+            context.cancel()
             raise
         add_to_output(output, context.counts, context.requests)
         context.counts = None

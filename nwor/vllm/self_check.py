@@ -57,7 +57,8 @@ def _one_of_each_shape(layers: Sequence[Any]) -> list[Any]:
     found: dict[tuple, Any] = {}
     for layer in layers:
         impl = layer.impl
-        shape = impl.num_heads, impl.head_size, impl.scale, impl.logits_soft_cap, impl.sliding_window, layer.dtype
+        masks = impl.logits_soft_cap, impl.sliding_window, impl.alibi_slopes is not None, impl.sinks is not None
+        shape = impl.num_heads, impl.head_size, impl.scale, *masks, layer.dtype
         found.setdefault(shape, layer)
     others = [layer for layer in layers if all(layer is not one for one in found.values())]
     return [*found.values(), *others[:1]]
@@ -249,6 +250,7 @@ class _Window:
                 reference = attend(
                     query[row : row + tail].double(), stored, prefix, layer.impl.scale,
                     layer.impl.logits_soft_cap or 0.0, window,
+                    alibi_slopes=layer.impl.alibi_slopes, sinks=layer.impl.sinks,
                 )  # fmt: skip
                 off = _off(output[row : row + tail].double(), reference)
                 if not off <= tolerance:
@@ -295,6 +297,8 @@ def attend(
     sliding_window: int = 0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of one request in plain PyTorch.
 
@@ -302,6 +306,7 @@ def attend(
         query: float64 [tail, Hq, D]; rows: [prefix + tail, H, 2 * D], keys then values.
         prefix: positions before the query's first. scale, softcap: of the scores; softcap 0 is none.
         sliding_window: 0 or the window in positions. k_scale, v_scale: what the numbers in `rows` are multiples of.
+        alibi_slopes: [Hq] or None. sinks: [Hq] or None, a score more in each head's softmax.
 
     Returns:
         float64 [tail, Hq, D].
@@ -316,5 +321,10 @@ def attend(
     seen = position <= last
     if sliding_window > 0:
         seen &= position > last - sliding_window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.double()[:, None, None] * (position - last)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(rows)]
     return torch.einsum("htp,phd->thd", weights, values * v_scale)

@@ -5,7 +5,7 @@ from typing import Any
 
 from nwor.vllm import own_write
 from nwor.vllm.connectors import why_not_beside
-from nwor.vllm.context import draft_layers
+from nwor.vllm.context import draft_layers, sharing_layers
 from nwor.vllm.masks import unknown_mask
 
 
@@ -26,12 +26,12 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return "pipeline parallelism: only the last stage knows what was rejected"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism"
-    if any(getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers.values()):
-        return "layers that share another layer's KV cache"
     if reason := why_not_whole(runner, layers):
         return reason
     if mode == "cow":
         return ""
+    if sharing := sorted(sharing_layers(runner)):
+        return f"layers that read another layer's KV cache, which lacks the rows that stage holds: {sharing[0]}"
     if envs.VLLM_BATCH_INVARIANT:
         return "batch invariance (VLLM_BATCH_INVARIANT): how stage's attention adds up depends on the batch"
     if parallel.use_ubatching:
@@ -58,16 +58,16 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
 
 
 def why_not_whole(runner: Any, layers: dict[str, Any]) -> str:
-    """Why `layers` are not all of the target's cache, or why they lie in several groups, or an empty string.
+    """Why `layers` are not all of the target's cache, or an empty string.
 
-    A part of a model is neither served nor audited: what was rejected in the rest of it would stay.
+    A part of a model is neither served nor audited: what was rejected in the rest of it would stay. Layers that only
+    read another one's cache leave nothing there.
     """
-    groups = [set(spec.layer_names) for spec in runner.kv_cache_config.kv_cache_groups]
+    cached = {name for spec in runner.kv_cache_config.kv_cache_groups for name in spec.layer_names}
     context = runner.compilation_config.static_forward_context
-    if others := sorted(set().union(*groups) - layers.keys() - draft_layers(runner)):
+    if others := sorted(cached - layers.keys() - draft_layers(runner) - sharing_layers(runner)):
         kind = type(context[others[0]]).__name__ if others[0] in context else "a class of its own"
         return f"a hybrid model: {len(others)} of its layers are not served, {others[0]} ({kind}) among them"
-    holding = [group for group in groups if group & layers.keys()]
-    if len(holding) != 1 or not layers.keys() <= holding[0]:
-        return f"a hybrid model: its target layers lie in {len(holding)} cache groups"
-    return ""
+    if missing := sorted(layers.keys() - cached):
+        return f"{len(missing)} of the target's layers lie in no cache group, {missing[0]} among them"
+    return "" if layers else "no attention layers"

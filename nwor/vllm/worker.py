@@ -84,7 +84,7 @@ def status(worker: Any) -> dict[str, Any]:
             mode=settings.mode,
             serving=serving,
             reason=context.reason,
-            target_layers=0 if manager is None else manager.layout.num_layers,
+            target_layers=0 if manager is None else manager.counters.num_layers,
             hooks=wrapped(),
             counters={} if manager is None else asdict(manager.counters.read()),
         )

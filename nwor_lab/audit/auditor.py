@@ -116,6 +116,7 @@ class CacheAudit:
         self._copied = torch.zeros(len(caches), max_tokens, dtype=torch.bool, device=device)
         self._overwritten = torch.zeros(self.num_blocks * self.block_size, dtype=torch.bool, device=device)
         self._left = self._overwritten.repeat(len(caches), 1)  # holds a row that was not to be kept
+        self._others = torch.zeros_like(self._overwritten)
         self._time = 0
         self._starts: list[int] = []
         self._slots: list[int] = []
@@ -128,8 +129,17 @@ class CacheAudit:
         self._open = False
         every = torch.arange(self.num_blocks, device=self._part_of.device)
         self._poison(every, torch.ones_like(self._overwritten).view(self.num_blocks, -1))
+        self.take_as_seen()
+
+    @torch.inference_mode()
+    def take_as_seen(self) -> None:
+        """Take all caches as they are."""
         for seen, cache in zip(self._seen, self.caches, strict=True):
             seen.copy_(cache)
+
+    def set_others(self, slots: Tensor) -> None:
+        """From now on pass over changes of these, bool [num_blocks * N]: another cache group has their blocks."""
+        self._others = slots.to(self._others.device)
 
     def forget(self) -> None:
         """Forget what was audited so far, between steps."""
@@ -146,6 +156,11 @@ class CacheAudit:
             slot_mapping: int64 [num_rows] or longer, the slots of all rows of the step; negative ones are skipped.
         """
         self.look_between_steps()
+        self.open_step(query_start_loc, slot_mapping)
+
+    @torch.inference_mode()
+    def open_step(self, query_start_loc: Sequence[int], slot_mapping: Tensor) -> None:
+        """`before`, without the look."""
         self._time += 1
         self._starts = list(query_start_loc)
         rows = slot_mapping[: self._starts[-1]]
@@ -206,11 +221,11 @@ class CacheAudit:
             changed, written = parts.flatten(1).any(dim=1), parts.flatten(1).all(dim=1)
             checked, different = self._contents(layer, kept)
             found = {
-                "changed": parts & ~kept[:, None, None],
+                "changed": parts & ~(kept | self._others)[:, None, None],
                 "unwritten": ~parts & kept[:, None, None],
                 "not what vLLM writes": different & written[:, None, None],
             }
-            self._left[layer] = (self._left[layer] | changed) & ~kept
+            self._left[layer] = (self._left[layer] | changed & ~self._others) & ~kept
             counts = torch.stack([*(part.flatten(1).any(dim=1).sum() for part in found.values()), kept.sum(), checked])
             dirty, unwritten, wrong, count, compared = counts.tolist()
             report.layer_steps += 1
@@ -234,7 +249,7 @@ class CacheAudit:
     def look_between_steps(self) -> None:
         """Count the slots that changed since the last step's end as stray."""
         for layer in range(len(self.caches)):
-            stray = self._changed_parts(layer)
+            stray = self._changed_parts(layer) & ~self._others[:, None, None]
             if count := int(stray.flatten(1).any(dim=1).sum()):
                 self.report.stray_slots += count
                 self._explain(layer, {"changed before the step": stray})

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nwor_lab.audit.auditor import CacheAudit
+from nwor_lab.audit.groups import GroupsAudit
 
 _wrapped: dict[tuple[type, str], Callable] = {}
 
@@ -60,12 +61,12 @@ def stop_audit(worker: Any) -> None:
         audit.enabled = False
 
 
-def target_layers(runner: Any) -> dict[str, Any]:
-    """The attention layers that are modules of the target model, by name, in order.
+def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
+    """The attention layers that are modules of the target model and have a cache, by name, of each cache group.
 
     Raises:
         RuntimeError: a part of the target's cache would not be seen. It is a layer of neither the target's nor the
-            drafter's model, or of a class that does not write each row to one slot, or there are several cache groups.
+            drafter's model, or of a class that does not write each row to one slot.
     """
     from vllm.model_executor.layers import attention
 
@@ -79,16 +80,17 @@ def target_layers(runner: Any) -> dict[str, Any]:
     modules = {id(module) for module in target.modules()}
     drafting = {id(module) for module in drafter.modules()} if drafter is not None else set()
     context = runner.compilation_config.static_forward_context
-    layers: dict[str, Any] = {}
-    for spec in runner.kv_cache_config.kv_cache_groups:
+    groups: dict[int, dict[str, Any]] = {}
+    for index, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
         own = {name: context.get(name) for name in spec.layer_names if id(context.get(name)) not in drafting}
         for name, layer in own.items():
             if id(layer) not in modules or type(layer) not in known:
                 raise _incomplete(f"{name} is a {type(layer).__name__}, no attention layer of the target that it knows")
-        if own and layers:
-            raise _incomplete("a hybrid model: the target's layers lie in several cache groups")
-        layers |= own
-    return layers
+        # A layer that reads another's cache has the same memory.
+        cached = {n: layer for n, layer in own.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
+        if cached:
+            groups[index] = cached
+    return groups
 
 
 def slot_parts(layer: Any) -> Tensor:
@@ -194,17 +196,20 @@ def install_v2() -> None:
 def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     self.cache_audit = None
     original(self, *args, **kwargs)
-    layers = target_layers(self)
-    parts = slot_parts(next(iter(layers.values()))) if self.device.type == "cpu" else None
-    caches, limits = [layer.kv_cache for layer in layers.values()], self.vllm_config.scheduler_config
-    self.cache_audit = CacheAudit(caches, parts, limits.max_num_batched_tokens, limits.max_num_seqs)
-    for index, layer in enumerate(layers.values()):
-        layer.cache_audit = self.cache_audit, index
-        if not layer.attn_backend.forward_includes_kv_cache_update:
-            kind = _definer(layer.impl, "do_kv_cache_update")
-            _wrap(kind, "do_kv_cache_update", "self layer key value kv_cache slot_mapping", _write)
-    groups = self.kv_cache_config.kv_cache_groups
-    self.audited_group = next(n for n, spec in enumerate(groups) if layers.keys() & set(spec.layer_names))
+    groups, config, limits = target_groups(self), self.kv_cache_config, self.vllm_config.scheduler_config
+    audits = {}
+    for group, layers in groups.items():
+        parts = slot_parts(next(iter(layers.values()))) if self.device.type == "cpu" else None
+        caches = [layer.kv_cache for layer in layers.values()]
+        audits[group] = CacheAudit(caches, parts, limits.max_num_batched_tokens, limits.max_num_seqs)
+    sizes = [spec.kv_cache_spec.block_size for spec in config.kv_cache_groups]
+    self.cache_audit = GroupsAudit(audits, sizes, config.num_blocks)
+    for group, layers in groups.items():
+        for index, layer in enumerate(layers.values()):
+            layer.cache_audit = self.cache_audit, group, index
+            if not layer.attn_backend.forward_includes_kv_cache_update:
+                kind = _definer(layer.impl, "do_kv_cache_update")
+                _wrap(kind, "do_kv_cache_update", "self layer key value kv_cache slot_mapping", _write)
     _watch_connector(self)
 
 
@@ -225,16 +230,17 @@ def _watch_connector(runner: Any) -> None:
     config, worker = runner.kv_cache_config, connector.connector_worker.worker
     if worker is None:  # not yet: vLLM only measures what graphs cost
         return
-    worker.cache_audit = runner.cache_audit
-    worker.audited_group = get_offloading_group_ids(config).index(runner.audited_group)
-    worker.audited_block_size = config.kv_cache_groups[runner.audited_group].kv_cache_spec.block_size
+    worker.cache_audit, ids = runner.cache_audit, get_offloading_group_ids(config)
+    worker.audited_groups = [
+        (audit, ids.index(group), config.kv_cache_groups[group].kv_cache_spec.block_size)
+        for group, audit in runner.cache_audit.audits.items()
+    ]
     for name, around in (("submit_store", _store), ("submit_load", _load)):
         _wrap(_definer(worker, name), name, "self job_id src_spec dst_spec", around)
 
 
-def _slots(worker: Any, blocks: Any) -> Tensor:
-    """int64 [n], the slots of a transfer's blocks that are of the audited group."""
-    group, size = worker.audited_group, worker.audited_block_size
+def _slots(blocks: Any, group: int, size: int) -> Tensor:
+    """int64 [n], the slots of a transfer's blocks of `size` that are of this group."""
     begin = sum(blocks.group_sizes[:group])
     chosen = torch.as_tensor(blocks.block_ids[begin : begin + blocks.group_sizes[group]]).long()
     return (chosen[:, None] * size + torch.arange(size)).flatten()
@@ -242,7 +248,8 @@ def _slots(worker: Any, blocks: Any) -> Tensor:
 
 def _store(original: Callable, self: Any, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
     if self.cache_audit.enabled:
-        self.cache_audit.ship(_slots(self, src_spec))
+        for audit, *group in self.audited_groups:
+            audit.ship(_slots(src_spec, *group))
     return original(self, job_id, src_spec, dst_spec)
 
 
@@ -250,23 +257,31 @@ def _load(original: Callable, self: Any, job_id: int, src_spec: Any, dst_spec: A
     started = original(self, job_id, src_spec, dst_spec)
     if self.cache_audit.enabled:
         self.wait({job_id})
-        self.cache_audit.accept(_slots(self, dst_spec))
+        for audit, *group in self.audited_groups:
+            audit.accept(_slots(dst_spec, *group))
     return started
 
 
 def _write(
     original: Callable, self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    audit, index = getattr(layer, "cache_audit", (None, 0))
+    audit, group, index = getattr(layer, "cache_audit", (None, 0, 0))
     if audit is not None and audit.enabled and not (key.is_cuda and torch.cuda.is_current_stream_capturing()):
-        audit.copy_write(index, functools.partial(inspect.unwrap(original), self, layer, key, value), slot_mapping)
+        write = functools.partial(inspect.unwrap(original), self, layer, key, value)
+        audit.audits[group].copy_write(index, write, slot_mapping)
     original(self, layer, key, value, kv_cache, slot_mapping)
 
 
 def _forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.cache_audit.enabled:
-        starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1].tolist()
-        self.cache_audit.before(starts, self.input_batch.block_table[self.audited_group].slot_mapping.gpu)
+        requests, tables = self.input_batch.num_reqs, self.input_batch.block_table.block_tables
+        starts = self.query_start_loc.np[: requests + 1].tolist()
+        slots = {index: table.slot_mapping.gpu for index, table in enumerate(tables)}
+        rows = {
+            index: [table.block_table.np[row, : table.num_blocks_per_row[row]].tolist() for row in range(requests)]
+            for index, table in enumerate(tables if len(tables) > 1 else ())
+        }
+        self.cache_audit.before(starts, slots, rows)
     return original(self, *args, **kwargs)
 
 
@@ -281,7 +296,12 @@ def _prepare_attn(original: Callable, self: Any, input_batch: Any) -> Any:
     block_tables, slot_mappings = original(self, input_batch)
     if self.cache_audit.enabled:
         starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].tolist()
-        self.cache_audit.before(starts, slot_mappings[self.audited_group])
+        rows = {
+            index: [row[:count].tolist() for row, count in zip(block_tables[index].cpu(), counts, strict=False)]
+            for index, counts in enumerate(self.block_tables.num_blocks.np[:, input_batch.idx_mapping_np])
+            if len(slot_mappings) > 1
+        }
+        self.cache_audit.before(starts, dict(enumerate(slot_mappings)), rows)
     return block_tables, slot_mappings
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from nwor.manager import DraftCommitManager
 from nwor.settings import ATTENDING
-from nwor.vllm.context import manager_of, set_active_manager
+from nwor.vllm.context import context_of, manager_of, set_served_groups
 
 
 def pause(worker: Any) -> None:
@@ -28,8 +28,8 @@ def pause(worker: Any) -> None:
         if not _graphs(runner):
             _capture_vanilla(runner)
         _replay(runner, "off")
-    runner.nwor_paused = manager
-    set_active_manager(runner, None)
+    runner.nwor_paused = context_of(runner).groups
+    set_served_groups(runner, ())
 
 
 def resume(worker: Any) -> None:
@@ -39,13 +39,13 @@ def resume(worker: Any) -> None:
         RuntimeError: no mode is paused here.
     """
     runner = worker.model_runner
-    manager = getattr(runner, "nwor_paused", None)
-    if manager is None:
+    paused = getattr(runner, "nwor_paused", ())
+    if not paused:
         raise RuntimeError("no mode is paused here")
-    manager.hold_nothing()
-    runner.nwor_paused = None
-    set_active_manager(runner, manager)
-    if _hold(manager):
+    runner.nwor_paused = ()
+    set_served_groups(runner, paused)
+    context_of(runner).hold_nothing()
+    if _hold(manager := paused[0].manager):
         _replay(runner, manager.mode)
 
 
@@ -105,12 +105,12 @@ def _capture(runner: Any, mode: str) -> None:
 
 def _capture_vanilla(runner: Any) -> None:
     """Capture vLLM's own set beside that of the mode, just captured, which is replayed again."""
-    manager = manager_of(runner)
-    assert manager is not None
-    _graphs(runner)[manager.mode] = runner.cudagraph_manager.graphs
-    set_active_manager(runner, None)
+    groups = context_of(runner).groups
+    mode = groups[0].manager.mode
+    _graphs(runner)[mode] = runner.cudagraph_manager.graphs
+    set_served_groups(runner, ())
     try:
         _capture(runner, "off")
     finally:
-        set_active_manager(runner, manager)
-        _replay(runner, manager.mode)
+        set_served_groups(runner, groups)
+        _replay(runner, mode)

@@ -17,7 +17,7 @@ from torch import Tensor
 from nwor import ops
 from nwor.manager import DraftCommitManager
 from nwor.vllm import patch, self_check
-from nwor.vllm.context import manager_of, set_active_manager, target_layers
+from nwor.vllm.context import context_of, manager_of, set_served_groups
 
 
 @dataclass
@@ -172,13 +172,14 @@ def inject(worker: Any, name: str) -> None:
 
 def check(worker: Any) -> str:
     """What the check at start-up finds wrong now, or an empty string; to be sent to every rank."""
-    runner, layers = worker.model_runner, list(target_layers(worker.model_runner).values())
-    manager = _serving(worker)
-    set_active_manager(runner, None)
+    _serving(worker)
+    runner = worker.model_runner
+    groups = context_of(runner).groups
+    set_served_groups(runner, ())
     try:
-        return self_check.failure(manager, layers)
+        return next(filter(None, (self_check.failure(group.manager, group.layers) for group in groups)), "")
     finally:
-        set_active_manager(runner, manager)
+        set_served_groups(runner, groups)
 
 
 def _serving(worker: Any) -> DraftCommitManager:

@@ -37,8 +37,16 @@ class OfOneModel(layer_classes.Attention):
 
 def test_target_layers_are_those_of_the_target_model():
     layers = {"b": attention_layer(), "a": attention_layer(), "draft": attention_layer()}
-    assert list(hooks.target_layers(runner_of(layers, layers["draft"], [["b", "draft", "a"]]))) == ["b", "a"]
-    assert list(hooks.target_layers(runner_of(layers, layers["draft"], [["b", "a"], ["draft"]]))) == ["b", "a"]
+    for groups, found in (
+        ([["b", "draft", "a"]], {0: ["b", "a"]}),
+        ([["draft"], ["b", "a"]], {1: ["b", "a"]}),
+        ([["a", "draft"], ["b"]], {0: ["a"], 1: ["b"]}),
+    ):
+        made = hooks.target_groups(runner_of(layers, layers["draft"], groups))
+        assert {index: [*own] for index, own in made.items()} == found
+    layers["b"].kv_sharing_target_layer_name = "a"
+    [(index, own)] = hooks.target_groups(runner_of(layers, layers["draft"], [["a", "b", "draft"]])).items()
+    assert (index, [*own]) == (0, ["a"]), "b reads what a writes"
 
 
 @pytest.mark.parametrize(
@@ -51,11 +59,9 @@ def test_an_audit_of_a_part_is_refused(other):
         hooks._initialize(lambda self: None, runner)
     assert runner.cache_audit is None
     two = {"a": attention_layer(), "b": attention_layer(), "draft": attention_layer()}
-    with pytest.raises(RuntimeError, match="several cache groups"):
-        hooks.target_layers(runner_of(two, two["draft"], [["a"], ["b", "draft"]]))
     stray = runner_of({"a": two["a"]}, two["draft"], [["a", "elsewhere"]])
     with pytest.raises(RuntimeError, match="elsewhere is a NoneType"):
-        hooks.target_layers(stray)
+        hooks.target_groups(stray)
 
 
 class Writer:

@@ -11,8 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to p
 
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
-from nwor.vllm import context
-from nwor.vllm.context import LayerContext, RunnerContext, manager_of
+from nwor.vllm.context import LayerContext, RunnerContext, ServedGroup, manager_of
 from nwor_lab.engines import pause
 
 
@@ -26,13 +25,12 @@ class Worker:
         self.layers = {str(index): SimpleNamespace(nwor=LayerContext(manager, index)) for index in range(2)}
         self.captured: list[list] = []
         self.model_runner = SimpleNamespace(
-            nwor=RunnerContext(manager=manager),
+            nwor=RunnerContext(groups=[ServedGroup(0, list(self.layers.values()), manager)]),
             speculator="drafter",
             cudagraph_manager=SimpleNamespace(graphs={"a batch": "the start-up's"}),
             capture_model=self.capture,
         )
         self.use_v2_model_runner = v2
-        monkeypatch.setattr(context, "target_layers", lambda runner: self.layers)
 
     def capture(self) -> None:
         runner = self.model_runner

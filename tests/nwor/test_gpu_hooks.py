@@ -20,7 +20,13 @@ class Layer:
     def __init__(self, monkeypatch, is_open: bool, capture: bool, direct: bool = False) -> None:
         self.calls: list[str] = []
         ours = ModuleType("nwor.attention.verify")
-        ours.verify_attention = lambda *arguments, **more: self.calls.append(f"ours {more['page_slots'][0]:.0f}")
+        self.masks: list[tuple] = []
+
+        def verify_attention(*arguments, **more):
+            self.calls.append(f"ours {more['page_slots'][0]:.0f}")
+            self.masks.append((more["alibi_slopes"], more["sinks"]))
+
+        ours.verify_attention = verify_attention
         monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
         manager = SimpleNamespace(
             max_query_len=WIDTH, is_open=is_open, is_dummy_or_capture=capture,
@@ -30,7 +36,10 @@ class Layer:
         )  # fmt: skip
         self.nwor = SimpleNamespace(manager=manager, index=0)
         self._q_scale = self._k_scale = self._v_scale = None
-        self.impl = SimpleNamespace(scale=1.0, logits_soft_cap=0.0, sliding_window=(-1, -1), kv_cache_dtype="auto")
+        self.impl = SimpleNamespace(
+            scale=1.0, logits_soft_cap=0.0, sliding_window=(-1, -1), kv_cache_dtype="auto",
+            alibi_slopes="the slopes", sinks="the sinks",
+        )  # fmt: skip
 
     def run(self, monkeypatch, max_query_len: int) -> list[str]:
         metadata = SimpleNamespace(
@@ -89,3 +98,9 @@ def test_a_graph_that_any_batch_may_replay(capture, called, monkeypatch):
     layer = Layer(monkeypatch, not capture, capture)
     layer.nwor.manager.graphs_of_prefills = True
     assert layer.run(monkeypatch, 4) == called
+
+
+def test_slopes_and_sinks_reach_the_kernel(monkeypatch):
+    layer = Layer(monkeypatch, is_open=True, capture=False)
+    layer.run(monkeypatch, 4)
+    assert layer.masks == [("the slopes", "the sinks")]

@@ -18,7 +18,7 @@ from nwor.manager import DraftCommitManager
 from nwor.vllm import runner_v1, runner_v2
 from nwor.vllm.batch import reads_rows_of_this_step
 from nwor.vllm.carrier import add_to_output, take_from_output
-from nwor.vllm.context import RunnerContext
+from nwor.vllm.context import RunnerContext, ServedGroup
 
 # -- what was rejected -------------------------------------------------------------------------------------------------
 
@@ -57,9 +57,9 @@ class Stepping:
         table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=batch.slot_mapping))
         self.input_batch = SimpleNamespace(num_reqs=3, req_ids=["p", "q", "r"], block_table=[table])
         drafts = torch.tensor(DRAFTS, dtype=torch.int32)
+        layout = CacheLayout.from_kv_caches(self.paged.targets())
         self.nwor = RunnerContext(
-            manager=DraftCommitManager(CacheLayout.from_kv_caches(self.paged.targets()), mode, max_requests, 3, 32),
-            group=0,
+            groups=[ServedGroup(0, (), DraftCommitManager(layout, mode, max_requests, 3, 32))],
             copies_counts=True,
             metadata=SimpleNamespace(
                 num_draft_tokens=list(DRAFTS),
@@ -148,7 +148,7 @@ def test_steps_without_a_window():
     assert not vars(output_of(made))
     assert made.manager.counters.read() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
 
-    made.nwor.manager, calls = None, []
+    made.nwor.groups, calls = (), []
     runner_v1._make_forward(lambda self: calls.append("forward"))(made)
     runner_v1._make_sample(lambda self, logits, metadata: calls.append("sample"))(made, None, None)
     assert calls == ["forward", "sample"]
@@ -177,7 +177,7 @@ class SteppingV2:
     def __init__(self, mode: str = "stage") -> None:
         self.paged, self.batch = Paged(), Batch(QUERIES, DRAFTS)
         layout = CacheLayout.from_kv_caches(self.paged.targets())
-        self.nwor = RunnerContext(manager=DraftCommitManager(layout, mode, 4, 3, 32), group=0)
+        self.nwor = RunnerContext(groups=[ServedGroup(0, (), DraftCommitManager(layout, mode, 4, 3, 32))])
         self.manager = self.nwor.manager
 
     def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
@@ -273,7 +273,7 @@ def test_v2_captures_launch_all_that_a_replay_may_need():
     capture = runner_v2._make_capture(lambda self, *, profile_only: (self.manager.is_dummy_or_capture, profile_only))
     assert capture(made, profile_only=True) == (True, True)
     assert made.manager.page_slots.eq(-1).all()
-    made.nwor.manager = None
+    made.nwor.groups = ()
     capture = runner_v2._make_capture(lambda self: "captured")
     assert capture(made) == "captured"
 

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
 from nwor.vllm import attention_gpu, connectors, own_write, support
-from nwor.vllm.context import target_layers
+from nwor.vllm.context import sharing_layers, target_groups, target_layers
+from nwor.vllm.initialize import blocks_stay
 from nwor_lab import paths
 from tests.nwor.runners import FUSED, gpu_layer, make_runner
 
@@ -51,9 +52,9 @@ def groups_of(*names: list[str]) -> SimpleNamespace:
         ({"vllm_config__parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
         ({"vllm_config__parallel_config__use_ubatching": True}, "micro-batches"),
         ({"vllm_config__parallel_config__enable_elastic_ep": True}, "elastic expert parallelism"),
-        ({"kv_cache_config": groups_of(["a"], ["b", "draft"])}, "a hybrid model: its target layers lie in 2 cache"),
-        ({"kv_cache_config": groups_of(["a", "draft"])}, "a hybrid model"),
-        ({"kv_cache_config": groups_of(["draft"])}, "a hybrid model: its target layers lie in 0 cache"),
+        ({"kv_cache_config": groups_of(["a"], ["b", "draft"])}, ""),
+        ({"kv_cache_config": groups_of(["a", "draft"])}, "1 of the target's layers lie in no cache group, b among"),
+        ({"kv_cache_config": groups_of(["draft"])}, "2 of the target's layers lie in no cache group"),
         ({"drafter": SimpleNamespace()}, "a hybrid model: 1 of its layers are not served, draft (a class of its own)"),
     ],
 )
@@ -116,10 +117,45 @@ def test_the_connectors_that_serve_are_vllms():
     assert {*KVConnectorFactory._registry} - connectors.AFTER_THE_VERDICT == not_served
 
 
-def test_layers_that_share_a_cache():
-    layers = {"a": gpu_layer(), "b": gpu_layer(kv_sharing_target_layer_name="a")}
-    for mode in ("cow", "stage"):
-        assert support.why_unsupported(make_runner(), layers, mode) == "layers that share another layer's KV cache"
+SHARING = {
+    "kv_cache_config": groups_of(["a", "b", "reader"], ["draft"]),
+    "compilation_config__static_forward_context": {"reader": gpu_layer(kv_sharing_target_layer_name="a")},
+}
+
+
+@pytest.mark.parametrize(("mode", "serves"), [("cow", True), ("stage", False), ("direct", False)])
+def test_layers_that_share_a_cache(mode, serves):
+    """They write nothing, so cow has nothing to hold back there; stage's rows they would not see."""
+    layers = {"a": gpu_layer(), "b": gpu_layer()}
+    found = support.why_unsupported(make_runner(**SHARING), layers, mode)
+    why = "layers that read another layer's KV cache, which lacks the rows that stage holds: reader"
+    assert found == ("" if serves else why)
+
+
+def test_a_layer_that_shares_a_cache_is_no_target_layer():
+    """Nor is one of the drafter's, whatever it reads."""
+    context = {"a": gpu_layer(), "b": gpu_layer(), "draft": gpu_layer(kv_sharing_target_layer_name="b")}
+    made = make_runner(**SHARING)
+    made.compilation_config.static_forward_context |= context
+    assert [*target_layers(made)] == ["a", "b"] and sharing_layers(made) == {"reader"}
+    assert target_groups(made, target_layers(made)) == {0: [context["a"], context["b"]]}
+
+
+def test_each_cache_group_has_its_own_layers():
+    layers = {name: gpu_layer() for name in "abc"}
+    made = make_runner(kv_cache_config=groups_of(["draft"], ["c", "a"], ["b"]))
+    assert target_groups(made, layers) == {1: [layers["a"], layers["c"]], 2: [layers["b"]]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stay"),
+    [("FullAttentionSpec", True), ("MLAAttentionSpec", True), ("SlidingWindowSpec", False), ("RSWASpec", False)],
+)
+def test_windows_give_blocks_back_while_a_request_runs(kind, stay):
+    """A log that outlives its step would hold what another request, or this one, has written there since."""
+    spec = type(kind, (), {})()
+    assert blocks_stay(spec) is stay
+    assert blocks_stay(SimpleNamespace(kv_cache_specs={"a": spec, "b": spec})) is stay
 
 
 @pytest.mark.parametrize(
@@ -132,8 +168,12 @@ def test_layers_that_share_a_cache():
         (gpu_layer("FlashAttentionMLAImpl"), "the attention backend FlashAttentionMLAImpl"),
         (gpu_layer(head_size=80), "heads of size 80"),
         (gpu_layer(kv_cache_dtype="int8_per_token_head"), "a cache of type int8_per_token_head"),
-        (gpu_layer(alibi_slopes=torch.ones(2)), "ALiBi"),
-        (gpu_layer(sinks=torch.ones(2)), "attention sinks"),
+        (gpu_layer(alibi_slopes=torch.ones(2)), ""),
+        (gpu_layer(sinks=torch.ones(2)), ""),
+        (gpu_layer("TritonAttentionImpl", alibi_slopes=torch.ones(2)), ""),
+        (gpu_layer("FlashInferImpl", sinks=torch.ones(2)), ""),
+        (gpu_layer("FlashInferImpl", alibi_slopes=torch.ones(2)), "ALiBi under FlashInfer"),
+        (gpu_layer(alibi_slopes=torch.ones(2), sinks=torch.ones(2)), "ALiBi and attention sinks at once"),
         (gpu_layer(scale_of=8), "a scale for each head"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -227,9 +267,12 @@ MATRIX = {
     "context parallelism, decode or prefill": [
         ({PARALLEL + f"{kind}_context_parallel_size": 2}, {}) for kind in ("decode", "prefill")
     ],
-    "layers that share another's cache": [({}, {"kv_sharing_target_layer_name": "a"})],
-    "hybrid models, MLA, any layer of the target whose class no mode knows": [
+    "layers that share another's cache (Gemma 3n)": [(SHARING, {})],
+    "several cache groups: sliding windows beside full attention (Gemma 3, gpt-oss)": [
         ({"kv_cache_config": groups_of(["a"], ["b"])}, {}),
+        ({"kv_cache_config": groups_of(["draft"], ["b"], ["a"])}, {}),
+    ],
+    "recurrent layers, MLA, any layer of the target whose class no mode knows": [
         ({"kv_cache_config": groups_of([])}, {}),
         ({"kv_cache_config": groups_of(["a", "b", "sparse", "draft"])}, {}),
         ({"kv_cache_config": groups_of(["a", "b"], ["mamba"])}, {}),
@@ -251,8 +294,11 @@ MATRIX = {
         (ON_A_GPU | {"vllm_config__compilation_config__use_inductor_graph_partition": True}, {}),
         (ON_A_GPU | {"vllm_config__compilation_config__splitting_ops": ["vllm::unified_attention_with_output"]}, {}),
     ],
-    "ALiBi, sinks": [
-        (device, {name: torch.ones(2)}) for device in ({}, ON_A_GPU) for name in ("alibi_slopes", "sinks")
+    "ALiBi or sinks (GPU)": [(ON_A_GPU, {name: torch.ones(2)}) for name in ("alibi_slopes", "sinks")],
+    "ALiBi or sinks on a CPU, ALiBi under FlashInfer": [
+        ({}, {"alibi_slopes": torch.ones(2)}),
+        ({}, {"sinks": torch.ones(2)}),
+        (ON_A_GPU, {"implementation": "FlashInferImpl", "alibi_slopes": torch.ones(2)}),
     ],
     "FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl"})],
     "a cache of another 16-bit type than the model's": [({}, {"kv_cache_torch_dtype": torch.float16})],

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes in real vLLM on a GPU, for models whose layers lie in several cache groups, and for attention sinks."""
+
+import pytest
+
+from nwor.settings import Settings
+from nwor_lab.experiments.parity import compare
+from tests import hybrids
+from tests.nwor import faults
+from tests.nwor.gpu.on_gpu import GAPS, STACKS, assert_clean_and_counted, both, spec_of, treated
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+LAYERS = hybrids.PAIR["num_hidden_layers"]
+stacks = pytest.mark.parametrize(
+    "stack",
+    ["v2 FA graphs", "v2 FA graphs fp8", "v2 FA one graph", "v2 FA piecewise", "v2 Triton graphs", "v1 FA graphs"],
+)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return hybrids.hybrid_pair(tmp_path_factory.mktemp("hybrid"), head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def vanilla(engines, hybrid):
+    """Vanilla's outcomes by stack; its audit is the negative control."""
+    cache = {}
+
+    def run(stack: str):
+        if stack not in cache:
+            cache[stack] = engines.run(spec_of(hybrid, stack), Settings(audit=True), logprobs=5)
+            assert not cache[stack].error, cache[stack].error
+        return cache[stack]
+
+    return run
+
+
+@stacks
+def test_vanilla_leaves_rejected_bytes_in_every_group(vanilla, stack):
+    audit = vanilla(stack).audit
+    assert audit["dirty_layer_steps"] > audit["layer_steps"] // 2
+    assert audit["unwritten_rows"] == audit["stray_slots"] == 0
+    assert {text[:8] for text in vanilla(stack).ranks[0]["dirty_examples"]} >= {"group 0,", "group 1,"}
+
+
+@both
+@stacks
+def test_every_group_is_held_back_and_committed(engines, hybrid, vanilla, stack, mode):
+    outcome = treated(engines, hybrid, mode, stack)
+    assert not outcome.error, outcome.error
+    assert_clean_and_counted(outcome, mode, LAYERS)
+    assert outcome.audit["stray_slots"] == 0
+    parity = compare(vanilla(stack).generation, outcome.generation)
+    if mode == "cow":
+        assert parity.equal == parity.requests
+    assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+
+
+@both
+def test_blocks_go_from_one_group_to_another(engines, hybrid, mode):
+    """A cache too small for its batch: preempted requests and windows that move on leave blocks that others take."""
+    small = {"num_blocks": 72}
+    plain = engines.run(spec_of(hybrid, "v2 FA graphs", **small), Settings(), logprobs=5)
+    assert not plain.error and plain.metrics["num_preemptions"] > 0, plain.error
+    outcome = treated(engines, hybrid, mode, "v2 FA graphs", faults.held_in_block_0, **small)
+    assert not outcome.error, outcome.error
+    assert_clean_and_counted(outcome, mode, LAYERS)
+    assert compare(plain.generation, outcome.generation).within(GAPS["auto"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "seen"),
+    [
+        ("cow", faults.slots_of_another_group_v2, "dirty_layer_steps"),
+        ("stage", faults.slots_of_another_group_v2, "unwritten_rows"),
+        ("stage", faults.verdict_for_one_group, "unwritten_rows"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_group_without_its_own_slots_or_verdict_is_seen(engines, hybrid, mode, fault, seen):
+    outcome = engines.run(spec_of(hybrid, "v2 FA eager"), Settings(mode=mode, audit=True), fault)
+    assert not outcome.error, outcome.error
+    assert outcome.audit[seen] > 0
+
+
+@both
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 Triton graphs"])
+def test_architectures(engines, tmp_path, name, stack, mode):
+    """Random weights of a real shape, drafts by n-gram; gpt-oss has sinks, which stage's kernel attends with."""
+    spec = hybrids.shape(name, tmp_path, "bfloat16", kv_cache_memory=256, **STACKS[stack])
+    call = {"prompts": hybrids.PROMPTS, "max_tokens": 60, "logprobs": 5}
+    plain = engines.run(spec, Settings(), **call)
+    assert not plain.error, plain.error
+    outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), **call)
+    assert not outcome.error, outcome.error
+    assert outcome.ranks[0]["serving"] == mode, outcome.ranks[0]["reason"]
+    assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == outcome.audit["stray_slots"] == 0
+    assert outcome.ranks[0]["counters"]["committed_tokens"] > 0
+    parity = compare(plain.generation, outcome.generation)
+    assert parity.within(GAPS["auto"]), parity

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes in real vLLM on the CPU, for models whose layers lie in several cache groups over one memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from nwor.settings import Settings
+from tests import checkpoints, hybrids
+from tests.engines import Outcome
+from tests.nwor import faults
+from tests.nwor.on_cpu import spec_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+LAYERS = hybrids.PAIR["num_hidden_layers"]
+both = pytest.mark.parametrize("mode", ["cow", "stage"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return hybrids.hybrid_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def spec(model):
+    return spec_of(model, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def vanilla(engines, spec):
+    outcome = engines.run(spec, Settings(audit=True))
+    assert not outcome.error, outcome.error
+    return outcome
+
+
+def treated(engines, spec, mode: str, fault=None, **call) -> Outcome:
+    return engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), fault, **call)
+
+
+def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS, slot_bytes: int = 2 * 64 * 4) -> None:
+    """Each token is counted once, whatever the number of groups; operations and bytes count all layers."""
+    assert not outcome.error, outcome.error
+    rank, metrics, audit = outcome.ranks[0], outcome.metrics, outcome.audit
+    counters = rank["counters"]
+    assert (rank["serving"], rank["target_layers"]) == (mode, layers), rank["reason"]
+    assert audit["dirty_layer_steps"] == audit["unwritten_rows"] == audit["wrong_rows"] == audit["stray_slots"] == 0
+    assert audit["layer_steps"] == layers * audit["steps"] and audit["content_checked"] == audit["kept_rows"] > 0
+    kept, rejected = counters["committed_tokens"], counters["rejected_tokens"]
+    assert counters["windows"] == metrics["spec_decode_num_drafts"]
+    assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"] == kept + rejected
+    assert kept == metrics["spec_decode_num_accepted_tokens"] > 0 and rejected > 0
+    assert counters["stage_operations"] == layers * counters["staged_tokens"]
+    written = kept + 2 * rejected if mode == "cow" else kept
+    assert counters["bytes_written"] == written * layers * slot_bytes
+    assert counters["bytes_avoided"] == (0 if mode == "cow" else rejected * layers * slot_bytes)
+    assert counters["fallbacks"] == counters["cancelled"] == 0
+    assert metrics["nwor_scheduler_checks"] > 10 and metrics["nwor_scheduler_mismatches"] == 0
+
+
+def test_vanilla_leaves_rejected_bytes_in_every_group(vanilla):
+    """The audit's negative control; and the model is what it is to be, three groups of which two have windows."""
+    rejected = vanilla.generation.counters["draft_tokens"] - vanilla.generation.counters["accepted_tokens"]
+    assert vanilla.audit["dirty_slots"] == LAYERS * rejected > 0
+    assert vanilla.audit["unwritten_rows"] == vanilla.audit["wrong_rows"] == vanilla.audit["stray_slots"] == 0
+    assert {text[:8] for text in vanilla.ranks[0]["dirty_examples"]} == {"group 0,", "group 1,", "group 2,"}
+
+
+@both
+def test_every_group_is_held_back_and_committed(engines, spec, vanilla, mode):
+    outcome = treated(engines, spec, mode)
+    assert outcome.tokens == vanilla.tokens
+    assert_clean_and_counted(outcome, mode)
+
+
+def test_direct_writes_every_row_in_every_group(engines, spec, vanilla):
+    outcome = treated(engines, spec, "direct")
+    assert not outcome.error, outcome.error
+    assert outcome.ranks[0]["serving"] == "direct" and outcome.tokens == vanilla.tokens
+    assert outcome.audit["dirty_slots"] == vanilla.audit["dirty_slots"] and outcome.audit["unwritten_rows"] == 0
+
+
+def test_blocks_go_from_one_group_to_another(engines, spec):
+    """A cache too small for its batch: preempted requests and windows that move on leave blocks that others take."""
+    small = replace(spec, num_blocks=36)
+    plain = engines.run(small, Settings())
+    assert not plain.error and plain.metrics["num_preemptions"] > 0, plain.error
+    for mode in ("cow", "stage"):
+        outcome = treated(engines, small, mode, faults.held_in_block_0)
+        assert outcome.tokens == plain.tokens
+        assert_clean_and_counted(outcome, mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "seen"),
+    [
+        ("cow", faults.slots_of_another_group, "dirty_layer_steps"),
+        ("cow", faults.verdict_for_one_group, "dirty_layer_steps"),
+        ("stage", faults.verdict_for_one_group, "unwritten_rows"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_group_without_its_own_slots_or_verdict_is_seen(engines, spec, mode, fault, seen):
+    outcome = engines.run(spec, Settings(mode=mode, audit=True), fault)
+    assert not outcome.error, outcome.error
+    assert outcome.audit[seen] > 0
+
+
+def test_stage_stops_at_slots_of_another_group(engines, spec):
+    outcome = engines.run(spec, Settings(mode="stage"), faults.slots_of_another_group)
+    assert "slot_mapping is a copy, no view of the batch's buffer" in outcome.error
+
+
+def test_eagle3(engines, model, spec, tmp_path):
+    head = checkpoints.random_eagle3(tmp_path / "eagle3", model / "target", draft_vocab_size=288)
+    eagle3 = replace(spec, draft=str(head), method="eagle3")
+    plain = engines.run(eagle3, Settings())
+    assert not plain.error, plain.error
+    for mode in ("cow", "stage"):
+        outcome = treated(engines, eagle3, mode)
+        assert outcome.tokens == plain.tokens
+        assert_clean_and_counted(outcome, mode)
+
+
+# Layers with a cache; why stage leaves the model to vLLM's write, where it does.
+ARCHITECTURES = {
+    "gemma3": (6, ""),
+    "gemma3n": (4, "layers that read another layer's KV cache, which lacks the rows that stage holds: model.layers.4"),
+    "gpt-oss": (4, "attention sinks"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(engines, tmp_path, name):
+    """Random weights of a real shape; drafts are what was said before."""
+    layers, why = ARCHITECTURES[name]
+    spec = hybrids.shape(name, tmp_path, block_size=32)
+    call = {"prompts": hybrids.PROMPTS, "max_tokens": 60}
+    plain = engines.run(spec, Settings(), **call)
+    assert not plain.error, plain.error
+    for mode in ("cow", "stage"):
+        outcome = treated(engines, spec, mode, **call)
+        assert not outcome.error, outcome.error
+        assert outcome.tokens == plain.tokens
+        if mode == "cow" or not why:
+            assert_clean_and_counted(outcome, mode, layers, slot_bytes=2 * 128 * 4)
+        else:
+            assert outcome.ranks[0]["serving"] == "off" and outcome.ranks[0]["reason"].startswith(why)
