@@ -10,7 +10,7 @@ from nwor.layout import CacheLayout, rows_per_request
 from nwor.manager import DraftCommitManager
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm import own_write, self_check
-from nwor.vllm.context import context_of, set_active_manager, target_group, target_layers
+from nwor.vllm.context import cache_of, context_of, is_latent, set_active_manager, target_group, target_layers
 from nwor.vllm.support import why_unsupported
 
 
@@ -74,14 +74,14 @@ def _log(mode: str, manager: DraftCommitManager | None, reason: str) -> None:
 def build_manager(runner: Any, mode: str, layers: list[Any]) -> tuple[DraftCommitManager | None, str]:
     """The manager of this rank, or None and why these layers cannot be served."""
     on_gpu, packing, attention = runner.device.type == "cuda", None, None
-    if not on_gpu:
+    if not on_gpu and not is_latent(layers[0]):  # whose rows are plain on a CPU too
         from nwor.vllm import attention_cpu
 
         packing = attention_cpu.find_packing(layers[0])
         if packing is None:
             return None, f"a CPU cache packing ({layers[0].isa}) that is no permutation of a slot's elements"
     try:
-        layout = CacheLayout.from_kv_caches([layer.kv_cache for layer in layers], packing)
+        layout = CacheLayout.from_kv_caches([cache_of(layer) for layer in layers], packing)
     except ValueError as error:
         return None, str(error)
     config = runner.vllm_config

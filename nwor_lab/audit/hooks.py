@@ -72,6 +72,7 @@ def target_layers(runner: Any) -> dict[str, Any]:
     known = {
         attention.Attention,
         attention.ChunkedLocalAttention,
+        attention.MLAAttention,
         attention.PrefillPrefixLMAttention,
         attention.RSWAAttention,
     }
@@ -89,6 +90,11 @@ def target_layers(runner: Any) -> dict[str, Any]:
             raise _incomplete("a hybrid model: the target's layers lie in several cache groups")
         layers |= own
     return layers
+
+
+def cache_of(layer: Any) -> Tensor:
+    """A layer's cache as [num_blocks, H, N, C]; MLA's is [num_blocks, N, C], one latent row a slot."""
+    return layer.kv_cache.unsqueeze(1) if layer.kv_cache.dim() == 3 else layer.kv_cache
 
 
 def slot_parts(layer: Any) -> Tensor:
@@ -195,12 +201,16 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
     self.cache_audit = None
     original(self, *args, **kwargs)
     layers = target_layers(self)
-    parts = slot_parts(next(iter(layers.values()))) if self.device.type == "cpu" else None
-    caches, limits = [layer.kv_cache for layer in layers.values()], self.vllm_config.scheduler_config
+    caches, limits = [cache_of(layer) for layer in layers.values()], self.vllm_config.scheduler_config
+    first = next(iter(layers.values()))
+    parts = slot_parts(first) if self.device.type == "cpu" and first.kv_cache.dim() == 4 else None
     self.cache_audit = CacheAudit(caches, parts, limits.max_num_batched_tokens, limits.max_num_seqs)
     for index, layer in enumerate(layers.values()):
         layer.cache_audit = self.cache_audit, index
-        if not layer.attn_backend.forward_includes_kv_cache_update:
+        if layer.kv_cache.dim() == 3:
+            latent = "self kv_c_normed k_pe kv_cache slot_mapping attn_metadata kv_cache_dtype k_scale"
+            _wrap(type(layer), "update_kv_cache", latent, _write_latent)
+        elif not layer.attn_backend.forward_includes_kv_cache_update:
             kind = _definer(layer.impl, "do_kv_cache_update")
             _wrap(kind, "do_kv_cache_update", "self layer key value kv_cache slot_mapping", _write)
     groups = self.kv_cache_config.kv_cache_groups
@@ -261,6 +271,20 @@ def _write(
     if audit is not None and audit.enabled and not (key.is_cuda and torch.cuda.is_current_stream_capturing()):
         audit.copy_write(index, functools.partial(inspect.unwrap(original), self, layer, key, value), slot_mapping)
     original(self, layer, key, value, kv_cache, slot_mapping)
+
+
+def _write_latent(
+    original: Callable, self: Any, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Any, *more: Any
+) -> None:
+    audit, index = getattr(self, "cache_audit", (None, 0))
+    capturing = kv_c_normed.is_cuda and torch.cuda.is_current_stream_capturing()
+    if audit is not None and audit.enabled and slot_mapping is not None and not capturing:
+
+        def write(cache: Tensor, slots: Tensor) -> None:
+            inspect.unwrap(original)(self, kv_c_normed, k_pe, cache.squeeze(1), slots, *more)
+
+        audit.copy_write(index, write, slot_mapping)
+    original(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more)
 
 
 def _forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
