@@ -17,7 +17,7 @@ class CacheLayout:
     pool: uint8 [bytes], the whole allocation.
     layer_offsets: int64 [L], byte offset of each layer's first element.
     strides: bytes between blocks, heads and tokens, the same for all layers.
-    num_heads, block_size: H and N; row_bytes: C, the bytes of one slot and head, keys then values.
+    num_heads, block_size: H and N; row_bytes: C, the bytes of one slot and head, keys then values, or MLA's latent row.
     dtype: the cache's element type (uint8 for fp8 caches).
     packing: int32 [N, E] or None. For caches whose slots are scattered inside a (block, head) chunk, element e of
         in-block offset n lies at element ``packing[n, e]`` of the chunk.
@@ -34,7 +34,7 @@ class CacheLayout:
 
     @classmethod
     def from_kv_caches(cls, kv_caches: Sequence[Tensor], packing: Tensor | None = None) -> "CacheLayout":
-        """Read the layout off the layers' cache views, each [num_blocks, H, N, 2 * head_size] of any strides.
+        """Read the layout off the layers' cache views, each [num_blocks, H, N, elements] of any strides.
 
         Raises:
             ValueError: the layers differ in shape, strides or dtype, or do not share one allocation.
@@ -50,7 +50,7 @@ class CacheLayout:
                     f"layer 0 is {tuple(first.shape)}/{first.stride()}/{first.dtype}"
                 )
             if cache.dim() != 4 or cache.stride(3) != 1:
-                raise ValueError(f"layer {index} is no [blocks, heads, block_size, 2 * head_size] view with dense rows")
+                raise ValueError(f"layer {index} is no [blocks, heads, block_size, elements] view with dense rows")
         _, num_heads, block_size, width = first.shape
         size = first.element_size()
         offsets = torch.tensor([cache.storage_offset() * size for cache in kv_caches], dtype=torch.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that vLLM must load: small random-weight pairs, heads with a bias, EAGLE-3 heads."""
+"""Checkpoints that vLLM must load: small random pairs, DeepSeek's shape, heads of other kinds and with biases."""
 
 import json
 import shutil
@@ -158,21 +158,22 @@ def save_byte_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(options))
 
 
-def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = None) -> Path:
-    """Copy the EAGLE checkpoint `src` to `dst` with a `fc.bias` added; `config.json` stays as it is.
+def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = None, name: str = "fc.bias") -> Path:
+    """Copy the EAGLE checkpoint `src` to `dst` with a bias added; `config.json` stays as it is.
 
-    bias: `[hidden]`, zeros if None. Raises ValueError for another shape, before `dst` is touched.
+    bias: of the width that the layer's weight has, zeros if None. Raises ValueError for another shape, before `dst` is
+        touched. name: of the bias.
     """
     src, dst = Path(src), Path(dst)
     weights = load_weights(src)
-    hidden = weights["fc.weight"].shape[0]
-    bias = torch.zeros(hidden) if bias is None else bias
-    if bias.shape != (hidden,):
-        raise ValueError(f"fc.bias must have shape ({hidden},), got {tuple(bias.shape)}")
+    weight = weights[name.removesuffix("bias") + "weight"]
+    bias = torch.zeros(len(weight)) if bias is None else bias
+    if bias.shape != (len(weight),):
+        raise ValueError(f"{name} must have shape ({len(weight)},), got {tuple(bias.shape)}")
     shutil.copytree(src, dst, dirs_exist_ok=True)
     for file in dst.glob("*.safetensors"):
         file.unlink()
-    weights["fc.bias"] = bias.to(weights["fc.weight"].dtype)
+    weights[name] = bias.to(weight.dtype)
     save_file(weights, dst / "model.safetensors", metadata={"format": "pt"})
     return dst
 
@@ -234,4 +235,88 @@ def random_eagle3(
         "norm_before_residual": True,
     }
     save_checkpoint(out, {**_of_head(config), **own}, head, dtype)
+    return Path(out)
+
+
+def llama4_head(out: str | Path, eagle: str | Path) -> Path:
+    """Write the EAGLE head `eagle` of `random_pair` to `out` as a Llama-4 EAGLE head that drafts alike, but for rope.
+
+    Llama 4's own layers bring norms at both ends, an `lm_head` of their own and other names.
+    """
+    config, weights = json.loads((Path(eagle) / "config.json").read_text()), load_weights(eagle)
+    target = load_weights(Path(eagle).parent / "target")
+    head = {name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in weights.items()}
+    head["layers.0.input_layernorm.weight"] = torch.ones(config["hidden_size"])
+    head["norm.weight"], head["lm_head.weight"] = target["model.norm.weight"], target["lm_head.weight"]
+    own = {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "draft_vocab_size": config["vocab_size"],
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "no_rope_layers": [0],
+        "yoco_global_kv_layer": None,
+        "yoco_local_kv_layer": None,
+    }
+    save_checkpoint(out, {**config, **own}, head, weights["fc.weight"].dtype)
+    return Path(out)
+
+
+def random_deepseek(out: str | Path, seed: int = 0, noise: float = 0.3, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a random-weight model of DeepSeek-V3's shape to `out`, three dense layers and one MTP layer; return `out`.
+
+    Its attention is latent (MLA), with a row of 512 + 64 elements, the only ones that vLLM's CPU kernel knows. Like
+    `random_pair`'s, the next token is mostly a fixed function of the last one, which the MTP layer computes too.
+    """
+    own = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "num_nextn_predict_layers": 1,
+    }
+    config = {name: value for name, value in {**CONFIG, **own}.items() if name != "head_dim"}
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, latent, nope, rope, value = (
+        config[name]
+        for name in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    layers = config["num_hidden_layers"]
+    shapes: dict[str, Sequence[int]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers + 1):  # the MTP layer comes last
+        of_layer = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (heads * (nope + rope), hidden),
+            "self_attn.kv_a_proj_with_mqa.weight": (latent + rope, hidden),
+            "self_attn.kv_a_layernorm.weight": (latent,),
+            "self_attn.kv_b_proj.weight": (heads * (nope + value), latent),
+            "self_attn.o_proj.weight": (hidden, heads * value),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    mtp = f"model.layers.{layers}."
+    shapes |= {mtp + name: (hidden,) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    shapes |= {mtp + "eh_proj.weight": (hidden, 2 * hidden), "model.norm.weight": (hidden,)}
+    shapes["lm_head.weight"] = vocabulary, hidden
+    weights = random_weights(shapes, noise, torch.Generator().manual_seed(seed))
+    weights[mtp + "eh_proj.weight"][:, :hidden] = torch.eye(hidden)
+    weights[mtp + "eh_proj.weight"][:, hidden:] *= 0.1
+    weights[mtp + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[mtp + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_checkpoint(out, config, weights, dtype)
+    save_byte_tokenizer(Path(out), config)
     return Path(out)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models whose layers lie in several cache groups: pairs with random weights, and shapes of real architectures."""
+"""Small models whose layers lie in several cache groups: random pairs, and shapes of real architectures."""
 
 import json
 from pathlib import Path

@@ -127,11 +127,24 @@ def _known_layers(runner: Any) -> dict[str, Any]:
     served = (
         attention.Attention,
         attention.ChunkedLocalAttention,
+        attention.MLAAttention,
         attention.PrefillPrefixLMAttention,
         attention.RSWAAttention,
     )
     context, drafter = runner.compilation_config.static_forward_context, draft_layers(runner)
     return {name: layer for name, layer in context.items() if type(layer) in served and name not in drafter}
+
+
+def is_latent(layer: Any) -> bool:
+    """Whether it is DeepSeek's attention (MLA), which caches one latent row a token, and no keys and values by head."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return isinstance(layer, MLAAttention)
+
+
+def cache_of(layer: Any) -> Tensor:
+    """A target layer's cache as [num_blocks, H, N, C]; MLA's, which vLLM keeps as [num_blocks, N, C], has one head."""
+    return layer.kv_cache.unsqueeze(1) if is_latent(layer) else layer.kv_cache
 
 
 def draft_layers(runner: Any) -> set[str]:

@@ -13,7 +13,9 @@ from nwor.vllm import own_write, self_check
 from nwor.vllm.context import (
     RunnerContext,
     ServedGroup,
+    cache_of,
     context_of,
+    is_latent,
     set_served_groups,
     target_groups,
     target_layers,
@@ -92,7 +94,7 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
     graphs = config.compilation_config.cudagraph_mode
     full_graphs = graphs is not None and graphs.has_full_cudagraphs()
     max_requests, max_drafts = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
-    served = []
+    served: list[ServedGroup] = []
     try:
         if mode in ATTENDING and on_gpu:
             from nwor.attention.verify import Workspace
@@ -132,14 +134,14 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
 def _layout_of(layers: list[Any], on_gpu: bool) -> tuple[Any, str]:
     """The layout of one group's layers, or None and why they have none that a mode can serve."""
     packing = None
-    if not on_gpu:
+    if not on_gpu and not is_latent(layers[0]):  # whose rows are plain on a CPU too
         from nwor.vllm import attention_cpu
 
         packing = attention_cpu.find_packing(layers[0])
         if packing is None:
             return None, f"a CPU cache packing ({layers[0].isa}) that is no permutation of a slot's elements"
     try:
-        return CacheLayout.from_kv_caches([layer.kv_cache for layer in layers], packing), ""
+        return CacheLayout.from_kv_caches([cache_of(layer) for layer in layers], packing), ""
     except ValueError as error:
         return None, str(error)
 

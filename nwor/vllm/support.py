@@ -5,7 +5,7 @@ from typing import Any
 
 from nwor.vllm import own_write
 from nwor.vllm.connectors import why_not_beside
-from nwor.vllm.context import draft_layers, sharing_layers
+from nwor.vllm.context import draft_layers, is_latent, sharing_layers
 from nwor.vllm.masks import unknown_mask
 
 
@@ -26,12 +26,16 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return "pipeline parallelism: only the last stage knows what was rejected"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism"
+    if any(is_latent(layer) and layer.use_sparse for layer in layers.values()):
+        return "sparse MLA: the caches of its indexer are not served"
     if reason := why_not_whole(runner, layers):
         return reason
     if mode == "cow":
         return ""
     if sharing := sorted(sharing_layers(runner)):
         return f"layers that read another layer's KV cache, which lacks the rows that stage holds: {sharing[0]}"
+    if any(map(is_latent, layers.values())):
+        return "MLA: stage's attention has no latent kernel"
     if envs.VLLM_BATCH_INVARIANT:
         return "batch invariance (VLLM_BATCH_INVARIANT): how stage's attention adds up depends on the batch"
     if parallel.use_ubatching:

@@ -2,9 +2,10 @@
 """Which bytes of a paged KV cache did a step change, and are they the right ones?
 
 The auditor knows nothing of how a mode works. Every slot holds poison that differs by step, layer, slot, head and half
-(keys or values), and whose content nobody may read until it is written. A step may change the slots of the rows that
-sampling kept, each head and half of them, and nothing else; a kept row must hold the bytes that vLLM's own writer makes
-of the same keys and values; and from one step's end to the next one's start no byte may change.
+(keys or values; the two halves of an MLA layer's latent row go by the same names), and whose content nobody may read
+until it is written. A step may change the slots of the rows that sampling kept, each head and half of them, and nothing
+else; a kept row must hold the bytes that vLLM's own writer makes of the same keys and values; and from one step's end
+to the next one's start no byte may change.
 
 What it does not see:
 

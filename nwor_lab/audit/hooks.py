@@ -73,6 +73,7 @@ def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
     known = {
         attention.Attention,
         attention.ChunkedLocalAttention,
+        attention.MLAAttention,
         attention.PrefillPrefixLMAttention,
         attention.RSWAAttention,
     }
@@ -91,6 +92,11 @@ def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
         if cached:
             groups[index] = cached
     return groups
+
+
+def cache_of(layer: Any) -> Tensor:
+    """A layer's cache as [num_blocks, H, N, C]; MLA's is [num_blocks, N, C], one latent row a slot."""
+    return layer.kv_cache.unsqueeze(1) if layer.kv_cache.dim() == 3 else layer.kv_cache
 
 
 def slot_parts(layer: Any) -> Tensor:
@@ -199,15 +205,19 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
     groups, config, limits = target_groups(self), self.kv_cache_config, self.vllm_config.scheduler_config
     audits = {}
     for group, layers in groups.items():
-        parts = slot_parts(next(iter(layers.values()))) if self.device.type == "cpu" else None
-        caches = [layer.kv_cache for layer in layers.values()]
+        first = next(iter(layers.values()))
+        parts = slot_parts(first) if self.device.type == "cpu" and first.kv_cache.dim() == 4 else None
+        caches = [cache_of(layer) for layer in layers.values()]
         audits[group] = CacheAudit(caches, parts, limits.max_num_batched_tokens, limits.max_num_seqs)
     sizes = [spec.kv_cache_spec.block_size for spec in config.kv_cache_groups]
     self.cache_audit = GroupsAudit(audits, sizes, config.num_blocks)
     for group, layers in groups.items():
         for index, layer in enumerate(layers.values()):
             layer.cache_audit = self.cache_audit, group, index
-            if not layer.attn_backend.forward_includes_kv_cache_update:
+            if layer.kv_cache.dim() == 3:
+                latent = "self kv_c_normed k_pe kv_cache slot_mapping attn_metadata kv_cache_dtype k_scale"
+                _wrap(type(layer), "update_kv_cache", latent, _write_latent)
+            elif not layer.attn_backend.forward_includes_kv_cache_update:
                 kind = _definer(layer.impl, "do_kv_cache_update")
                 _wrap(kind, "do_kv_cache_update", "self layer key value kv_cache slot_mapping", _write)
     _watch_connector(self)
@@ -270,6 +280,20 @@ def _write(
         write = functools.partial(inspect.unwrap(original), self, layer, key, value)
         audit.audits[group].copy_write(index, write, slot_mapping)
     original(self, layer, key, value, kv_cache, slot_mapping)
+
+
+def _write_latent(
+    original: Callable, self: Any, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Any, *more: Any
+) -> None:
+    audit, group, index = getattr(self, "cache_audit", (None, 0, 0))
+    capturing = kv_c_normed.is_cuda and torch.cuda.is_current_stream_capturing()
+    if audit is not None and audit.enabled and slot_mapping is not None and not capturing:
+
+        def write(cache: Tensor, slots: Tensor) -> None:
+            inspect.unwrap(original)(self, kv_c_normed, k_pe, cache.squeeze(1), slots, *more)
+
+        audit.audits[group].copy_write(index, write, slot_mapping)
+    original(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more)
 
 
 def _forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -63,8 +63,8 @@ def configuration(seed: int, episode: int, tp: int = 0) -> EngineSpec:
     if on_cpu():
         return spec
     # The scheduler runs no step ahead: then no window is run after its request has ended, and all counts are the same.
-    graphs = {"enforce_eager": draw.random() < 0.25, "async_scheduling": False, "kv_cache_memory": 512}
-    return replace(spec, dtype="bfloat16", **graphs)
+    eager = draw.random() < 0.25
+    return replace(spec, dtype="bfloat16", enforce_eager=eager, async_scheduling=False, kv_cache_memory=512)
 
 
 def _drafter(name: str) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM's EAGLE head for `VLLM_NWOR_EAGLE_BIAS=1`: a checkpoint's biases are applied, not dropped or invented.
+"""Patch of vLLM's EAGLE heads for `VLLM_NWOR_EAGLE_BIAS=1`: a checkpoint's biases are applied, not dropped or invented.
 
-Why: `EagleLlamaForCausalLM` builds `fc` without a bias, and vLLM's loader passes over a bias it has no place for, with
-a debug line; dropping one that is not zero costs acceptance. Where a head's `config.json` says ``"bias": true``, as the
-original EAGLE recipe writes for `fc`, vLLM instead gives its attention biases that no checkpoint fills.
-How: a bias of zeros without a place is skipped with a notice; `fc`'s own, when it is not zero, becomes its parameter;
-any other stops the load. A bias that was built but is not in the checkpoint is zero. Unless asked for, vLLM's head
-stays as it is, in every mode, so that modes are compared with one drafter; a warning then names the switch.
-When it can go: when vLLM gives `fc` a bias where the checkpoint has one.
+Why: `EagleLlamaForCausalLM`, `Eagle3LlamaForCausalLM` and `EagleLlama4ForCausalLM` build `fc` without a bias, and
+vLLM's loader passes over a bias it has no place for, with a debug line; dropping one that is not zero costs acceptance.
+Where a head's `config.json` says ``"bias": true``, as the original EAGLE recipe writes for `fc`, vLLM instead gives its
+attention biases that no checkpoint fills.
+How: a bias of zeros without a place is skipped with a notice; for any other its linear layer gets the place that vLLM
+makes where it builds a bias, and vLLM's own loader fills it; what is no linear layer stops the load. A bias that was
+built but is not in the checkpoint is zero. Unless asked for, vLLM's head stays as it is, in every mode, so that modes
+are compared with one drafter; a warning then names the switch.
+When it can go: when vLLM gives a head the biases that its checkpoint has.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,29 +20,35 @@ from torch import Tensor
 
 from nwor.vllm.patch import wrap
 
-_STACKED = {
+_PLACES = {
+    "midlayer": "layers.0",
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
+Biases = dict[str, dict[str, Tensor]]
+"""Of each bias parameter, by its name in the head's model, the checkpoint's tensors that go there, by theirs."""
 
 
 def install(repair: bool) -> None:
     """repair: apply what vLLM drops; else only warn of it."""
+    from vllm.model_executor.models.llama4_eagle import EagleLlama4ForCausalLM
     from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-    wrap(EagleLlamaForCausalLM, "load_weights", _make_load if repair else _make_watch)
+    for head in (EagleLlamaForCausalLM, Eagle3LlamaForCausalLM, EagleLlama4ForCausalLM):
+        wrap(head, "load_weights", _make_load if repair else _make_watch)
 
 
 def _make_watch(original: Callable) -> Callable:
     from vllm.logger import init_logger
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        places, found = dict(self.model.named_parameters()), dict[str, Tensor]()
+        places, found = dict(self.model.named_parameters()), Biases()
         loaded = original(self, _noting_biases(weights, found))
-        dropped = [name for name, bias in found.items() if name not in places and bool(bias.any())]
+        dropped = [place for place, biases in found.items() if place not in places and not _all_zero(biases)]
         unfilled = [name for name in places if name.endswith(".bias") and name not in found]
         for names, what in ((dropped, "drops, though not zero"), (unfilled, "has and no checkpoint fills")):
             if names:
@@ -54,52 +62,66 @@ def _make_watch(original: Callable) -> Callable:
     return load_weights
 
 
-def _noting_biases(weights: Iterable[tuple[str, Tensor]], found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Pass on all weights, and note every bias in `found` by its place's name."""
+def _noting_biases(weights: Iterable[tuple[str, Tensor]], found: Biases) -> Iterator[tuple[str, Tensor]]:
+    """Pass on all weights, and note every bias in `found`."""
     for name, tensor in weights:
         if (place := _place_of(name)).endswith(".bias"):
-            found[place] = tensor
+            found.setdefault(place, {})[name] = tensor
         yield name, tensor
 
 
 def _place_of(name: str) -> str:
     """The parameter that a checkpoint's tensor goes to."""
-    return ".".join(_STACKED.get(part, part) for part in name.removeprefix("model.").split("."))
+    return ".".join(_PLACES.get(part, part) for part in name.removeprefix("model.").split("."))
+
+
+def _all_zero(biases: dict[str, Tensor]) -> bool:
+    return not any(bool(bias.any()) for bias in biases.values())
 
 
 def _make_load(original: Callable) -> Callable:
+    from vllm.logger import init_logger
+
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        found: dict[str, Tensor] = {}
-        loaded = original(self, _with_a_place(dict(self.model.named_parameters()), weights, found))
+        found, skipped = Biases(), set[str]()
+        tensors = list(_noting_biases(weights, found))  # vLLM looks for a module's places at its first tensor
+        places = dict(self.model.named_parameters())
+        for place, biases in found.items():
+            if place in places:
+                continue
+            names, zeros = list(biases), _all_zero(biases)
+            if zeros:
+                skipped.update(names)
+            else:
+                _make_place(self, place)
+            init_logger(__name__).warning(
+                "NWOR: %s, which vLLM's EAGLE head has no place for, is %s.",
+                ", ".join(names),
+                "skipped: zeros" if zeros else "applied",
+            )
         for name, parameter in self.model.named_parameters():
-            if name.endswith(".bias") and name not in found:
+            if name.endswith(".bias"):
                 parameter.data.zero_()
-        bias = found.get("fc.bias")
-        if bias is not None and bool(bias.any()):
-            fc = self.model.fc
-            fc.register_parameter("bias", torch.nn.Parameter(bias.to(fc.weight), requires_grad=False))
-        return loaded
+        return original(self, ((name, tensor) for name, tensor in tensors if name not in skipped))
 
     return load_weights
 
 
-def _with_a_place(
-    places: dict[str, Any], weights: Iterable[tuple[str, Tensor]], found: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass on the weights that vLLM has a place for, and note every bias in `found` by its place's name."""
-    from vllm.logger import init_logger
+def _make_place(head: Any, place: str) -> None:
+    """Let a linear layer of the head have a bias, as vLLM builds one, to be filled by vLLM's loader.
 
-    for name, tensor in weights:
-        if (place := _place_of(name)).endswith(".bias"):
-            found[place] = tensor
-            if place not in places:
-                zero = not bool(tensor.any())
-                if not zero and place != "fc.bias":
-                    raise ValueError(f"the EAGLE head's {name} is not zero, and vLLM has no place for it")
-                init_logger(__name__).warning(
-                    "NWOR: %s, which vLLM's EAGLE head has no place for, is %s.",
-                    name,
-                    "skipped: zeros" if zero else "applied",
-                )
-                continue
-        yield name, tensor
+    Raises:
+        ValueError: it is another layer; or the head turns the weights of its queries and keys while they are loaded, as
+            Llama 4's does, and would not turn their bias.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+
+    layer = dict(head.model.named_modules()).get(place.removesuffix(".bias"))
+    turned = place.endswith("qkv_proj.bias") and hasattr(head, "permute_qk_weight_for_rotary")
+    if turned or not isinstance(layer, LinearBase | torch.nn.Linear) or not hasattr(layer, "weight"):
+        raise ValueError(f"the EAGLE head's {place} is not zero, and vLLM has no place for it")
+    kind = getattr(layer, "params_dtype", layer.weight.dtype)
+    bias: Any = torch.nn.Parameter(layer.weight.new_zeros(len(layer.weight), dtype=kind), requires_grad=False)
+    if isinstance(layer, LinearBase):
+        bias.output_dim, bias.weight_loader, layer.has_bias = 0, layer.weight_loader, True
+    layer.register_parameter("bias", bias)
