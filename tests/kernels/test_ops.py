@@ -23,7 +23,7 @@ from nwor_lab.operators.inputs import (
     make_vectors,
     poison,
 )
-from nwor_lab.operators.twins import Twins
+from nwor_lab.operators.reference import Twins
 from tests.kernels.operators import check
 
 pytestmark = each_device
@@ -84,8 +84,7 @@ def test_log_and_restore(cache_dtype, layout, num_heads, head_size, block_size, 
     log = make_staging(TOKENS + 1, num_heads, head_size, cache_dtype, device)[:2]
     for acceptance in ACCEPTANCE:
         key_cache, value_cache = make_cache(layout, BLOCKS, block_size, num_heads, head_size, cache_dtype, device)
-        before = Twins()
-        before(key_cache), before(value_cache)
+        before = Twins(key_cache, value_cache)
         check("log_cache_slots", key_cache, value_cache, slots, *log)
         block, offset = slots[slots >= 0] // block_size, slots[slots >= 0] % block_size
         for cache, seed in ((key_cache, 31), (value_cache, 32)):
