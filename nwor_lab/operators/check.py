@@ -6,7 +6,7 @@ What `notebooks/02_kernel_correctness.ipynb` shows; the full grid is in `tests/k
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -19,15 +19,17 @@ from nwor_lab.operators.inputs import (
     LAYOUTS,
     cache_dtype_of,
     calls,
+    make_cache,
     make_slots,
+    make_staging,
     make_vectors,
     without_staging,
 )
-from nwor_lab.operators.reference import quantise, run_both
-from nwor_lab.plots import style
+from nwor_lab.operators.reference import raw, run_both
 
 ORDERS = ("LBNH", "LBHN", "BLHN")
 CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
+VLLM_WRITERS = {"cpu": ("_C", "cpu_attn_reshape_and_cache"), "cuda": ("_C_cache_ops", "reshape_and_cache_flash")}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -63,17 +65,6 @@ def devices(device: str = "") -> list[str]:
     if device and device not in here:
         raise ValueError(f"device is {' or '.join(here)} on this machine, or empty for all; got {device!r}")
     return [device] if device else here
-
-
-def with_vllm(on: list[str]) -> list[str]:
-    """Those of the devices that the vLLM installed here has a cache writer for: its builds are for one device each."""
-    from vllm import _custom_ops  # noqa: F401 - loads vLLM's operators
-
-    has = {
-        "cpu": hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"),
-        "cuda": hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"),
-    }
-    return [device for device in on if has[device]]
 
 
 def everywhere(check: Callable[[str], pd.DataFrame], on: list[str]) -> pd.DataFrame:
@@ -155,72 +146,56 @@ def injected_faults(device: str) -> pd.DataFrame:
 # -- vLLM's own writer -------------------------------------------------------------------------------------------------
 
 
-def against_vllm(device: str, seed: int) -> pd.DataFrame:
-    """Commit what vLLM's own writer of `device` writes too. Tidy rows: bytes compared and differing, by cache dtype.
+def against_vllm(device: str, seed: int, scale: float = 0.3, layout: str = "NHD") -> pd.DataFrame:
+    """Write what vLLM's own writer of `device` writes too, by a commit and by staging. Tidy rows: bytes compared and
+    differing, by dtype and cache; none where the vLLM here has no writer, since its builds are for one device.
 
     Cache dtypes that vLLM does not have on this machine are left out: `nwor_lab.machine` says which and why.
     """
+    from vllm import _custom_ops  # noqa: F401 - loads vLLM's operators
+
+    namespace, writer = VLLM_WRITERS[device]
+    caches = [cache for cache in CACHE_DTYPES if not machine.refuse_cache(cache)]
     rows = []
-    for dtype in DTYPES:
-        for cache in (cache for cache in CACHE_DTYPES if not machine.refuse_cache(cache)):
-            key, value = make_vectors("packed", 64, 2, 32, dtype, device, seed)
-            slots = make_slots(64, 256, device, seed)
-            scales = torch.tensor([0.3], device=device), torch.tensor([1.7], device=device)
-            ours = [torch.zeros(8, 32, 2, 32, dtype=cache_dtype_of(dtype, cache), device=device) for _ in range(2)]
-            ops.commit_draft_layer(key, value, ours[0], ours[1], slots, slots >= 0, cache, *scales)
-            theirs = written_by_vllm(key, value, ours[0], slots, cache, scales)
-            pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs, strict=True)]
-            numbers = {
-                "bytes_compared": sum(a.numel() for a, _ in pairs),
-                "bytes_differing": sum(int((a != b).sum()) for a, b in pairs),
-            }
-            common = {"dtype": str(dtype).removeprefix("torch."), "cache": cache, "unit": "bytes", "device": device}
-            rows += [{**common, "metric": metric, "value": number} for metric, number in numbers.items()]
+    for dtype, cache in product(DTYPES, caches if hasattr(getattr(torch.ops, namespace), writer) else ()):
+        key, value = make_vectors("packed", 200, 2, 32, dtype, device, seed)
+        slots, stored = make_slots(200, 256, device, seed), cache_dtype_of(dtype, cache)
+        scales = torch.tensor([scale], device=device), torch.tensor([1.7 * scale], device=device)
+        ours, staged = (make_cache(layout, 8, 32, 2, 32, stored, device) for _ in range(2))
+        theirs = ours[0].clone(), ours[1].clone()
+        ops.commit_draft_layer(key, value, *ours, slots, slots >= 0, cache, *scales)
+        staging = make_staging(200, 2, 32, stored, device)
+        ops.stage_kv_cache(key, value, slots, *staging, cache, *scales)
+        ops.commit_staged_kv_cache(*staging, *staged, staging[3][:1])
+        write_as_vllm(key, value, theirs, slots, cache, scales)
+        wrong = [
+            raw(a.contiguous()) != raw(b.contiguous()) for a, b in zip(ours + staged, theirs + theirs, strict=True)
+        ]
+        numbers = {"bytes_compared": sum(map(Tensor.numel, wrong)), "bytes_differing": int(sum(map(Tensor.sum, wrong)))}
+        common = {"dtype": str(dtype).removeprefix("torch."), "cache": cache, "unit": "bytes", "device": device}
+        rows += [{**common, "metric": metric, "value": number} for metric, number in numbers.items()]
     return pd.DataFrame(rows)
 
 
-def written_by_vllm(
-    key: Tensor, value: Tensor, like: Tensor, slots: Tensor, cache: str, scales: tuple[Tensor, Tensor]
-) -> list[Tensor]:
-    """Key and value caches shaped like `like`, [B, N, H, D], as vLLM's own writer of that device fills zeros."""
+def write_as_vllm(
+    key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, cache: str, scales: tuple[Tensor, Tensor]
+) -> None:
+    """Write to key and value caches [B, N, H, D] by vLLM's own writer of their device."""
     from vllm import _custom_ops
 
-    blocks, size, heads, width = like.shape
-    if like.device.type == "cuda":
-        caches = [torch.zeros_like(like) for _ in range(2)]
+    if key.device.type == "cuda":
         _custom_ops.reshape_and_cache_flash(key, value, *caches, slots, cache, *scales)
-        return caches
-    packed = torch.zeros(blocks, heads, 2 * size, width, dtype=like.dtype)
+        return
+    # The `vec` packing [B, H, 2 N, D] transposes keys inside a block.
+    blocks, size, heads, width = caches[0].shape
+    packed_keys = caches[0].permute(0, 2, 3, 1).reshape(blocks, heads, size, width)
+    packed = torch.cat([packed_keys, caches[1].transpose(1, 2)], dim=2)
     keys, values = packed.chunk(2, dim=2)
     _custom_ops.cpu_attn_reshape_and_cache(
         key, value, keys, values, slots, "vec", float(scales[0]), float(scales[1]), cache
     )
-    keys = keys.reshape(blocks, heads, width, size).transpose(2, 3)  # the `vec` packing transposes keys in a block
-    return [keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()]
-
-
-def rounding() -> pd.DataFrame:
-    """How far each of vLLM's two writers lands from the value, over one binade.
-
-    Rows: writer, value, error in percent of the value, and in steps of e4m3, which are of 1/8 there.
-    """
-    values = torch.linspace(1, 2, 4097)[:-1]
-    frames = []
-    for writer, device in (("CPU writer", "cpu"), ("CUDA writer", "cuda")):
-        off = quantise(values, 1.0, "e4m3", device).view(torch.float8_e4m3fn).float() - values
-        frames.append(pd.DataFrame({"writer": writer, "value": values, "error": 100 * off / values, "steps": 8 * off}))
-    return pd.concat(frames, ignore_index=True)
-
-
-def draw_rounding(run: results.Run, frame: pd.DataFrame) -> Path:
-    """Draw the error of an e4m3 cache by writer."""
-    grid = style.relplot(frame, "value", "error", "writer", style.COLUMN, ncols=2, markers=False)
-    grid.set_axis_labels("key or value element / scale", "error in the cache (%)")
-    caption = (
-        "Error of an fp8 e4m3 KV cache over one binade. vLLM's CUDA writer rounds to nearest even, its CPU writer "
-        "towards zero: its mean error is twice as large, and always makes vectors shorter."
-    )
-    return style.save(grid, run, "fp8_rounding", frame, caption)
+    caches[0].copy_(keys.reshape(blocks, heads, width, size).permute(0, 3, 1, 2))
+    caches[1].copy_(values.transpose(1, 2))
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------

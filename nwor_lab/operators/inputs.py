@@ -30,7 +30,9 @@ def poison_in_order(
     return memory.permute(*(order.index(dim) for dim in view), len(order))
 
 
-def make_staging(capacity: int, num_heads: int, head_size: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+def make_staging(
+    capacity: int, num_heads: int, head_size: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Poisoned staging_key, staging_value and staging_slots, and metadata of an empty window."""
     return (
         poison((capacity, num_heads, head_size), dtype, device, 11),

@@ -75,7 +75,7 @@ class TinyWindow:
         frames = [self._cells(policy, MOMENTS[0])]
         policy.begin(batch)
         policy.stage(0, rows[new], rows[new])
-        keys, _ = policy.rows(0, 0, torch.float32)
+        keys = policy.rows(0, 0, torch.float32)[0]
         frames.append(self._cells(policy, MOMENTS[1]))
         policy.commit(torch.tensor([num_rejected]))
         frames.append(self._cells(policy, MOMENTS[2], num_rejected))
@@ -104,7 +104,7 @@ class TinyWindow:
                 return "undecided"
             return "kept" if position < end - num_rejected else "rejected"
 
-        lines = [*context.key_cache[:, :, 0, 0].tolist(), beside]
+        lines = [*context.pages[0, :, :, 0, 0].tolist(), beside]
         cells = [(line, column, p) for line, places in enumerate(lines) for column, p in enumerate(places)]
         frame = pd.DataFrame(cells, columns=["line", "column", "position"])
         return frame.assign(state=[state(p) for p in frame["position"]], moment=moment)
