@@ -168,9 +168,8 @@ def against_vllm(device: str, seed: int, scale: float = 0.3, layout: str = "NHD"
         ops.stage_kv_cache(key, value, slots, *staging, cache, *scales)
         ops.commit_staged_kv_cache(*staging, *staged, staging[3][:1])
         write_as_vllm(key, value, theirs, slots, cache, scales)
-        wrong = [
-            raw(a.contiguous()) != raw(b.contiguous()) for a, b in zip(ours + staged, theirs + theirs, strict=True)
-        ]
+        pairs = zip(ours + staged, theirs * 2, strict=True)
+        wrong = [raw(mine.contiguous()) != raw(other.contiguous()) for mine, other in pairs]
         numbers = {"bytes_compared": sum(map(Tensor.numel, wrong)), "bytes_differing": int(sum(map(Tensor.sum, wrong)))}
         common = {"dtype": str(dtype).removeprefix("torch."), "cache": cache, "unit": "bytes", "device": device}
         rows += [{**common, "metric": metric, "value": number} for metric, number in numbers.items()]
