@@ -116,13 +116,12 @@ class PagedCache:
         num_blocks, block_size: pages, and tokens a page.
         dtype: of the cache; its size must be `shape.cache_bytes`.
         poison: fill pages never written with NaN bytes, so that a read of one shows; else with zeros, as vLLM does.
-        scale: key and value scale of every layer, for fp8.
         first_layer: the number of the first layer; a drafter's cache begins where the target's ends.
     """
 
     def __init__(
         self, shape: Shape, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32, *,
-        poison: bool = True, scale: float = 1.0, first_layer: int = 0,
+        poison: bool = True, first_layer: int = 0,
     ) -> None:  # fmt: skip
         if dtype.itemsize != shape.cache_bytes:
             raise ValueError(f"a cache of {dtype} has {dtype.itemsize} bytes an element, not {shape.cache_bytes}")
@@ -131,7 +130,7 @@ class PagedCache:
         size = (num_blocks, block_size, shape.heads, shape.head_size * dtype.itemsize)
         self.pool = torch.full((shape.num_layers, 2, *size), 0xFF if poison else 0, dtype=torch.uint8)
         self.layers = {
-            layer: LayerContext(layer, pages.view(dtype), scale, scale, self.traffic)
+            layer: LayerContext(layer, pages.view(dtype), traffic=self.traffic)
             for layer, pages in enumerate(self.pool, start=first_layer)
         }
 

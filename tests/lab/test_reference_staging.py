@@ -338,9 +338,9 @@ def test_a_write_skips_padding_and_refuses_other_slots():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_divides_by_the_scale_and_saturates(dtype):
-    cache = PagedCache(replace(SHAPE, cache_bytes=1), 2, 4, dtype, scale=0.5)
+    layer = replace(PagedCache(replace(SHAPE, cache_bytes=1), 2, 4, dtype).layers[0], k_scale=0.5, v_scale=0.5)
     key = torch.tensor([0.25, -1e9, 1e9, 3.0]).repeat(1, 2, 2)
-    cache.layers[0].write(key, key, torch.tensor([3]))
+    layer.write(key, key, torch.tensor([3]))
     limit = torch.finfo(dtype).max
-    got = cache.layers[0].read(torch.tensor([3]), torch.float32)[0]
+    got = layer.read(torch.tensor([3]), torch.float32)[0]
     assert got[0, 0, :4].tolist() == [0.25, -limit / 2, limit / 2, 3.0]
