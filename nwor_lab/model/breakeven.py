@@ -10,10 +10,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
 from typing import Any
 
 import pandas as pd
+from scipy.optimize import brentq
 
 from nwor_lab import paths
 from nwor_lab.model.traffic import SERVED, Moved, Shape, Window, served_traffic
@@ -97,13 +99,12 @@ def step_table(shape: Shape, window: Window) -> pd.DataFrame:
 
 def differences(
     shapes: Mapping[str, Shape],
-    ks: Iterable[int],
+    ks: Sequence[int],
     acceptances: Iterable[float],
-    batches: Iterable[int],
+    batches: Sequence[int],
     chip: Chip = H200,
-    modes: Iterable[str] = MODES,
 ) -> pd.DataFrame:
-    """What a step in each mode costs beyond vanilla's, over (model, k, acceptance, batch).
+    """What a step in each of `MODES` costs beyond vanilla's, over (model, k, acceptance, batch).
 
     Args:
         shapes: caches by name, such as `MODELS`.
@@ -113,18 +114,15 @@ def differences(
         One row a point: `model`, `mode`, `k`, `acceptance`, `batch`, and of one step on one rank `kept` (rows of a
         request), `launches`, `bytes` and `us` over vanilla's, and `is_faster`.
     """
-    batches, acceptances, modes = list(batches), list(acceptances), list(modes)
     return pd.DataFrame(
         {"acceptance": acceptance, **point}
-        for model, shape in shapes.items()
-        for k in ks
-        for acceptance in acceptances
-        for point in _points(model, shape, survival_of(acceptance, k), batches, chip, modes)
+        for (model, shape), k, acceptance in product(shapes.items(), ks, acceptances)
+        for point in _points(model, shape, survival_of(acceptance, k), batches, chip, MODES)
     )
 
 
 def published_differences(
-    survival: pd.DataFrame, batches: Iterable[int], chip: Chip = H200, modes: Iterable[str] = MODES
+    survival: pd.DataFrame, batches: Sequence[int], chip: Chip = H200, modes: Sequence[str] = MODES
 ) -> pd.DataFrame:
     """`differences` at published acceptance, each k up to the positions that were published; nothing extrapolated.
 
@@ -136,7 +134,7 @@ def published_differences(
     Returns:
         Those columns with `source` and `drafter`; `acceptance` is the constant one that keeps as many rows.
     """
-    batches, modes, rows = list(batches), list(modes), []
+    rows: list[dict[str, Any]] = []
     for (source, label), group in survival.groupby(["source", "model"], sort=False):
         name, drafter = str(label).rsplit(", ", 1)
         if (shape := known_shape(name)) is None:
@@ -149,26 +147,21 @@ def published_differences(
 
 
 def _points(
-    model: str, shape: Shape, survival: Sequence[float], batches: list[int], chip: Chip, modes: list[str]
+    model: str, shape: Shape, survival: Sequence[float], batches: Sequence[int], chip: Chip, modes: Sequence[str]
 ) -> Iterable[dict[str, Any]]:
-    for batch in batches:
+    for batch, mode in product(batches, modes):
         window = Window.expected(batch, survival)
-        for mode in modes:
-            moved = step_difference(mode, shape, window)
-            yield {
-                "model": model, "mode": mode, "k": len(survival), "batch": batch, "kept": window.kept_rows / batch,
-                "launches": moved.launches, "bytes": moved.read + moved.written, "us": chip.us(moved),
-                "is_faster": chip.us(moved) < 0,
-            }  # fmt: skip
+        moved = step_difference(mode, shape, window)
+        us = chip.us(moved)
+        yield {
+            "model": model, "mode": mode, "k": len(survival), "batch": batch, "kept": window.kept_rows / batch,
+            "launches": moved.launches, "bytes": moved.read + moved.written, "us": us, "is_faster": us < 0,
+        }  # fmt: skip
 
 
 def constant_acceptance(survival: Sequence[float]) -> float:
-    """The acceptance, the same at each position, under which as many of these drafts are accepted; by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(survival_of(middle, len(survival))) < sum(survival) else (low, middle)
-    return (low + high) / 2
+    """The acceptance, the same at each position, under which as many of these drafts are accepted."""
+    return brentq(lambda each: sum(survival_of(each, len(survival))) - sum(survival), 0, 1)
 
 
 def known_shape(model: str) -> Shape | None:

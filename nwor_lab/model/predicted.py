@@ -36,12 +36,7 @@ def fell_back(where: Mapping[str, Any]) -> bool:
     return recorded and setting in FELL_BACK
 
 
-def against_measured(
-    bench: pd.DataFrame,
-    chip: Chip = H200,
-    shapes: Mapping[str, Shape] | None = None,
-    attention: pd.DataFrame | None = None,
-) -> pd.DataFrame:
+def against_measured(bench: pd.DataFrame, chip: Chip = H200, attention: pd.DataFrame | None = None) -> pd.DataFrame:
     """Predicted and measured step-time ratio of every point of a bench table, none left out.
 
     A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
@@ -51,7 +46,6 @@ def against_measured(
     Args:
         bench: tidy rows as `experiments.bench` writes them. `kv_heads`, `num_layers` and `kv_cache_dtype` (or
             `cache`), where there are such columns, hold over the model's own.
-        shapes: caches by the name in column `model`, for models that `known_shape` does not know.
         attention: table `attention` of `microbench.attention`, for `stage` and `direct`: their attention kernel is
             another than vanilla's, and with the time measured of both, in the same run, the prediction is of the whole
             step, or of vLLM's own where it fell back (`FELL_BACK`).
@@ -74,31 +68,20 @@ def against_measured(
         count = vanilla.groupby("metric")["value"].sum().reindex(COUNTS, fill_value=0.0)
         if steps.empty or not count["windows"]:
             raise ValueError(f"{where}: mode off has no step times or no windows, and all others are held against it")
-        number = int((vanilla["metric"] == "step_ms").sum())
+        number, off_ms = int((vanilla["metric"] == "step_ms").sum()), steps.median()
         requests, drafts = count["windows"] / number, count["draft_tokens"] / number
         window = Window(requests, drafts, drafts - count["accepted_tokens"] / number, requests + drafts)
-        shape = shape_of(where, shapes or {})
+        shape = shape_of(where)
         for mode in sorted(set(part["mode"]) - {"off"}):
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
-            difference = step_difference_us(mode, shape, window, chip)
-            predicted, measured = 1 + difference / 1e3 / steps.median(), abba_ratio(ratios)
-            whole = _with_attention(mode, where, shape, window, chip, attention)
+            us, whole = step_difference_us(mode, shape, window, chip), math.nan
+            if attention is not None and mode not in SAME_ATTENTION:
+                whole = _with_attention(mode, where, shape, window, chip, attention)
+            point = {"requests": requests, "drafts": drafts, "rejected": window.rejected_rows, "difference_us": us}
+            point |= {"predicted": 1 + us / 1e3 / off_ms, "measured": abba_ratio(ratios)}
+            point |= {"low": ratios.min(), "high": ratios.max(), "error": point["predicted"] - point["measured"]}
             points.append(
-                {
-                    **where,
-                    "mode": mode,
-                    "off_ms": steps.median(),
-                    "requests": window.requests,
-                    "drafts": window.draft_rows,
-                    "rejected": window.rejected_rows,
-                    "difference_us": difference,
-                    "predicted": predicted,
-                    "measured": measured,
-                    "low": ratios.min(),
-                    "high": ratios.max(),
-                    "error": predicted - measured,
-                    "with_attention": 1 + whole / 1e3 / steps.median(),
-                }
+                {**where, "mode": mode, "off_ms": off_ms, **point, "with_attention": 1 + whole / 1e3 / off_ms}
             )
     return pd.DataFrame(points)
 
@@ -124,18 +107,6 @@ def beside_no_effect(points: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def verdict(line: Any) -> str:
-    """A line of `beside_no_effect`, as `itertuples` gives it, in a sentence."""
-    said = (
-        f"{line.mode}, {line.prediction}: off by {line.model:.1%} of a step (root mean square, {line.settings} "
-        f"settings) where the effect is {line.effect:.1%} (median) and predicting 1.00 is off by {line.no_effect:.1%}: "
-    )
-    if line.model >= line.no_effect:
-        return said + "the model knows no more than 1.00"
-    near = line.model <= line.effect / 2
-    return said + ("it says how much" if near else "closer than 1.00, but its error is as large as the effect")
-
-
 def claim(run: Run, points: pd.DataFrame, origin: str) -> None:
     """Record that where the model claims to know a step's time it is closer to it than predicting 1.00 would be."""
     for line in beside_no_effect(points).query("claimed").itertuples():
@@ -158,19 +129,17 @@ def _rms(errors: pd.Series) -> float:
 
 
 def _with_attention(
-    mode: str, where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame | None
+    mode: str, where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame
 ) -> float:
     """Microseconds of a step over vanilla's: attention and write of each layer as measured in a step (`between`),
     and the price of opening and commit; 0 where the step fell back. Of the contexts measured, the one nearest the
-    prompt; NaN where there is none of the same run, which may be of another kernel, and for `SAME_ATTENTION`."""
+    prompt; NaN where there is none of the same run, which may be of another kernel."""
     prompt = float(where.get("prompt", math.nan))
-    if mode in SAME_ATTENTION or attention is None or math.isnan(prompt):
-        return math.nan
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
     rows = attention[(attention["metric"] == "between") & (attention["run_id"] == where["run_id"])]
     rows = rows[(rows["kv_heads"] == shape.heads) & (rows["cache"] == cache)]
     rows = rows[(rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
-    if rows.empty:
+    if rows.empty or math.isnan(prompt):
         return math.nan
     if fell_back({**where, "mode": "stage"}):
         return 0.0
@@ -200,17 +169,16 @@ def _medians(rows: pd.DataFrame) -> pd.Series:
     return rows[rows["metric"] == "step_ms"].groupby("repeat")["value"].median()
 
 
-def shape_of(where: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Shape:
-    """The cache of a setting's model on one rank: of `shapes` by its name, or a known one.
+def shape_of(where: Mapping[str, Any]) -> Shape:
+    """The cache of a setting's model on one rank.
 
     Raises:
         ValueError: the model is unknown.
     """
     model = str(where["model"])
-    shape = shapes.get(model) or known_shape(model)
+    shape = known_shape(model)
     if shape is None:
-        known = ", ".join(["target", *MODELS, *shapes])
-        raise ValueError(f"no cache is known of model {model!r}: pass shapes={{{model!r}: Shape(...)}}; known: {known}")
+        raise ValueError(f"no cache is known of model {model!r}; known: {', '.join(['target', *MODELS])}")
     held = {name: int(where[name]) for name in ("num_layers", "kv_heads") if pd.notna(where.get(name, math.nan))}
     dtype = str(where.get("kv_cache_dtype", where.get("cache", "")))
     return replace(

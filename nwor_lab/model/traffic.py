@@ -23,7 +23,7 @@ same step as vLLM serves it on a GPU, with the launch that opens the window.
 What the bytes and launches cost is the business of `nwor_lab.model.breakeven`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nwor.attention.configs import next_power_of_2
@@ -136,19 +136,6 @@ class Window:
             raise ValueError(f"{self.rejected_rows} rejected of {self.draft_rows} drafts")
         if self.context_rows < self.rows + self.prefill_rows:
             raise ValueError(f"attention reads at least the step's own rows, got context_rows={self.context_rows}")
-
-    @classmethod
-    def of(cls, k: int, accepted: Iterable[int], computed: Iterable[int], prefill_rows: int = 0) -> "Window":
-        """The window of requests that bring `k` drafts each, `accepted[r]` of which hold.
-
-        `computed[r]` is the request's `num_computed_tokens` before the step.
-        """
-        accepted, computed = list(accepted), list(computed)
-        if len(accepted) != len(computed):
-            raise ValueError(f"{len(accepted)} accepted counts for {len(computed)} requests")
-        n = len(accepted)
-        context = sum(computed) + n * (1 + k) + prefill_rows
-        return cls(n, n * k, n * k - sum(accepted), context, prefill_rows)
 
     @classmethod
     def expected(cls, batch: float, survival: Sequence[float], context: float = 0) -> "Window":

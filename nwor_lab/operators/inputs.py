@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the operators of `nwor.ops`, their memory poisoned: random bytes, NaN patterns among them."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,25 @@ ACCEPTANCE = ("none", "full", "prefix", "sparse")
 LAYOUTS = ("NHD", "HND", "vllm HND", "vllm NHD")
 
 
-def make_staging(capacity: int, num_heads: int, head_size: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+def poison(shape: Sequence[int], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    """Memory of random bytes, NaN patterns among them."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).to(device).view(dtype).view(*shape)
+
+
+def poison_in_order(
+    order: str, sizes: Mapping[str, int], width: int, dtype: torch.dtype, device: str, seed: int, view: str
+) -> Tensor:
+    """Poison of dimensions `order` in memory, outermost first, each of `sizes`, and seen in the order `view`; rows of
+    `width` elements come last in both."""
+    memory = poison([*(sizes[dim] for dim in order), width], dtype, device, seed)
+    return memory.permute(*(order.index(dim) for dim in view), len(order))
+
+
+def make_staging(
+    capacity: int, num_heads: int, head_size: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Poisoned staging_key, staging_value and staging_slots, and metadata of an empty window."""
     return (
         poison((capacity, num_heads, head_size), dtype, device, 11),
@@ -23,45 +42,31 @@ def make_staging(capacity: int, num_heads: int, head_size: int, dtype: torch.dty
     )
 
 
-def poison(shape: Sequence[int], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    """Memory of random bytes, NaN patterns among them."""
-    generator = torch.Generator().manual_seed(seed)
-    count = int(np.prod(shape)) * dtype.itemsize
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).to(device).view(dtype).view(*shape)
-
-
 def make_cache(
     layout: str, num_blocks: int, block_size: int, num_heads: int, head_size: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor]:
     """Poisoned key and value caches, each [num_blocks, block_size, num_heads, head_size] by stride."""
-    if layout == "NHD":
-        shape = (num_blocks, block_size, num_heads, head_size)
-        return poison(shape, dtype, device, 1), poison(shape, dtype, device, 2)
-    if layout == "HND":
-        shape = (num_blocks, num_heads, block_size, head_size)
-        return poison(shape, dtype, device, 1).transpose(1, 2), poison(shape, dtype, device, 2).transpose(1, 2)
-    if layout == "vllm HND":
-        kv_cache = poison((num_blocks, num_heads, block_size, 2 * head_size), dtype, device, 1)
-    else:
-        kv_cache = poison((num_blocks, block_size, num_heads, 2 * head_size), dtype, device, 1).transpose(1, 2)
-    key_cache, value_cache = kv_cache.transpose(1, 2).split(head_size, -1)
-    return key_cache, value_cache
+    sizes, order = {"B": num_blocks, "N": block_size, "H": num_heads}, "BHN" if layout.endswith("HND") else "BNH"
+    if layout.startswith("vllm"):
+        keys, values = poison_in_order(order, sizes, 2 * head_size, dtype, device, 1, "BNH").split(head_size, -1)
+        return keys, values
+    keys, values = (poison_in_order(order, sizes, head_size, dtype, device, seed, "BNH") for seed in (1, 2))
+    return keys, values
 
 
 def make_vectors(
     form: str, tokens: int, num_heads: int, head_size: int, dtype: torch.dtype, device: str, seed: int = 3
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all sizes, special values among them:
-    'packed', or strided as a 'qkv' projection leaves them."""
+    """Keys and values of all sizes, special values among them: 'packed', strided as a 'qkv' projection leaves them,
+    or 'heads first' in memory."""
     generator = torch.Generator().manual_seed(seed)
-    width = {"packed": 2, "qkv": 4, "heads first": 2}[form]  # qkv: the query heads come first and stay unused
+    width = 4 if form == "qkv" else 2  # qkv: the query heads come first and stay unused
     numbers = torch.randn(tokens, width * num_heads, head_size, generator=generator)
     numbers *= 10.0 ** (torch.rand(numbers.shape, generator=generator) * 12 - 7)
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 448.0, -460.0, 1e-9, -1e-9, 6e4])
     places = torch.randperm(numbers.numel(), generator=generator)[: numbers.numel() // 8]
     numbers.view(-1)[places] = special[torch.arange(len(places)) % len(special)]
-    vectors = numbers.to(dtype).to(device)
-    key, value = vectors[:, -2 * num_heads : -num_heads], vectors[:, -num_heads:]
+    key, value = numbers.to(dtype).to(device)[:, -2 * num_heads :].split(num_heads, dim=1)
     if form == "packed":
         return key.contiguous(), value.contiguous()
     if form == "heads first":
@@ -122,15 +127,9 @@ class Pool:
         self.pool = poison((front + stride,), torch.uint8, self.device, 7)
         self.layer_offsets = (front + bytes_of["L"] * torch.arange(self.num_layers)).to(self.device)
         self.cache_strides = (bytes_of["B"], bytes_of["H"], bytes_of["N"])
-        shape = (self.num_layers, self.mini_blocks, self.num_heads, self.block_size, self.slot_bytes)
-        self.rows = poison(shape, torch.uint8, self.device, 8)
-        if "NH" in self.layout:  # a mini-cache in the order of the pool
-            self.rows = poison(
-                (self.num_layers, self.mini_blocks, self.block_size, self.num_heads, self.slot_bytes),
-                torch.uint8,
-                self.device,
-                8,
-            ).transpose(2, 3)
+        order = "LBNH" if "NH" in self.layout else "LBHN"  # the mini-cache's blocks are those of the pool
+        mini = sizes | {"B": self.mini_blocks}
+        self.rows = poison_in_order(order, mini, self.slot_bytes, torch.uint8, self.device, 8, "LBHN")
         self.packing = None
         if self.element_size:
             elements = self.slot_bytes // self.element_size
@@ -149,10 +148,10 @@ def make_window(
 
     The slots are different ones in no order, some of them -1, in rows `width` wide (0: as wide as the most drafts).
     """
-    drawn = make_slots(sum(num_drafts) + 1, num_slots, "cpu", seed).tolist()
+    drawn = make_slots(sum(num_drafts) + 1, num_slots, "cpu", seed)[:-1].split(list(num_drafts))
     slots = torch.full((len(num_drafts), width or max(num_drafts)), -1)
-    for request, drafts in enumerate(num_drafts):
-        slots[request, :drafts] = torch.tensor([drawn.pop(0) for _ in range(drafts)])
+    for row, own in zip(slots, drawn, strict=True):
+        row[: len(own)] = own
     counted, rejected = (torch.tensor(numbers, dtype=torch.int32).to(device) for numbers in (num_drafts, num_rejected))
     return slots.to(device), counted, rejected, poison((len(num_drafts),), torch.int32, device, 10)
 
@@ -176,3 +175,51 @@ def make_targets(requests: int, width: int, tokens: int, device: str) -> tuple[T
         poison(shape, torch.int64, device, 14) for shape in ((requests, width), (tokens,), (tokens,))
     )
     return slots, poison((requests,), torch.int32, device, 15), staging_rows, page_slots
+
+
+def calls(
+    device: str, seed: int = 0, *, dtype: torch.dtype = torch.bfloat16, cache: str = "fp8", layout: str = "NHD",
+    form: str = "qkv", scale: str = "scalar", tokens: int = 5, heads: int = 4, head_size: int = 16, block_size: int = 4,
+    order: str = "LBHN", element_size: int = 0,
+) -> dict[str, tuple[Any, ...]]:  # fmt: skip
+    """Arguments of a call of every operator but `verify_attention`, by its name.
+
+    The seed draws their contents: numbers, slots, accepted rows, drafts and logits of requests. Shapes and dtypes are
+    those that the other arguments say, so that two seeds give tensors that can be copied into each other.
+    """
+    rng, stored, blocks = random.Random(seed), cache_dtype_of(dtype, cache), 4
+    key, value = make_vectors(form, tokens, heads, head_size, dtype, device, seed)
+    scales = make_scale(scale, tokens, heads, device, seed), make_scale(scale, tokens, heads, device, seed + 1)
+    slots, share = make_slots(tokens, blocks * block_size, device, seed), rng.choice((0, 0.5, 0.5, 1))
+    mask = torch.tensor([rng.random() < share for _ in range(tokens)], device=device)
+    caches = make_cache(layout, blocks, block_size, heads, head_size, stored, device)
+    empty, staged = (make_staging(tokens, heads, head_size, stored, device) for _ in range(2))
+    filled = slots[slots >= 0]
+    staged[2][: len(filled)] = filled
+    staged[3][0] = len(filled)
+    accepted = torch.tensor([rng.randint(0, len(filled))], device=device)
+
+    pool = Pool(order, 2, blocks, heads, block_size, 2 * head_size, device, element_size, mini_blocks=blocks)
+    num_drafts = [rng.randint(1, 4) for _ in range(3)]
+    rejected = [rng.randint(0, drafts) for drafts in num_drafts]
+    window = make_window(num_drafts, rejected, blocks * block_size, device, seed, width=4)
+    where, log = pool.arguments(window[0]), torch.empty_like(pool.rows).copy_(pool.rows.flip(0))
+    queries = [rng.randint(2, 5), *(rng.randint(0, 6) for _ in range(3))]  # the first is a verify step, one may not fit
+    logits = [queries[0], *(rng.choice((0, 1, rows, rows, rng.randint(0, 7))) for rows in queries[1:])]
+    batch = make_batch(queries, logits, 64, device, seed, padding=24 - sum(queries))
+    return {
+        "log_cache_slots": (*caches, slots, *make_staging(tokens, heads, head_size, stored, device)[:2]),
+        "stage_kv_cache": (key, value, slots, *empty, cache, *scales),
+        "commit_staged_kv_cache": (*staged, *caches, accepted),
+        "commit_draft_layer": (key, value, *caches, slots, mask, cache, *scales),
+        "restore_rejected_drafts": (*staged[:2], slots, mask, *caches),
+        "open_window": (*batch, *make_targets(5, 4, 26, device), pool.counts),
+        "log_all_layers": (*where[:5], log),
+        "restore_all_layers": (*where, *window[1:], pool.counts),
+        "commit_all_layers": (*where, *window[1:], pool.counts),
+    }
+
+
+def without_staging(open_window: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `open_window` as `cow` gives them."""
+    return *open_window[:5], None, None, open_window[7]

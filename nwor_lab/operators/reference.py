@@ -1,59 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operator of `nwor.ops` once more in plain Python, byte by byte.
+"""Every operator of `nwor.ops` once more in plain Python, byte by byte, and the comparison of the two on equal memory.
 
-The functions named like operators take their arguments on the CPU, and the device whose writer's fp8 bytes are wanted.
+Functions named like operators take one namespace: the operator's arguments on the CPU by their names in `nwor.ops`,
+which documents them, and `device`, "cpu" or "cuda", whose writer's fp8 bytes are wanted.
 """
 
+import inspect
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nwor import ops
+
 FP8 = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+MAGNITUDES = {
+    "e4m3": torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy(),
+    "e5m2": torch.arange(0x7C, dtype=torch.uint8).view(torch.float8_e5m2).double().numpy(),
+}
+"""The finite non-negative numbers of each fp8 format, by their code."""
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def fp8_magnitudes(fmt: str) -> np.ndarray:
-    """The finite non-negative numbers of an fp8 format by their code, from the definition of the format."""
-    exponent_bits, bias, last = (4, 7, 0x7E) if fmt == "e4m3" else (5, 15, 0x7B)
-    mantissa_bits = 7 - exponent_bits
-    values = []
-    for code in range(last + 1):
-        exponent, mantissa = code >> mantissa_bits, (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
-        values.append(2.0 ** (1 - bias) * mantissa if exponent == 0 else 2.0 ** (exponent - bias) * (1 + mantissa))
-    return np.array(values)
-
-
-MAGNITUDES = {fmt: fp8_magnitudes(fmt) for fmt in ("e4m3", "e5m2")}
-
-
-def quantise(vector: Tensor, scale: float, fmt: str, device: str) -> Tensor:
-    """fp8 codes of `vector` as vLLM's cache writer of `device` makes them; see `kernels/quant.h`. uint8, 1-D."""
-    values, table, scale32 = vector.to(torch.float32).numpy(), MAGNITUDES[fmt], np.float32(scale)
-    codes = []
+def quantise(numbers: Tensor, scale: float, fmt: str, device: str) -> Tensor:
+    """fp8 codes of `numbers` as vLLM's cache writer of `device` makes them (`kernels/quant.h`), uint8."""
+    values, table, scale32 = numbers.to(torch.float32).numpy(), MAGNITUDES[fmt], np.float32(scale)
     with np.errstate(all="ignore"):
         scaled = values / scale32 if device == "cuda" else values * (np.float32(1) / scale32)
-        for y in scaled:
-            if np.isnan(y):
-                codes.append(0x7F if device == "cuda" else len(table) - 1)
-                continue
-            magnitude = min(abs(float(y)), table[-1])
-            if device == "cpu" and fmt == "e4m3":  # that writer passes through fp32's subnormals, which round
-                magnitude = float(np.float32(magnitude) * np.float32(2.0**-120)) * 2.0**120
-            below = int(np.searchsorted(table, magnitude, side="right")) - 1
-            above = min(below + 1, len(table) - 1)
-            code = below
-            if device == "cuda":
-                to_below, to_above = magnitude - table[below], table[above] - magnitude
-                if to_above < to_below or (to_above == to_below and below % 2 == 1):
-                    code = above
-            negative = np.signbit(y) and not (device == "cpu" and y == 0)
-            codes.append(code | (0x80 if negative else 0))
-    return torch.tensor(codes, dtype=torch.uint8)
+        magnitude = np.minimum(np.abs(scaled.astype(np.float64)), table[-1])
+        if device == "cpu" and fmt == "e4m3":  # that writer passes through fp32's subnormals, which round
+            magnitude = (magnitude.astype(np.float32) * np.float32(2.0**-120)).astype(np.float64) * 2.0**120
+    code = np.searchsorted(table, magnitude, side="right") - 1
+    if device == "cuda":
+        above = np.minimum(code + 1, len(table) - 1)
+        to_below, to_above = magnitude - table[code], table[above] - magnitude
+        code = np.where((to_above < to_below) | ((to_above == to_below) & (code % 2 == 1)), above, code)
+    negative = np.signbit(scaled) & ((scaled != 0) | (device == "cuda"))
+    nan = 0x7F if device == "cuda" else len(table) - 1
+    return torch.from_numpy(np.where(np.isnan(scaled), nan, code | (negative * 0x80)).astype(np.uint8))
 
 
 def scale_of(scale: Tensor | None, token: int, head: int) -> float:
@@ -70,263 +59,203 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-# -- the operators -----------------------------------------------------------------------------------------------------
+# -- one layer ---------------------------------------------------------------------------------------------------------
 
 
-def cache_bytes(vector: Tensor, kv_cache_dtype: str, scale: float, device: str) -> Tensor:
-    """What a cache holds of one head's vector."""
-    return raw(vector) if kv_cache_dtype == "auto" else quantise(vector, scale, FP8[kv_cache_dtype], device)
+def cache_rows(a: SimpleNamespace, token: int) -> list[Tensor]:
+    """What a cache holds of a token's key and value, each uint8 [H, bytes]."""
+    if a.kv_cache_dtype == "auto":
+        return [raw(a.key[token]), raw(a.value[token])]
+    fmt, rows = FP8[a.kv_cache_dtype], []
+    for vectors, scale in ((a.key[token], a.k_scale), (a.value[token], a.v_scale)):
+        heads = [quantise(v, scale_of(scale, token, head), fmt, a.device) for head, v in enumerate(vectors)]
+        rows.append(torch.stack(heads))
+    return rows
 
 
-def stage_kv_cache(
-    key: Tensor,
-    value: Tensor,
-    slot_mapping: Tensor,
-    staging_key: Tensor,
-    staging_value: Tensor,
-    staging_slots: Tensor,
-    staging_metadata: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    device: str,
-) -> None:
-    slots = slot_mapping.tolist()
-    staged_count, error_flag = staging_metadata.tolist()
-    if error_flag or staged_count + sum(slot >= 0 for slot in slots) > len(staging_slots):
-        staging_metadata[1] = 1
+def slot_rows(a: SimpleNamespace, slot: int) -> list[Tensor]:
+    """The bytes of a slot in the key cache and in the value cache, each uint8 [H, bytes]."""
+    block, offset = divmod(slot, a.key_cache.shape[1])
+    return [raw(cache)[block, offset] for cache in (a.key_cache, a.value_cache)]
+
+
+def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def stage_kv_cache(a: SimpleNamespace) -> None:
+    slots = a.slot_mapping.tolist()
+    staged_count, error_flag = a.staging_metadata.tolist()
+    if error_flag or staged_count + sum(slot >= 0 for slot in slots) > len(a.staging_slots):
+        a.staging_metadata[1] = 1
         return
     for token, slot in enumerate(slots):
-        if slot < 0:
-            continue
-        for head in range(key.shape[1]):
-            for source, scale, staging in ((key, k_scale, staging_key), (value, v_scale, staging_value)):
-                vector = source[token, head]
-                raw(staging)[staged_count, head] = cache_bytes(
-                    vector, kv_cache_dtype, scale_of(scale, token, head), device
-                )
-        staging_slots[staged_count] = slot
-        staged_count += 1
-    staging_metadata[0] = staged_count
-
-
-def commit_staged_kv_cache(
-    staging_key: Tensor,
-    staging_value: Tensor,
-    staging_slots: Tensor,
-    staging_metadata: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    accepted_len: Tensor,
-    device: str,
-) -> None:
-    if staging_metadata[1]:
-        return
-    block_size = key_cache.shape[1]
-    for row in range(int(accepted_len)):
-        block, offset = divmod(int(staging_slots[row]), block_size)
-        raw(key_cache)[block, offset] = raw(staging_key)[row]
-        raw(value_cache)[block, offset] = raw(staging_value)[row]
-
-
-def commit_draft_layer(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    accepted_mask: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    device: str,
-) -> None:
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot < 0 or not accepted_mask[token]:
-            continue
-        block, offset = divmod(slot, key_cache.shape[1])
-        for head in range(key.shape[1]):
-            for source, scale, cache in ((key, k_scale, key_cache), (value, v_scale, value_cache)):
-                vector = source[token, head]
-                raw(cache)[block, offset, head] = cache_bytes(
-                    vector, kv_cache_dtype, scale_of(scale, token, head), device
-                )
-
-
-def log_cache_slots(
-    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, log_key: Tensor, log_value: Tensor, device: str
-) -> None:
-    for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            block, offset = divmod(slot, key_cache.shape[1])
-            raw(log_key)[token] = raw(key_cache)[block, offset]
-            raw(log_value)[token] = raw(value_cache)[block, offset]
+            copy(cache_rows(a, token), [raw(a.staging_key)[staged_count], raw(a.staging_value)[staged_count]])
+            a.staging_slots[staged_count] = slot
+            staged_count += 1
+    a.staging_metadata[0] = staged_count
 
 
-def restore_rejected_drafts(
-    log_key: Tensor,
-    log_value: Tensor,
-    slot_mapping: Tensor,
-    accepted_mask: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    device: str,
-) -> None:
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0 and not accepted_mask[token]:
-            block, offset = divmod(slot, key_cache.shape[1])
-            raw(key_cache)[block, offset] = raw(log_key)[token]
-            raw(value_cache)[block, offset] = raw(log_value)[token]
+def commit_staged_kv_cache(a: SimpleNamespace) -> None:
+    for row in range(0 if a.staging_metadata[1] else int(a.accepted_len)):
+        copy([raw(a.staging_key)[row], raw(a.staging_value)[row]], slot_rows(a, int(a.staging_slots[row])))
 
 
-def slot_in_pool(
-    layer_offset: int, strides: Sequence[int], slot: int, head: int, rows: Tensor, packing: Tensor | None
-) -> list[int]:
-    """Byte positions in the pool of one slot of one layer and head, in the order of the slot's own bytes."""
-    block_size, slot_bytes = rows.shape[3], rows.shape[4]
-    block, offset = divmod(slot, block_size)
-    chunk = layer_offset + block * strides[0] + head * strides[1]
-    return [chunk + byte for byte in bytes_in_chunk(offset, strides[2], slot_bytes, packing)]
+def commit_draft_layer(a: SimpleNamespace) -> None:
+    for token, slot in enumerate(a.slot_mapping.tolist()):
+        if slot >= 0 and a.accepted_mask[token]:
+            copy(cache_rows(a, token), slot_rows(a, slot))
 
 
-def bytes_in_chunk(offset: int, token_stride: int, slot_bytes: int, packing: Tensor | None) -> list[int]:
-    """Positions of a slot's bytes inside its (block, head) chunk."""
-    if packing is None:
-        return [offset * token_stride + byte for byte in range(slot_bytes)]
-    size = slot_bytes // packing.shape[1]
-    return [element * size + byte for element in packing[offset].tolist() for byte in range(size)]
+def log_cache_slots(a: SimpleNamespace) -> None:
+    for token, slot in enumerate(a.slot_mapping.tolist()):
+        if slot >= 0:
+            copy(slot_rows(a, slot), [raw(a.log_key)[token], raw(a.log_value)[token]])
 
 
-def row_in_chunk(rows: Tensor, layer: int, row: int, head: int, packing: Tensor | None) -> tuple[Tensor, list[int]]:
-    """The (block, head) chunk of the mini-cache that holds `row`, flat, and the positions of the row's bytes."""
-    block, offset = divmod(row, rows.shape[3])
-    stride = rows.stride(3)
-    chunk = rows[layer, block, head].as_strided(
-        ((rows.shape[3] - 1) * stride + rows.shape[4],), (1,), rows[layer, block, head].storage_offset()
-    )
-    return chunk, bytes_in_chunk(offset, stride, rows.shape[4], packing)
+def restore_rejected_drafts(a: SimpleNamespace) -> None:
+    for token, slot in enumerate(a.slot_mapping.tolist()):
+        if slot >= 0 and not a.accepted_mask[token]:
+            copy([raw(a.log_key)[token], raw(a.log_value)[token]], slot_rows(a, slot))
 
 
-def move_rows(
-    pool: Tensor,
-    layer_offsets: Tensor,
-    cache_strides: Sequence[int],
-    slots: Tensor,
-    packing: Tensor | None,
-    rows: Tensor,
-    logged: Tensor | None,
-    chosen: Sequence[int],
-    into_pool: bool,
-) -> None:
-    """Copy the chosen rows of all layers and heads between the pool and the mini-cache."""
-    for layer, layer_offset in enumerate(layer_offsets.tolist()):
-        for row in chosen:
-            slot = int(slots.view(-1)[row])
-            place = row
-            if logged is not None:
-                place = row // slots.shape[1] * logged.shape[1] + slot % logged.shape[1]
-            for head in range(rows.shape[2]):
-                in_pool = slot_in_pool(layer_offset, cache_strides, slot, head, rows, packing)
-                chunk, in_chunk = row_in_chunk(rows, layer, place, head, packing)
-                if into_pool:
-                    pool[in_pool] = chunk[in_chunk]
-                else:
-                    chunk[in_chunk] = pool[in_pool]
+# -- all layers --------------------------------------------------------------------------------------------------------
 
 
-def open_window(
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    slot_mapping: Tensor,
-    slots: Tensor,
-    num_drafts: Tensor,
-    staging_rows: Tensor | None,
-    page_slots: Tensor | None,
-    counts: Tensor,
-    device: str,
-) -> None:
-    starts, logits, width = query_start_loc.tolist(), cu_num_logits.tolist(), slots.shape[1]
-    batch = slot_mapping.tolist()[: starts[len(logits) - 1]]
-    slots.fill_(-1)
-    num_drafts.zero_()
-    if staging_rows is not None and page_slots is not None:
-        staging_rows.fill_(-1)
-        page_slots.fill_(-1)
-        page_slots[: len(batch)] = torch.tensor(batch, dtype=torch.int64)
+def open_window(a: SimpleNamespace) -> None:
+    starts, logits, width = a.query_start_loc.tolist(), a.cu_num_logits.tolist(), a.slots.shape[1]
+    batch, stages = a.slot_mapping.tolist()[: starts[len(logits) - 1]], a.staging_rows is not None
+    a.slots.fill_(-1)
+    a.num_drafts.zero_()
+    if stages:
+        a.staging_rows.fill_(-1)
+        a.page_slots.fill_(-1)
+        a.page_slots[: len(batch)] = torch.tensor(batch, dtype=torch.int64)
     for request in range(len(logits) - 1):
         tokens = range(starts[request], starts[request + 1])
         n = logits[request + 1] - logits[request]
-        if n <= 1 or (staging_rows is not None and n != len(tokens)):
+        if n <= 1 or (stages and n != len(tokens)):
             continue
         drafts = n - 1
         if drafts > min(width, len(tokens)):
-            counts[4] += 1
+            a.counts[4] += 1
             continue
-        num_drafts[request] = drafts
-        counts[2] += 1
-        counts[3] += drafts
+        a.num_drafts[request] = drafts
+        a.counts[2] += 1
+        a.counts[3] += drafts
         for draft, token in enumerate(tokens[len(tokens) - drafts :]):
-            slots[request, draft] = max(batch[token], -1)
-            if staging_rows is not None and page_slots is not None:
-                staging_rows[token], page_slots[token] = request * width + draft, -1
+            a.slots[request, draft] = max(batch[token], -1)
+            if stages:
+                a.staging_rows[token], a.page_slots[token] = request * width + draft, -1
 
 
-def log_all_layers(
-    pool: Tensor,
-    layer_offsets: Tensor,
-    cache_strides: Sequence[int],
-    slots: Tensor,
-    packing: Tensor | None,
-    rows: Tensor,
-    logged: Tensor | None = None,
-    *,
-    device: str,
-) -> None:
-    there = set() if logged is None else {(r, s) for r, entries in enumerate(logged.tolist()) for s in entries}
-    held = enumerate(slots.flatten().tolist())
-    chosen = [row for row, slot in held if slot >= 0 and (row // slots.shape[1], slot) not in there]
-    move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, logged, chosen, into_pool=False)
+def slot_in_chunk(a: SimpleNamespace, offset: int, token_stride: int) -> Tensor:
+    """Where the bytes of in-block offset `offset` lie in their (block, head) chunk, in the order of the slot's own."""
+    slot_bytes = a.rows.shape[4]
+    if a.packing is None:
+        return offset * token_stride + torch.arange(slot_bytes)
+    size = slot_bytes // a.packing.shape[1]
+    return (a.packing[offset].long()[:, None] * size + torch.arange(size)).flatten()
 
 
-def split_rows(slots: Tensor, num_drafts: Tensor, num_rejected: Tensor) -> list[tuple[list[int], list[int]]]:
-    """The kept and the rejected rows of each request."""
-    width = slots.shape[1]
-    found = []
-    for request, drafts_kept in enumerate((num_drafts - num_rejected).tolist()):
-        drafts = [draft for draft in range(width) if slots[request, draft] >= 0]
-        kept = [request * width + draft for draft in drafts if draft < drafts_kept]
-        found.append((kept, [request * width + draft for draft in drafts if draft >= drafts_kept]))
-    return found
+def move_row(a: SimpleNamespace, request: int, draft: int, into_pool: bool) -> None:
+    """Copy one row of all layers and heads between the pool and the mini-cache."""
+    slot, row, block_size = int(a.slots[request, draft]), request * a.slots.shape[1] + draft, a.rows.shape[3]
+    if a.logged is not None:
+        row = request * a.logged.shape[1] + slot % a.logged.shape[1]
+    (page, offset), (block, place) = divmod(slot, block_size), divmod(row, block_size)
+    memory = torch.empty(0, dtype=torch.uint8).set_(a.rows.untyped_storage())
+    of_layer, of_block, of_head, of_token, _ = a.rows.stride()
+    for layer, first in enumerate(a.layer_offsets.tolist()):
+        for head in range(a.rows.shape[2]):
+            in_pool = first + page * a.cache_strides[0] + head * a.cache_strides[1]
+            in_pool = in_pool + slot_in_chunk(a, offset, a.cache_strides[2])
+            in_rows = a.rows.storage_offset() + layer * of_layer + block * of_block + head * of_head
+            in_rows = in_rows + slot_in_chunk(a, place, of_token)
+            if into_pool:
+                a.pool[in_pool] = memory[in_rows]
+            else:
+                memory[in_rows] = a.pool[in_pool]
 
 
-def write_back(
-    wanted: int,
-    pool: Tensor,
-    layer_offsets: Tensor,
-    cache_strides: Sequence[int],
-    slots: Tensor,
-    packing: Tensor | None,
-    rows: Tensor,
-    num_drafts: Tensor,
-    num_rejected: Tensor,
-    kept: Tensor,
-    counts: Tensor,
-    logged: Tensor | None = None,
-) -> None:
-    """Move the kept rows (`wanted` 0) or the rejected ones (1) into the pool, and count both."""
-    for request, split in enumerate(split_rows(slots, num_drafts, num_rejected)):
-        move_rows(pool, layer_offsets, cache_strides, slots, packing, rows, logged, split[wanted], into_pool=True)
-        if logged is not None:
-            for rejected, held in enumerate(split):
-                for slot in slots.flatten()[held].tolist():
-                    logged[request, slot % logged.shape[1]] = slot if rejected else -1
-        kept[request] = len(split[0])
-        counts[:2] += torch.tensor([len(split[0]), len(split[1])])
+def log_all_layers(a: SimpleNamespace) -> None:
+    for request, slots in enumerate(a.slots.tolist()):
+        there = a.logged[request].tolist() if a.logged is not None else []
+        for draft, slot in enumerate(slots):
+            if slot >= 0 and slot not in there:
+                move_row(a, request, draft, into_pool=False)
 
 
-def restore_all_layers(*args: Any, device: str) -> None:
-    write_back(1, *args)
+def restore_all_layers(a: SimpleNamespace) -> None:
+    write_back(a, rejected_ones=True)
 
 
-def commit_all_layers(*args: Any, device: str) -> None:
-    write_back(0, *args)
+def commit_all_layers(a: SimpleNamespace) -> None:
+    a.logged = None
+    write_back(a, rejected_ones=False)
+
+
+def write_back(a: SimpleNamespace, rejected_ones: bool) -> None:
+    """Move the rejected rows, or the kept ones, into the pool; count both, and list them in `logged`."""
+    a.kept.zero_()
+    for request, slots in enumerate(a.slots.tolist()):
+        kept_drafts = int(a.num_drafts[request] - a.num_rejected[request])
+        for draft, slot in enumerate(slots):
+            if slot < 0:
+                continue
+            rejected = draft >= kept_drafts
+            if rejected == rejected_ones:
+                move_row(a, request, draft, into_pool=True)
+            a.kept[request] += not rejected
+            a.counts[int(rejected)] += 1
+            if a.logged is not None:
+                a.logged[request, slot % a.logged.shape[1]] = slot if rejected else -1
+
+
+# -- side by side ------------------------------------------------------------------------------------------------------
+
+
+class Twins:
+    """Copies of tensors on the CPU that share storages where the originals do."""
+
+    def __init__(self, *tensors: Any) -> None:
+        self.storages: dict[int, tuple[Tensor, Tensor]] = {}  # address: (original bytes, copied bytes)
+        self.copies = [self.copy(tensor) for tensor in tensors]
+
+    def copy(self, value: Any) -> Any:
+        """The twin of a tensor; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self.storages:
+            original = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            self.storages[storage.data_ptr()] = (original, original.to("cpu", copy=True))
+        copied = self.storages[storage.data_ptr()][1]
+        twin = torch.empty(0, dtype=value.dtype)
+        return twin.set_(copied.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+
+    def compare(self) -> tuple[int, int]:
+        """How many bytes there are in all storages, written or not, and how many of them differ now."""
+        differing = sum(int((original.cpu() != copied).sum()) for original, copied in self.storages.values())
+        return sum(len(copied) for _, copied in self.storages.values()), differing
+
+    def assert_equal(self, what: str) -> None:
+        compared, differing = self.compare()
+        assert not differing, f"{what}: {differing} of {compared} bytes differ"
+
+
+def run(operator: str, args: Sequence[Any], device: str) -> None:
+    """The operator in plain Python, on `args` of the CPU; what is left out has its default in `nwor.ops`."""
+    given = inspect.signature(getattr(ops, operator)).bind(*args)
+    given.apply_defaults()
+    globals()[operator](SimpleNamespace(**given.arguments, device=device))
+
+
+def run_both(operator: str, *args: Any, given: Sequence[Any] | None = None) -> Twins:
+    """Run the reference on twins of `args` and the operator on `args`, or on what it is `given` instead of them."""
+    twins = Twins(*args)
+    run(operator, twins.copies, next(arg.device.type for arg in args if isinstance(arg, Tensor)))
+    getattr(ops, operator)(*(args if given is None else given))
+    return twins

@@ -7,8 +7,9 @@ training (`causal_attention`) and every write policy of the reference model, whi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +26,10 @@ ATTENTION = "nwor_attend"
 """The name under which transformers finds the attention function: `attn_implementation=ATTENTION`."""
 
 
-class Attend(Protocol):
-    """Attention over whatever cache the caller keeps."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend from `query [B, T, Hq, D]` with `key, value [B, T, Hkv, D]`, all after RoPE; returns `[B, T, Hq, D]`.
-
-        `layer` counts from 0; an EAGLE head's layers follow the target's, as in vLLM.
-        """
-        ...
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention over whatever cache the caller keeps: of the layer's number, `query [B, T, Hq, D]` and `key, value
+[B, T, Hkv, D]`, all after RoPE; returns `[B, T, Hq, D]`. Layers count from 0; an EAGLE head's follow the target's, as
+in vLLM."""
 
 
 def causal_attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

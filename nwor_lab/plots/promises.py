@@ -72,7 +72,7 @@ def counted(steps: pd.DataFrame) -> dict[str, list[float]]:
     operations: list[float] = []
     tokens: list[float] = []
     for _, where in sums.reset_index().iterrows():
-        held = (where["counters.bytes_written"] + where["counters.bytes_avoided"]) / shape_of(where, {}).row
+        held = (where["counters.bytes_written"] + where["counters.bytes_avoided"]) / shape_of(where).row
         operations.append(where["counters.stage_operations"] / held)
         tokens.append(where["counters.staged_tokens"] / (where["k"] * where["counters.windows"]))
     return {"here: stage operations": operations, "here: staged tokens": tokens}

@@ -8,20 +8,3 @@ decoder    a speculative decoder that runs a real pair through any of them
 compare    the four policies side by side, as tables and a figure
 tour       one layer, one request, two blocks
 """
-
-from nwor_lab.reference.cache import Batch, LayerContext, PagedCache
-from nwor_lab.reference.decoder import Generation, SpeculativeDecoder
-from nwor_lab.reference.policies import POLICIES, make_policy
-from nwor_lab.reference.staging import Counts, StagingBuffer
-
-__all__ = [
-    "POLICIES",
-    "Batch",
-    "Counts",
-    "Generation",
-    "LayerContext",
-    "PagedCache",
-    "SpeculativeDecoder",
-    "StagingBuffer",
-    "make_policy",
-]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A paged KV cache, one layer's view of it, and the rows of one step's batch."""
+"""A paged KV cache, one layer's view of it, and the rows of one step's batch.
+
+`rows` are keys and values as the cache holds them: raw bytes, uint8 `[2, T, H, D * element size]`, keys first.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,8 +13,6 @@ from torch import Tensor
 from nwor_lab.model.traffic import Shape, Traffic
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-Rows = tuple[Tensor, Tensor]
-"""Keys and values as the cache holds them: raw bytes, each uint8 `[T, H, D * element size]`."""
 
 
 @dataclass(frozen=True)
@@ -20,30 +21,25 @@ class LayerContext:
 
     Attributes:
         layer: the layer's number. A drafter's layers follow the target's.
-        key_cache, value_cache: `[num_blocks, block_size, H, D]`, contiguous, of one dtype.
+        pages: `[2, num_blocks, block_size, H, D]`, the key cache and the value cache.
         k_scale, v_scale: what keys and values are divided by before they are rounded to fp8; 1 for other dtypes.
         traffic: the ledger that this layer's operators count in.
     """
 
     layer: int
-    key_cache: Tensor
-    value_cache: Tensor
+    pages: Tensor
     k_scale: float = 1.0
     v_scale: float = 1.0
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.key_cache.dtype
-
-    @property
-    def num_slots(self) -> int:
-        return self.key_cache.shape[0] * self.key_cache.shape[1]
+        return self.pages.dtype
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's key and value."""
-        return 2 * self.key_cache[0, 0].numel() * self.key_cache.element_size()
+        return self.pages[:, 0, 0].numel() * self.dtype.itemsize
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor, launches: int = 1) -> None:
         """vLLM's paged write: `key, value [T, H, D]` to `slot_mapping` int64 `[T]`, where a negative slot is skipped.
@@ -54,14 +50,13 @@ class LayerContext:
             TypeError, ValueError, IndexError: wrong dtype, shape or slot; nothing has been written then.
         """
         valid = slot_mapping >= 0
-        key, value, slots = key[valid], value[valid], slot_mapping[valid]
-        self.store(self.encode(key, value), slots)
-        if n := len(slots):
-            read = (key.numel() + value.numel()) * key.element_size()
+        self.store(self.encode(key[valid], value[valid]), slot_mapping[valid])
+        if n := int(valid.sum()):
+            read = 2 * n * key[0].numel() * key.element_size()
             self.traffic.count("write", read=read, written=n * self.row_bytes, launches=launches)
 
-    def read(self, slots: Tensor, dtype: torch.dtype, tail: int = 0) -> tuple[Tensor, Tensor]:
-        """What attention gathers: the keys and values `[T, H, D]` at `slots` int64 `[T]`, in `dtype`.
+    def read(self, slots: Tensor, dtype: torch.dtype, tail: int = 0) -> Tensor:
+        """What attention gathers: keys and values `[2, T, H, D]` at `slots` int64 `[T]`, in `dtype`.
 
         The last `tail` of them are rows of an open window, which are counted apart.
         """
@@ -69,51 +64,48 @@ class LayerContext:
         self.traffic.count("tail", read=tail * self.row_bytes)
         return self.decode(self.load(slots), dtype)
 
-    def encode(self, key: Tensor, value: Tensor) -> Rows:
-        """Convert `[T, H, D]` to the bytes that the cache holds: fp8 divides by the scale, saturates and rounds.
+    def encode(self, key: Tensor, value: Tensor) -> Tensor:
+        """Convert `key, value [T, H, D]` to rows: fp8 divides by the scale, saturates and rounds.
 
         Raises:
             TypeError: another dtype than the cache's, which only fp8 converts from.
             ValueError: another number of heads or head size than the cache's.
         """
-        heads = self.key_cache.shape[2:]
+        heads = self.pages.shape[3:]
         if key.shape != value.shape or key.shape[1:] != heads:
             raise ValueError(f"layer {self.layer}: key {tuple(key.shape)}, value {tuple(value.shape)}, cache {heads}")
+        rows = torch.stack((key, value))
         if self.dtype in FP8:
             limit = torch.finfo(self.dtype).max
-            key, value = (
-                (x.float() / scale).clamp(-limit, limit).to(self.dtype)
-                for x, scale in ((key, self.k_scale), (value, self.v_scale))
-            )
-        elif key.dtype != self.dtype or value.dtype != self.dtype:
+            rows = (rows.float() / self._scales).clamp(-limit, limit).to(self.dtype)
+        elif not key.dtype == value.dtype == self.dtype:
             raise TypeError(f"layer {self.layer}: {key.dtype} rows for a cache of {self.dtype}; convert them first")
-        return key.contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)
+        return rows.view(torch.uint8)
 
-    def decode(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        key, value = (x.view(self.dtype) for x in rows)
-        if self.dtype in FP8:
-            key, value = key.float() * self.k_scale, value.float() * self.v_scale
-        return key.to(dtype), value.to(dtype)
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The keys and values `[2, T, H, D]` of rows, in `dtype`."""
+        held = rows.view(self.dtype)
+        return (held.float() * self._scales if self.dtype in FP8 else held).to(dtype)
 
-    def load(self, slots: Tensor) -> Rows:
-        """The raw bytes at `slots`; the caller counts them."""
-        self.check_slots(slots)
-        return self._bytes(self.key_cache)[slots], self._bytes(self.value_cache)[slots]
+    def load(self, slots: Tensor) -> Tensor:
+        """The rows at `slots` int64 `[T]`; the caller counts them."""
+        return self._slots(slots)[:, slots]
 
-    def store(self, rows: Rows, slots: Tensor) -> None:
-        """Put raw bytes at `slots`; the caller counts them."""
-        self.check_slots(slots)
-        for cache, row in zip((self.key_cache, self.value_cache), rows, strict=True):
-            self._bytes(cache)[slots] = row
+    def store(self, rows: Tensor, slots: Tensor) -> None:
+        """Put rows at `slots` int64 `[T]`; the caller counts them."""
+        self._slots(slots)[:, slots] = rows
 
-    def check_slots(self, slots: Tensor) -> None:
-        if len(slots) and not (slots.min() >= 0 and slots.max() < self.num_slots):
-            low, high = int(slots.min()), int(slots.max())
-            raise IndexError(f"layer {self.layer}: slots {low}..{high} reach out of a cache of {self.num_slots} slots")
+    @property
+    def _scales(self) -> Tensor:
+        return torch.tensor([self.k_scale, self.v_scale]).view(2, 1, 1, 1)
 
-    @staticmethod
-    def _bytes(cache: Tensor) -> Tensor:
-        return cache.view(torch.uint8).flatten(0, 1)
+    def _slots(self, slots: Tensor) -> Tensor:
+        """The pages slot by slot, once it is sure that `slots` are among them."""
+        every = self.pages.view(torch.uint8).flatten(1, 2)
+        if len(slots) and not 0 <= slots.min() <= slots.max() < every.shape[1]:
+            span = f"{int(slots.min())}..{int(slots.max())}"
+            raise IndexError(f"layer {self.layer}: slots {span} reach out of a cache of {every.shape[1]} slots")
+        return every
 
 
 class PagedCache:
@@ -124,32 +116,23 @@ class PagedCache:
         num_blocks, block_size: pages, and tokens a page.
         dtype: of the cache; its size must be `shape.cache_bytes`.
         poison: fill pages never written with NaN bytes, so that a read of one shows; else with zeros, as vLLM does.
-        scale: key and value scale of every layer, for fp8.
         first_layer: the number of the first layer; a drafter's cache begins where the target's ends.
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        poison: bool = True,
-        scale: float = 1.0,
-        first_layer: int = 0,
-    ) -> None:
+        self, shape: Shape, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32, *,
+        poison: bool = True, first_layer: int = 0,
+    ) -> None:  # fmt: skip
         if dtype.itemsize != shape.cache_bytes:
             raise ValueError(f"a cache of {dtype} has {dtype.itemsize} bytes an element, not {shape.cache_bytes}")
-        self.shape = shape
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.shape, self.num_blocks, self.block_size = shape, num_blocks, block_size
         self.traffic = Traffic()
         size = (num_blocks, block_size, shape.heads, shape.head_size * dtype.itemsize)
         self.pool = torch.full((shape.num_layers, 2, *size), 0xFF if poison else 0, dtype=torch.uint8)
-        self.layers: dict[int, LayerContext] = {}
-        for layer, pages in enumerate(self.pool, start=first_layer):
-            key_cache, value_cache = pages.view(dtype)
-            self.layers[layer] = LayerContext(layer, key_cache, value_cache, scale, scale, self.traffic)
+        self.layers = {
+            layer: LayerContext(layer, pages.view(dtype), traffic=self.traffic)
+            for layer, pages in enumerate(self.pool, start=first_layer)
+        }
 
     def slots(self, block_table: Tensor, positions: Tensor) -> Tensor:
         """Slots int64 `[T]` of `positions` int64 `[T]`:
@@ -161,10 +144,9 @@ class PagedCache:
     def changed_bytes(self, before: Tensor, kept_slots: Tensor) -> int:
         """Bytes outside `kept_slots` int64 `[K]` that differ from `before`, an earlier clone of `pool`,
         in any layer."""
-        changed = (self.pool != before).flatten(4).flatten(2, 3)
-        slots = changed.any(-1)
-        slots[:, :, kept_slots] = False
-        return int(changed[slots].sum())
+        changed = (self.pool != before).flatten(4).flatten(2, 3)  # [L, 2, slots, bytes]
+        changed[:, :, kept_slots] = False
+        return int(changed.sum())
 
 
 @dataclass(frozen=True)
@@ -200,24 +182,14 @@ class Batch:
         return torch.repeat_interleave(torch.arange(len(self.query_lens)), self.query_lens)
 
     @cached_property
-    def rows_behind(self) -> Tensor:
-        """How many rows of the same request lie behind each row, `[T]`."""
-        return self.query_start_loc[self.row_request + 1] - 1 - torch.arange(len(self.row_request))
-
-    @cached_property
     def window_rows(self) -> Tensor:
         """Rows of requests that verify drafts, `[M]`; never those of a prefill."""
         return torch.nonzero(self.num_drafts[self.row_request] > 0).flatten()
 
-    def window_tokens(self, request: int) -> Tensor:
-        """Where `window_rows` has the rows of `request`; none if it prefills."""
-        return torch.nonzero(self.row_request[self.window_rows] == request).flatten()
-
     @cached_property
     def draft_rows(self) -> Tensor:
         """Window rows but each request's first, which is a token sampled before and always kept."""
-        first = self.query_start_loc[self.row_request[self.window_rows]]
-        return self.window_rows[self.window_rows != first]
+        return self.window_rows[~torch.isin(self.window_rows, self.query_start_loc)]
 
     def kept(self, num_rejected: Tensor) -> Tensor:
         """Which rows stay, bool `[T]`: of each query the rows `[0, query_len - num_rejected)`, as vLLM counts them.
@@ -228,4 +200,4 @@ class Batch:
         fits = num_rejected.shape == self.num_drafts.shape
         if not fits or (num_rejected < 0).any() or (num_rejected > self.num_drafts).any():
             raise ValueError(f"num_rejected {num_rejected.tolist()} for num_drafts {self.num_drafts.tolist()}")
-        return self.rows_behind >= num_rejected[self.row_request]
+        return torch.arange(len(self.row_request)) < (self.query_start_loc[1:] - num_rejected)[self.row_request]

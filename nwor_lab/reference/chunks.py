@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nwor_lab.reference.cache import Batch
+from nwor_lab.reference.cache import Batch, PagedCache
 from nwor_lab.reference.decoder import ChunkedWindow, Drafter, Request
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Drafts `k` tokens without a model: what followed the last `n` tokens where they first stood (vLLM's `ngram`).
 
     A text that ends before `k` tokens goes on with the draft itself. A request whose last `n` tokens are new to it has
@@ -43,7 +43,7 @@ class LookupDrafter:
         return text[len(tokens) :]
 
 
-class ChunkedDrafter:
+class ChunkedDrafter(Drafter):
     """Hands the drafts of another drafter to the decoder chunk by chunk.
 
     Args:
@@ -59,6 +59,9 @@ class ChunkedDrafter:
             raise ValueError(f"a chunk has at least 1 row, got {chunk}")
         self.drafter, self.chunk = drafter, chunk
         self.windows: list[ChunkedWindow] = []
+
+    def start(self, cache: PagedCache) -> None:
+        self.drafter.start(cache)
 
     def propose(self, requests: list[Request], batch: Batch, hidden: Tensor, num_rejected: Tensor) -> None:
         """Each step's drafts: the next chunk of a window that goes on, else the first of a new one."""

@@ -14,7 +14,7 @@ import torch
 from nwor_lab import results
 from nwor_lab.model.traffic import MODES, Traffic
 from nwor_lab.plots import style
-from nwor_lab.reference.decoder import Generation, SpeculativeDecoder
+from nwor_lab.reference.decoder import EagleDrafter, Generation, SpeculativeDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,9 +41,9 @@ def compare(
     """
     with one_thread():
         return {
-            mode: SpeculativeDecoder(target, mode, head=head, k=k, poison=mode != "blind", seed=seed).generate(
-                prompts, max_tokens
-            )
+            mode: SpeculativeDecoder(
+                target, mode, EagleDrafter(head, k), k, poison=mode != "blind", seed=seed
+            ).generate(prompts, max_tokens)
             for mode in modes
         }
 
@@ -82,15 +82,12 @@ def outcome(runs: dict[str, Generation]) -> list[dict[str, Any]]:
 
 
 def traffic_of_a_window(runs: dict[str, Generation]) -> list[dict[str, Any]]:
-    """Tidy rows of the mean traffic of a step that verifies and does nothing else, by mode, `kind` and `origin`.
-
-    `origin` is `counted`, as the operators ran, or `formula`, from `nwor_lab.model.traffic.step_traffic`.
-    """
+    """Tidy rows of what a step that only verifies moves on average: `counted`, and by the `formula`, by kind."""
     rows: list[dict[str, Any]] = []
     for mode, run in runs.items():
-        pure = [n for n, step in enumerate(run.steps) if step.window.requests and not step.window.prefill_rows]
-        for origin, traffic in (("counted", run.counted_traffic()), ("formula", run.predicted_traffic())):
-            for kind, moved in sum((traffic[n] for n in pure), Traffic()).items():
+        pure = [step for step in run.steps if step.window.requests and not step.window.prefill_rows]
+        for origin, name in (("counted", "traffic"), ("formula", "formula")):
+            for kind, moved in sum((getattr(step, name) for step in pure), Traffic()).items():
                 rows += [
                     {"mode": mode, "kind": kind, "origin": origin, "metric": metric, "unit": unit}
                     | {"value": getattr(moved, field) / len(pure)}
@@ -101,12 +98,8 @@ def traffic_of_a_window(runs: dict[str, Generation]) -> list[dict[str, Any]]:
 
 def exact_steps(runs: dict[str, Generation]) -> tuple[int, int]:
     """In how many steps, of all modes, bytes and launches of every kind are the formula's, and how many there are."""
-    pairs = [
-        (counted, predicted)
-        for run in runs.values()
-        for counted, predicted in zip(run.counted_traffic(), run.predicted_traffic(), strict=True)
-    ]
-    return sum(counted == predicted for counted, predicted in pairs), len(pairs)
+    exact = [step.traffic == step.formula for run in runs.values() for step in run.steps]
+    return sum(exact), len(exact)
 
 
 def claim(run: results.Run, runs: dict[str, Generation]) -> None:

@@ -13,7 +13,7 @@ from nwor_lab.model.breakeven import H200, Chip
 from nwor_lab.plots import chunks as plots
 from nwor_lab.reference.chunks import ChunkedDrafter, LookupDrafter
 from nwor_lab.reference.compare import one_thread
-from nwor_lab.reference.decoder import ChunkedWindow, Generation, SpeculativeDecoder
+from nwor_lab.reference.decoder import ChunkedWindow, Generation, SpeculativeDecoder, survival
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,8 +31,7 @@ class ChunkedRun:
 
     @property
     def survival(self) -> list[float]:
-        """Of each draft position, the share of windows that accepted the draft there and all before it, `[k]`."""
-        return [sum(w.accepted > place for w in self.windows) / len(self.windows) for place in range(self.k)]
+        return survival([window.accepted for window in self.windows], self.k)
 
     @property
     def counted(self) -> model.WindowRows:
@@ -66,7 +65,7 @@ def compare_chunks(
     for mode, rows in (("off", 1 + k), *((mode, chunk) for mode in ("off", "cow", "stage"))):
         drafter = ChunkedDrafter(LookupDrafter(k), rows)
         with one_thread():
-            found = SpeculativeDecoder(target, mode, drafter=drafter, k=k, seed=seed).generate(prompts, max_tokens)
+            found = SpeculativeDecoder(target, mode, drafter, k, seed=seed).generate(prompts, max_tokens)
         if not drafter.windows:
             raise ValueError(f"no window in {max_tokens} tokens: decode more, or give prompts that repeat themselves")
         runs.append(ChunkedRun(mode, k, rows, found, drafter.windows))

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -64,13 +65,14 @@ class Step:
     Attributes:
         window: its rows, as the closed formula takes them.
         accepted: accepted drafts of each request that verified some.
-        traffic: what the target's cache counted.
+        traffic: what the target's cache counted, and `formula`: what `step_traffic` says of the window.
         dirty_bytes: bytes of the target's pages, outside kept rows, that the step changed and left so.
     """
 
     window: Window
     accepted: list[int]
     traffic: Traffic
+    formula: Traffic
     dirty_bytes: int
 
 
@@ -78,7 +80,6 @@ class Step:
 class Generation:
     """The tokens that each prompt brought forth, `[R][max_tokens]`, and the steps it took."""
 
-    mode: str
     shape: Shape
     k: int
     tokens: list[list[int]]
@@ -98,27 +99,30 @@ class Generation:
     @property
     def survival(self) -> list[float]:
         """Of each draft position, the share of verifications that accepted the draft there and all before it."""
-        accepted = self.accepted
-        return [sum(n > position for n in accepted) / max(1, len(accepted)) for position in range(self.k)]
+        return survival(self.accepted, self.k)
 
     @property
     def dirty_bytes(self) -> int:
         return sum(step.dirty_bytes for step in self.steps)
 
-    def predicted_traffic(self) -> list[Traffic]:
-        """What the closed formula says of each step."""
-        return [step_traffic(self.mode, self.shape, step.window) for step in self.steps]
 
-    def counted_traffic(self) -> list[Traffic]:
-        return [step.traffic for step in self.steps]
+def survival(accepted: list[int], k: int) -> list[float]:
+    """Of each of `k` draft positions, the share of windows that accepted the draft there and all before it."""
+    return [sum(n > position for n in accepted) / max(1, len(accepted)) for position in range(k)]
 
 
-class Drafter(Protocol):
+class Drafter:
+    """Proposes drafts; one without a cache of its own has no `start`."""
+
+    def start(self, cache: PagedCache) -> None:
+        """Begin a generation over the target's `cache`."""
+
     def propose(self, requests: list[Request], batch: Batch, hidden: Tensor, num_rejected: Tensor) -> None:
         """Set `drafts` of every request that has a sampled token; called after the window is closed.
 
         `hidden [T, hidden]` is the target's for `batch`; `num_rejected` is int64 `[R]`.
         """
+        raise NotImplementedError
 
 
 def attend_through(policy: WriteAll) -> Attend:
@@ -151,12 +155,18 @@ def make_batch(cache: PagedCache, requests: list[Request], starts: list[int], id
     )
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Drafts a chain of `k` tokens with an EAGLE head, whose own cache is written at once and is part of no window."""
 
-    def __init__(self, head: EagleHead, cache: PagedCache, k: int) -> None:
-        self.head, self.cache, self.k = head, cache, k
-        self.policy = WriteAll(cache)
+    def __init__(self, head: EagleHead, k: int) -> None:
+        self.head, self.k = head, k
+
+    def start(self, cache: PagedCache) -> None:
+        """Pages of the head's own, as many as the target's and at layer numbers behind them."""
+        config, dtype = self.head.config, self.head.fc.weight.dtype
+        shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype.itemsize)
+        pages = PagedCache(shape, cache.num_blocks, cache.block_size, dtype, first_layer=cache.shape.num_layers)
+        self.policy = WriteAll(pages)
 
     def propose(self, requests: list[Request], batch: Batch, hidden: Tensor, num_rejected: Tensor) -> None:
         kept = batch.kept(num_rejected)
@@ -181,72 +191,70 @@ class EagleDrafter:
             request.drafts = chain
 
     def _forward(self, requests: list[Request], starts: list[int], ids: list[list[int]], hidden: Tensor) -> Tensor:
-        batch = make_batch(self.cache, requests, starts, ids)
+        batch = make_batch(self.policy.cache, requests, starts, ids)
         self.policy.begin(batch)
         return self.head(batch.input_ids[None], batch.positions[None], hidden[None], attend_through(self.policy))[0]
 
 
+@dataclass
 class SpeculativeDecoder:
     """Target, drafter, paged cache and write policy. Blocks are handed out in a shuffled order, so layout errors show.
 
-    Args:
+    Attributes:
         target: the model that verifies (`nwor_lab.pair.model.load_target`).
         mode: `off`, `blind`, `cow` or `stage`.
-        head: an EAGLE head for `target`; or give `drafter`.
+        drafter: for `target`, such as an `EagleDrafter`.
         k: drafts a request brings to a step.
-        block_size, num_blocks: of the paged cache; `num_blocks=0` makes as many as `generate` needs.
+        block_size: of the paged cache.
         prefill_chunk: most prompt tokens a request computes in a step.
-        cache_dtype: the target's cache; fp8 dtypes use a scale of 1.
+        cache_dtype: the target's cache, None: that of its weights; fp8 dtypes use a scale of 1.
         poison: fill pages with NaN before the first write, instead of the zeros vLLM begins with.
         seed: of the shuffle.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        mode: str,
-        *,
-        head: EagleHead | None = None,
-        drafter: Drafter | None = None,
-        k: int = 4,
-        block_size: int = 16,
-        num_blocks: int = 0,
-        prefill_chunk: int = 64,
-        cache_dtype: torch.dtype | None = None,
-        poison: bool = True,
-        seed: int = 0,
-    ) -> None:
-        if (head is None) == (drafter is None):
-            raise ValueError("give either an EAGLE head or a drafter")
-        if k < 1 or prefill_chunk < 1 or block_size < 1:
-            raise ValueError(f"k, prefill_chunk and block_size must be at least 1: {k}, {prefill_chunk}, {block_size}")
-        self.target, self.mode, self.head, self.drafter, self.k = target, mode, head, drafter, k
-        self.block_size, self.num_blocks, self.prefill_chunk = block_size, num_blocks, prefill_chunk
-        self.poison, self.seed = poison, seed
-        config, weight = target.config, target.lm_head.weight
-        self.cache_dtype = cache_dtype or weight.dtype
-        sizes = config.num_key_value_heads, config.head_dim, self.cache_dtype.itemsize, weight.element_size()
-        self.shape = Shape(config.num_hidden_layers, *sizes)
+    target: PreTrainedModel
+    mode: str
+    drafter: Drafter
+    k: int = 4
+    block_size: int = 16
+    prefill_chunk: int = 64
+    cache_dtype: torch.dtype | None = None
+    poison: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = self.k, self.prefill_chunk, self.block_size
+        if min(sizes) < 1:
+            raise ValueError(f"k, prefill_chunk and block_size must be at least 1: {', '.join(map(str, sizes))}")
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], max_tokens: int) -> Generation:
         """Decode `max_tokens` greedy tokens after each prompt, all prompts in one batch.
 
         Raises:
-            ValueError: no or an empty prompt, or too few blocks; the message says how many are needed.
+            ValueError: no or an empty prompt, or no mode.
         """
-        requests, num_blocks = self._admit(prompts, max_tokens)
-        size = num_blocks, self.block_size
-        cache = PagedCache(self.shape, *size, self.cache_dtype, poison=self.poison)
-        drafter = self.drafter or self._eagle_drafter(size)
+        if not prompts or not all(prompts) or max_tokens < 1:
+            raise ValueError("give at least one prompt, no empty one, and max_tokens of at least 1")
+        needed = [-(-(len(prompt) + max_tokens + 2 * self.k + 1) // self.block_size) for prompt in prompts]
+        num_blocks = sum(needed) + 1
+        blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed))
+        tables = blocks[: sum(needed)].split(needed)
+        requests = [Request(list(p), len(p), table) for p, table in zip(prompts, tables, strict=True)]
+
+        config, weight = self.target.config, self.target.lm_head.weight
+        dtype = self.cache_dtype or weight.dtype
+        sizes = config.num_key_value_heads, config.head_dim, dtype.itemsize, weight.element_size()
+        shape = Shape(config.num_hidden_layers, *sizes)
+        cache = PagedCache(shape, num_blocks, self.block_size, dtype, poison=self.poison)
         policy = make_policy(self.mode, cache, capacity=len(requests) * (1 + self.k))
+        self.drafter.start(cache)
         steps = []
         while active := [request for request in requests if request.is_active(max_tokens)]:
-            steps.append(self._step(active, cache, policy, drafter))
-        tokens = [request.output[:max_tokens] for request in requests]
-        return Generation(self.mode, self.shape, self.k, tokens, steps, policy.counts)
+            steps.append(self._step(active, cache, policy))
+        return Generation(shape, self.k, [request.output[:max_tokens] for request in requests], steps, policy.counts)
 
-    def _step(self, requests: list[Request], cache: PagedCache, policy: WriteAll, drafter: Drafter) -> Step:
+    def _step(self, requests: list[Request], cache: PagedCache, policy: WriteAll) -> Step:
         starts = [request.num_computed_tokens for request in requests]
         batch = make_batch(cache, requests, starts, [self._next_ids(request) for request in requests])
         before = cache.pool.clone()
@@ -267,7 +275,7 @@ class SpeculativeDecoder:
         for request, new, kept in zip(requests, sampled, kept_lens, strict=True):
             request.num_computed_tokens += kept
             request.tokens += new
-        drafter.propose(requests, batch, hidden, num_rejected)
+        self.drafter.propose(requests, batch, hidden, num_rejected)
 
         verified = batch.num_drafts > 0
         window = Window(
@@ -277,7 +285,8 @@ class SpeculativeDecoder:
             context_rows=sum(len(slots) for slots in batch.sequence_slots),
             prefill_rows=len(batch.input_ids) - len(batch.window_rows),
         )
-        return Step(window, (batch.num_drafts - num_rejected)[verified].tolist(), Traffic(cache.traffic), dirty)
+        accepted = (batch.num_drafts - num_rejected)[verified].tolist()
+        return Step(window, accepted, Traffic(cache.traffic), step_traffic(self.mode, cache.shape, window), dirty)
 
     def _next_ids(self, request: Request) -> list[int]:
         start = request.num_computed_tokens
@@ -300,29 +309,8 @@ class SpeculativeDecoder:
             sampled.append(ours[: accepted + 1])
         return num_rejected, sampled
 
-    def _admit(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[Request], int]:
-        if not prompts or not all(prompts) or max_tokens < 1:
-            raise ValueError("give at least one prompt, no empty one, and max_tokens of at least 1")
-        needed = [-(-(len(prompt) + max_tokens + 2 * self.k + 1) // self.block_size) for prompt in prompts]
-        num_blocks = self.num_blocks or sum(needed) + 1
-        if num_blocks < sum(needed):
-            raise ValueError(f"{num_blocks} blocks of {self.block_size} are too few: these prompts need {sum(needed)}")
-        blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed))
-        tables = blocks[: sum(needed)].split(needed)
-        return [Request(list(p), len(p), table) for p, table in zip(prompts, tables, strict=True)], num_blocks
-
-    def _eagle_drafter(self, size: tuple[int, int]) -> EagleDrafter:
-        assert self.head is not None
-        config, dtype = self.head.config, self.head.fc.weight.dtype
-        shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype.itemsize)
-        return EagleDrafter(self.head, PagedCache(shape, *size, dtype, first_layer=self.shape.num_layers), self.k)
-
 
 def count_accepted(drafts: Iterable[int], choices: Iterable[int]) -> int:
     """How many leading drafts are what the target itself would have said."""
-    accepted = 0
-    for draft, choice in zip(drafts, choices, strict=False):
-        if draft != choice:
-            break
-        accepted += 1
-    return accepted
+    pairs = zip(drafts, choices, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

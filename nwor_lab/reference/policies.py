@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor_lab.reference.cache import Batch, PagedCache, Rows
+from nwor_lab.reference.cache import Batch, PagedCache
 from nwor_lab.reference.staging import Counts, StagingBuffer
 
 
@@ -55,9 +55,9 @@ class WriteAll:
         parts = query.split(self.batch.query_lens.tolist())
         return torch.cat([attention(q, *self.rows(layer, r, q.dtype)) for r, q in enumerate(parts)])
 
-    def rows(self, layer: int, request: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The keys and values `[N, H, D]` that attention sees of a request."""
-        tail = len(self.batch.window_tokens(request))
+    def rows(self, layer: int, request: int, dtype: torch.dtype) -> Tensor:
+        """The keys and values `[2, N, H, D]` that attention sees of a request."""
+        tail = int(self.batch.query_lens[request]) if self.batch.num_drafts[request] else 0
         return self.cache.layers[layer].read(self.batch.sequence_slots[request], dtype, tail)
 
     def commit(self, num_rejected: Tensor) -> None:
@@ -73,7 +73,7 @@ class CopyOnWrite(WriteAll):
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        self.log: list[Rows] = []
+        self.log: list[Tensor] = []
         if len(batch.draft_rows):
             slots = batch.slot_mapping[batch.draft_rows]
             self.log = [context.load(slots) for context in self.cache.layers.values()]
@@ -89,8 +89,8 @@ class CopyOnWrite(WriteAll):
         if not self.log:
             return
         slots = self.batch.slot_mapping[self.batch.draft_rows][rejected]
-        for context, (key, value) in zip(self.cache.layers.values(), self.log, strict=True):
-            context.store((key[rejected], value[rejected]), slots)
+        for context, rows in zip(self.cache.layers.values(), self.log, strict=True):
+            context.store(rows[:, rejected], slots)
         self._count("restore", len(slots))
         self.log = []
 
@@ -142,17 +142,17 @@ class Staging(BlindStaging):
         prefills = len(self.batch.window_rows) < len(self.batch.slot_mapping)  # these need vLLM's writer
         self.buffer.write(self.cache.layers[layer], key, value, self.batch.slot_mapping, launches=int(prefills))
 
-    def rows(self, layer: int, request: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        drafts = torch.nonzero(self.batch.row_request[self.held_rows] == request).flatten()
-        if self.buffer.state == "direct" or not len(drafts):
+    def rows(self, layer: int, request: int, dtype: torch.dtype) -> Tensor:
+        drafts = self.batch.num_drafts
+        first, end = int(drafts[:request].sum()), int(drafts[: request + 1].sum())  # in the buffer
+        if self.buffer.state == "direct" or first == end:
             return super().rows(layer, request, dtype)
-        layer_cache, slots = self.cache.layers[layer], self.batch.sequence_slots[request]
-        first = len(slots) - len(drafts) - 1
-        pages = layer_cache.read(slots[:first], dtype)
+        context, slots = self.cache.layers[layer], self.batch.sequence_slots[request]
+        sampled = len(slots) - 1 - (end - first)
+        pages = context.read(slots[:sampled], dtype)
         # Not counted, nor is the tail: a kernel that attends and stores has these rows on one read.
-        sampled = layer_cache.decode(layer_cache.load(slots[first : first + 1]), dtype)
-        tail = self.buffer.tail(layer, drafts, dtype)
-        return torch.cat((pages[0], sampled[0], tail[0])), torch.cat((pages[1], sampled[1], tail[1]))
+        own = context.decode(context.load(slots[sampled : sampled + 1]), dtype)
+        return torch.cat((pages, own, self.buffer.tail(layer, torch.arange(first, end), dtype)), dim=1)
 
 
 POLICIES: dict[str, type[WriteAll]] = {"off": WriteAll, "blind": BlindStaging, "cow": CopyOnWrite, "stage": Staging}

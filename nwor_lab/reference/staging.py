@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from nwor_lab.model.traffic import Traffic
-from nwor_lab.reference.cache import LayerContext, Rows
+from nwor_lab.reference.cache import LayerContext
 
 
 @dataclass
@@ -38,14 +38,11 @@ class Counts:
 
 @dataclass
 class Staged:
-    """One layer's rows, in the bytes of its cache, and the context that a commit needs to place them."""
+    """One layer's rows uint8 `[2, M, H, W]`, which of its M tokens are there, and the context that places them."""
 
     context: LayerContext
-    rows: Rows
+    rows: Tensor
     present: Tensor
-
-    def take(self, index: Tensor) -> Rows:
-        return self.rows[0][index], self.rows[1][index]
 
 
 class StagingBuffer:
@@ -112,21 +109,18 @@ class StagingBuffer:
         """
         if is_fake(key):
             return
-        rows = self._rows
-        if rows is None or not self._staging or context.layer not in self.layers:
+        if self._rows is None or not self._staging or context.layer not in self.layers:
             context.write(key, value, slot_mapping)
             return
         try:
-            if not torch.equal(slot_mapping[rows], self.slots):
+            if not torch.equal(slot_mapping[self._rows], self.slots):
                 raise ValueError(f"layer {context.layer} has other slots than its window")
-            self.stage(context, torch.arange(len(rows)), key[rows], value[rows])
+            self.stage(context, torch.arange(len(self._rows)), key[self._rows], value[self._rows])
         except Exception as error:  # noqa: BLE001 - any error means direct writes
             self._fall_back(error)
             context.write(key, value, slot_mapping)
             return
-        at_once = torch.ones(len(slot_mapping), dtype=torch.bool)
-        at_once[rows] = False
-        context.write(key[at_once], value[at_once], slot_mapping[at_once], launches)
+        context.write(key, value, slot_mapping.index_fill(0, self._rows, -1), launches)
 
     def stage(self, context: LayerContext, token_indices: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep `key, value [T, H, D]`, the rows of the window's tokens `token_indices` int64 `[T]`, in any order.
@@ -137,30 +131,32 @@ class StagingBuffer:
         """
         if not self._staging:
             raise RuntimeError("no window is open: begin one before the forward")
-        entry = self.entries.get(context.layer) or self._new_entry(context)
-        if len(token_indices) and not (token_indices.min() >= 0 and token_indices.max() < len(self.slots)):
-            raise IndexError(f"token indices {token_indices.tolist()} in a window of {len(self.slots)} tokens")
-        if entry.present[token_indices].any() or len(token_indices.unique()) != len(token_indices):
-            raise IndexError(f"layer {context.layer} stages a token twice: {token_indices.tolist()}")
-        for rows, new in zip(entry.rows, context.encode(key, value), strict=True):
-            rows[token_indices] = new
-        entry.present[token_indices] = True
+        new, size, places = context.encode(key, value), len(self.slots), token_indices.tolist()
+        if not set(places) <= set(range(size)):
+            raise IndexError(f"token indices {places} in a window of {size} tokens")
+        entry = self.entries.get(context.layer)
+        if entry is None:
+            context.load(self.slots)  # slots that reach out of the cache show here, not at the commit
+            rows = torch.full((2, size, *new.shape[2:]), 0xFF, dtype=torch.uint8)
+            entry = Staged(context, rows, torch.zeros(size, dtype=torch.bool))
+        if entry.present[token_indices].any() or len(set(places)) < len(places):
+            raise IndexError(f"layer {context.layer} stages a token twice: {places}")
+        entry.rows[:, token_indices] = new
+        entry.present[token_indices] = self.token_mask[token_indices] = True
         self.entries[context.layer] = entry
-        self.token_mask[token_indices] = True
-        self.stage_operations += len(token_indices)
-        read = (key.numel() + value.numel()) * key.element_size()
-        written = len(token_indices) * context.row_bytes
+        self.stage_operations += len(places)
+        read, written = 2 * key.numel() * key.element_size(), len(places) * context.row_bytes
         self.traffic.count("stage", read=read, written=written, launches=0 if self.fused else 1)
 
-    def tail(self, layer: int, token_indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The staged keys and values `[T, H, D]` of `token_indices`, as attention must see them.
+    def tail(self, layer: int, token_indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """The staged keys and values `[2, T, H, D]` of `token_indices`, as attention must see them.
 
         Not counted: in mode `stage` the kernel that attends is the kernel that stages, on one read.
         """
         entry = self.entries[layer]
         if not entry.present[token_indices].all():
             raise IndexError(f"layer {layer} has not staged all of {token_indices.tolist()}")
-        return entry.context.decode(entry.take(token_indices), dtype)
+        return entry.context.decode(entry.rows[:, token_indices], dtype)
 
     def commit(self, kept: Tensor) -> None:
         """Close the window; `kept` bool `[T]` says of each row of the batch whether it stays.
@@ -181,12 +177,12 @@ class StagingBuffer:
             except Exception as error:  # noqa: BLE001
                 self._fall_back(error, kept)
             else:
-                tokens = int(self.token_mask.sum())
+                tokens, committed = int(self.token_mask.sum()), int(kept.sum())
                 self.counts.windows += 1
                 self.counts.stage_operations += self.stage_operations
                 self.counts.staged_tokens += tokens
-                self.counts.committed_tokens += int(kept.sum())
-                self.counts.rejected_tokens += tokens - int(kept.sum())
+                self.counts.committed_tokens += committed
+                self.counts.rejected_tokens += tokens - committed
         self._close()
 
     def copy_to_pages(self, kept: Tensor) -> None:
@@ -201,22 +197,18 @@ class StagingBuffer:
         for layer, entry in self.entries.items():
             if not entry.present.all():
                 raise RuntimeError(f"layer {layer} staged {int(entry.present.sum())} of {len(self.slots)} tokens")
-        slots = self.slots[kept]
-        before: list[tuple[LayerContext, Rows]] = []
+        slots, moved = self.slots[kept], 0
+        # Not counted: one launch for all layers has no half-way point to come back from.
+        before = [(entry.context, entry.context.load(slots)) for entry in self.entries.values()]
         try:
             for entry in self.entries.values():
-                # Not counted: one launch for all layers has no half-way point to come back from.
-                before.append((entry.context, entry.context.load(slots)))
-                self.copy_layer(entry, kept)
+                entry.context.store(entry.rows[:, kept], slots)
+                moved += len(slots) * entry.context.row_bytes
         except Exception:
-            for context, rows in reversed(before):
+            for context, rows in before:
                 context.store(rows, slots)
             raise
-        moved = sum(len(slots) * entry.context.row_bytes for entry in self.entries.values())
         self.traffic.count("commit", read=moved, written=moved, launches=1 if self.fused else len(self.layers))
-
-    def copy_layer(self, entry: Staged, kept: Tensor) -> None:
-        entry.context.store(entry.take(kept), self.slots[kept])
 
     def cancel(self) -> None:
         """Drop the window, if one is open: unless it fell back, the pages are as they were before `begin`."""
@@ -224,11 +216,12 @@ class StagingBuffer:
         self._close()
 
     def _fall_back(self, error: Exception, kept: Tensor | None = None) -> None:
+        """Write through what was staged, of it the rows of `kept` if the verifier has decided."""
         self.counts.fallbacks += 1
         self.last_error = error
         for entry in self.entries.values():
             write = entry.present if kept is None else entry.present & kept
-            entry.context.store(entry.take(write), self.slots[write])
+            entry.context.store(entry.rows[:, write], self.slots[write])
             moved = int(write.sum()) * entry.context.row_bytes
             entry.context.traffic.count("write", read=moved, written=moved, launches=1)
         self._staging = False
@@ -240,12 +233,6 @@ class StagingBuffer:
         self.token_mask = torch.empty(0, dtype=torch.bool)
         self.entries: dict[int, Staged] = {}
         self.stage_operations = 0
-
-    def _new_entry(self, context: LayerContext) -> Staged:
-        context.check_slots(self.slots)
-        heads, width = context.key_cache.shape[2], context.key_cache.shape[3] * context.dtype.itemsize
-        rows = torch.full((2, len(self.slots), heads, width), 0xFF, dtype=torch.uint8)
-        return Staged(context, (rows[0], rows[1]), torch.zeros(len(self.slots), dtype=torch.bool))
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -10,7 +10,8 @@ import pandas as pd
 import torch
 
 from nwor_lab.model.traffic import MODES, Shape
-from nwor_lab.reference.cache import Batch, PagedCache
+from nwor_lab.reference.cache import PagedCache
+from nwor_lab.reference.decoder import Request, make_batch
 from nwor_lab.reference.policies import BlindStaging, CopyOnWrite, WriteAll, make_policy
 
 MOMENTS = ("before the forward", "attention runs", "after sampling")
@@ -58,24 +59,17 @@ class TinyWindow:
             `position` of the row that lies there (NaN if none does), `state` (empty, context, kept, undecided or
             rejected) and `sees`, the positions that attention read, `?` where nothing was written.
         """
-        cache = PagedCache(Shape(1, 1, 2, 4), self.num_blocks, self.block_size)
-        slots = cache.slots(torch.tensor(self.block_table), torch.arange(self.num_computed + 1 + self.k))
+        cache, before = PagedCache(Shape(1, 1, 2, 4), self.num_blocks, self.block_size), self.num_computed
+        request = Request([], 0, torch.tensor(self.block_table), before, drafts=[0] * self.k)
+        batch = make_batch(cache, [request], [before], [[0] * (1 + self.k)])
+        (slots,) = batch.sequence_slots
         rows = torch.arange(len(slots)).float()[:, None, None].expand(-1, 1, 2)
-        new = slice(self.num_computed, None)
-        cache.layers[0].write(rows[: self.num_computed], rows[: self.num_computed], slots[: self.num_computed])
-        batch = Batch(
-            input_ids=torch.zeros(1 + self.k, dtype=torch.int64),
-            positions=torch.arange(len(slots))[new],
-            slot_mapping=slots[new],
-            query_start_loc=torch.tensor([0, 1 + self.k]),
-            num_drafts=torch.tensor([self.k]),
-            sequence_slots=[slots],
-        )
+        cache.layers[0].write(rows[:before], rows[:before], slots[:before])
         policy = make_policy(mode, cache)
         frames = [self._cells(policy, MOMENTS[0])]
         policy.begin(batch)
-        policy.stage(0, rows[new], rows[new])
-        keys, _ = policy.rows(0, 0, torch.float32)
+        policy.stage(0, rows[before:], rows[before:])
+        keys = policy.rows(0, 0, torch.float32)[0]
         frames.append(self._cells(policy, MOMENTS[1]))
         policy.commit(torch.tensor([num_rejected]))
         frames.append(self._cells(policy, MOMENTS[2], num_rejected))
@@ -88,11 +82,11 @@ class TinyWindow:
 
     def _cells(self, policy: WriteAll, moment: str, num_rejected: int = 0) -> pd.DataFrame:
         context = policy.cache.layers[0]
-        beside = []
+        beside = torch.empty(2, 0, 1, 2)
         if isinstance(policy, CopyOnWrite) and moment == MOMENTS[1]:
-            beside = context.decode(policy.log[0], torch.float32)[0][:, 0, 0].tolist()
+            beside = context.decode(policy.log[0], torch.float32)
         elif isinstance(policy, BlindStaging) and moment == MOMENTS[1]:
-            beside = policy.buffer.tail(0, torch.arange(len(policy.buffer.slots)), torch.float32)[0][:, 0, 0].tolist()
+            beside = policy.buffer.tail(0, torch.arange(len(policy.buffer.slots)), torch.float32)
         first_draft, end = self.num_computed + 1, self.num_computed + 1 + self.k
 
         def state(position: float) -> str:
@@ -104,7 +98,7 @@ class TinyWindow:
                 return "undecided"
             return "kept" if position < end - num_rejected else "rejected"
 
-        lines = [*context.key_cache[:, :, 0, 0].tolist(), beside]
+        lines = [*context.pages[0, :, :, 0, 0].tolist(), beside[0, :, 0, 0].tolist()]
         cells = [(line, column, p) for line, places in enumerate(lines) for column, p in enumerate(places)]
         frame = pd.DataFrame(cells, columns=["line", "column", "position"])
         return frame.assign(state=[state(p) for p in frame["position"]], moment=moment)

@@ -11,6 +11,7 @@ from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nwor_lab.operators.check import DTYPES, draw
 from nwor_lab.operators.inputs import (
     ACCEPTANCE,
     LAYOUTS,
@@ -23,12 +24,11 @@ from nwor_lab.operators.inputs import (
     make_vectors,
     poison,
 )
-from nwor_lab.operators.twins import Twins
+from nwor_lab.operators.reference import Twins
 from tests.kernels.operators import check
 
 pytestmark = each_device
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = [(dtype, "auto", "none") for dtype in DTYPES] + [
     (dtype, cache, scale)
     for dtype in DTYPES
@@ -84,8 +84,7 @@ def test_log_and_restore(cache_dtype, layout, num_heads, head_size, block_size, 
     log = make_staging(TOKENS + 1, num_heads, head_size, cache_dtype, device)[:2]
     for acceptance in ACCEPTANCE:
         key_cache, value_cache = make_cache(layout, BLOCKS, block_size, num_heads, head_size, cache_dtype, device)
-        before = Twins()
-        before(key_cache), before(value_cache)
+        before = Twins(key_cache, value_cache)
         check("log_cache_slots", key_cache, value_cache, slots, *log)
         block, offset = slots[slots >= 0] // block_size, slots[slots >= 0] % block_size
         for cache, seed in ((key_cache, 31), (value_cache, 32)):
@@ -207,27 +206,8 @@ def test_no_rows_is_no_work(device):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    layout=st.sampled_from(LAYOUTS),
-    kv_cache_dtype=st.sampled_from(["auto", "fp8"]),
-    slots=st.lists(
-        st.integers(-2, 31), min_size=1, max_size=20, unique_by=lambda slot: slot if slot >= 0 else object()
-    ),
-    bits=st.integers(0, 2**20 - 1),
-    accepted=st.integers(0, 20),
-)
-def test_any_slots_and_mask(layout, kv_cache_dtype, slots, bits, accepted, device):
-    """Drawn sets of slots and accepted rows."""
-    tokens = len(slots)
-    slot_mapping = torch.tensor(slots, device=device)
-    mask = torch.tensor([bool(bits >> i & 1) for i in range(tokens)], device=device)
-    key, value = make_vectors("qkv", tokens, 2, 8, torch.bfloat16, device)
-    cache_dtype = cache_dtype_of(torch.bfloat16, kv_cache_dtype)
-    caches = make_cache(layout, 4, 8, 2, 8, cache_dtype, device)
-    staging = make_staging(tokens, 2, 8, cache_dtype, device)
-    check("log_cache_slots", *caches, slot_mapping, *staging[:2])
-    check("commit_draft_layer", key, value, *caches, slot_mapping, mask, kv_cache_dtype, None, None)
-    check("restore_rejected_drafts", *staging[:2], slot_mapping, mask, *caches)
-    check("stage_kv_cache", key, value, slot_mapping, *staging, kv_cache_dtype, None, None)
-    rows = min(accepted, sum(slot >= 0 for slot in slots))
-    check("commit_staged_kv_cache", *staging, *caches, torch.tensor([rows], device=device))
+@given(seed=st.integers(0, 2**16))
+def test_drawn_calls(seed, device):
+    """Every operator with drawn dtypes, layouts, shapes, strides, slots, accepted rows and batches."""
+    for case in draw(device, 1, seed):
+        check(case.operator, *case.args)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nwor import ops
 from nwor_lab.operators.inputs import Pool, make_window, poison
-from nwor_lab.operators.twins import Twins
+from nwor_lab.operators.reference import Twins
 from tests.kernels.operators import check
 
 pytestmark = each_device
@@ -66,8 +66,7 @@ def test_restore_undoes_what_was_written(element_size, device):
     """Log, overwrite every slot of every layer, restore all: the pool is what it was, bit for bit."""
     skip_packing_on_cuda(element_size, device)
     pool = Pool("LBHN", 3, 4, 2, 8, 32, device, element_size)
-    before = Twins()
-    before(pool.pool)
+    before = Twins(pool.pool)
     slots, *decisions = make_window([9], [9], 32, device)
     ops.log_all_layers(*pool.arguments(slots))
     logged = pool.rows.clone()

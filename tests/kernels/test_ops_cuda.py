@@ -10,97 +10,55 @@ from nwor import ops
 from nwor_lab.operators import reference
 from nwor_lab.operators.inputs import (
     Pool,
-    make_batch,
+    calls,
     make_cache,
-    make_mask,
-    make_scale,
-    make_slots,
     make_staging,
-    make_targets,
     make_vectors,
     make_window,
     poison,
+    without_staging,
 )
-from nwor_lab.operators.twins import Twins
+from nwor_lab.operators.reference import Twins
 from tests.kernels.operators import check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
 
-def poison_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    return poison(tensor.shape, tensor.dtype, str(tensor.device), seed)
-
-
 class Step:
-    """A step of every operator on persistent tensors; `refill` gives each of them other contents in place."""
-
-    tokens, heads, head_size, block_size, blocks = 9, 4, 16, 8, 6
+    """A call of every operator on persistent tensors; `refill` gives each of them other contents in place."""
 
     def __init__(self, device: str = "cuda") -> None:
-        shape = self.heads, self.head_size
-        self.key, self.value = make_vectors("qkv", self.tokens, *shape, torch.bfloat16, device)
-        self.slots = make_slots(self.tokens, self.blocks * self.block_size, device)
-        self.mask = make_mask("sparse", self.tokens, device)
-        self.scales = make_scale("scalar", 9, 4, device, 1), make_scale("head", 9, 4, device, 2)
-        self.staging = make_staging(2 * self.tokens, *shape, torch.uint8, device)
-        self.caches = make_cache("vllm NHD", self.blocks, self.block_size, *shape, torch.uint8, device)
-        self.log = make_staging(self.tokens, *shape, torch.uint8, device)[:2]
-        self.accepted_len = torch.tensor([2], device=device)
-        self.pool = Pool("LBNH", 3, self.blocks, self.heads, self.block_size, 32, device)
-        self.old_rows = poison_like(self.pool.rows, 50)
-        self.window = make_window([4, 1, 3], [1, 0, 4], self.blocks * self.block_size, device)
-        self.batch = make_batch([4, 1, 5], [4, 1, 3], self.blocks * self.block_size, device)
-        self.targets = make_targets(4, 4, self.batch[2].numel() + 1, device)
+        self.device, self.calls = device, self.drawn(0, device)
 
-    def calls(self):
-        k_scale, v_scale = self.scales
-        fp8 = ("fp8", k_scale, v_scale)
-        pool = self.pool.arguments(self.window[0])
-        window = (*self.window[1:], self.pool.counts)
-        yield "open_window", (*self.batch, *self.targets, self.pool.counts)
-        yield "open_window", (*self.batch, *self.targets[:2], None, None, self.pool.counts)
-        yield "log_cache_slots", (*self.caches, self.slots, *self.log)
-        yield "log_all_layers", (*pool[:5], self.old_rows)
-        yield "stage_kv_cache", (self.key, self.value, self.slots, *self.staging, *fp8)
-        yield "commit_staged_kv_cache", (*self.staging, *self.caches, self.accepted_len)
-        yield "commit_draft_layer", (self.key, self.value, *self.caches, self.slots, self.mask, *fp8)
-        yield "restore_rejected_drafts", (*self.log, self.slots, self.mask, *self.caches)
-        yield "commit_all_layers", (*pool, *window)
-        yield "restore_all_layers", (*pool[:5], self.old_rows, *window)
+    @staticmethod
+    def drawn(seed: int, device: str) -> list[tuple[str, tuple]]:
+        found = calls(device, seed, tokens=9, layout="vllm NHD", order="LBNH")
+        cow = without_staging(calls(device, seed)["open_window"])
+        return [*found.items(), ("open_window", cow)]
 
     def run(self) -> None:
-        for operator, args in self.calls():
+        for operator, args in self.calls:
             getattr(ops, operator)(*args)
 
     def refill(self, seed: int) -> None:
-        other_key, other_value = make_vectors(
-            "qkv", self.tokens, self.heads, self.head_size, torch.bfloat16, "cuda", seed
-        )
-        self.key.copy_(other_key)
-        self.value.copy_(other_value)
-        self.slots.copy_(make_slots(self.tokens, self.blocks * self.block_size, "cuda", seed))
-        self.mask.copy_(torch.randint(0, 2, (self.tokens,), generator=torch.Generator().manual_seed(seed)).bool())
-        self.accepted_len.fill_(seed % 3)
-        self.scales[0].fill_(0.1 * seed + 0.05)
-        rejected = [seed % 5, seed % 2, 3 - seed % 4]
-        num_slots = self.blocks * self.block_size
-        drawn = make_window([seed % 5, 1, 4 - seed % 3], rejected, num_slots, "cuda", seed, width=4)
-        for tensor, other in zip(self.window, drawn, strict=True):
-            tensor.copy_(other)
-        queries = [5 - seed % 3, seed % 2, 5]
-        drawn = make_batch(queries, [queries[0], 1, 1 + seed % 6], num_slots, "cuda", seed)
-        for tensor, other in zip(self.batch, drawn, strict=True):
-            tensor[: other.numel()].copy_(other[: tensor.numel()])
-        self.staging[3].zero_()
-        for tensor in (*self.caches, *self.log, self.pool.rows, self.old_rows):
-            tensor.copy_(poison_like(tensor, seed))
+        for (_, args), (_, others) in zip(self.calls, self.drawn(seed, self.device), strict=True):
+            for arg, other in zip(args, others, strict=True):
+                if isinstance(arg, torch.Tensor):
+                    arg.copy_(other)
 
     def expect(self) -> Twins:
         """What plain Python makes of the contents now."""
         twins = Twins()
-        for operator, args in list(self.calls()):
-            getattr(reference, operator)(*(twins(arg) for arg in args), device="cuda")
+        for operator, args in self.calls:
+            reference.run(operator, [twins.copy(arg) for arg in args], "cuda")
         return twins
+
+    def no_slots(self) -> None:
+        """As vLLM captures: with every slot -1."""
+        for operator, args in self.calls:
+            for name, arg in zip(ops.OPERATORS[operator], args, strict=False):
+                if name in ("slots", "slot_mapping"):
+                    arg.fill_(-1)
 
 
 def test_graph_replays_follow_the_live_tensors():
@@ -110,7 +68,7 @@ def test_graph_replays_follow_the_live_tensors():
     step.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    step.slots.fill_(-1), step.window[0].fill_(-1)  # vLLM captures with every slot -1
+    step.no_slots()
     with torch.cuda.graph(graph):
         step.run()
     for seed in range(2, 8):
@@ -157,12 +115,12 @@ def test_runs_on_the_current_stream():
     step, stream = Step(), torch.cuda.Stream()
     step.refill(3)
     expected = step.expect()
-    slots = step.slots.clone()
-    step.slots.fill_(-1)
+    key, live = step.calls[1][1][0], step.calls[1][1][0].clone()  # of `stage_kv_cache`
+    key.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
-        step.slots.copy_(slots)
+        key.copy_(live)
         step.run()
     torch.cuda.synchronize()
     expected.assert_equal("on a stream of its own")
@@ -224,9 +182,7 @@ def test_values_that_the_host_does_not_see_are_skipped():
     mask = torch.ones(3, dtype=torch.bool, device="cuda")
     slots = torch.tensor([16, 2**40, 2**62], device="cuda")
     staging = make_staging(3, 2, 8, torch.float32, "cuda")
-    before = Twins()
-    for cache in caches:
-        before(cache)
+    before = Twins(*caches)
     ops.commit_draft_layer(key, value, *caches, slots, mask)
     ops.restore_rejected_drafts(*staging[:2], slots, ~mask, *caches)
     ops.stage_kv_cache(key, value, slots, *staging)
@@ -235,15 +191,13 @@ def test_values_that_the_host_does_not_see_are_skipped():
 
     staging[2].copy_(torch.tensor([1, 2, 3]))
     staging[3].copy_(torch.tensor([2, 0]))
-    expected = Twins()
-    twins = [expected(tensor) for tensor in (*staging, *caches)]
-    reference.commit_staged_kv_cache(*twins, torch.tensor([2]), device="cuda")
+    expected = Twins(*staging, *caches)
+    reference.run("commit_staged_kv_cache", [*expected.copies, torch.tensor([2])], "cuda")
     ops.commit_staged_kv_cache(*staging, *caches, torch.tensor([99], device="cuda"))
     expected.assert_equal("accepted_len beyond the staged rows")
 
     pool = Pool("LBHN", 2, 4, 2, 4, 16, "cuda")
-    before = Twins()
-    before(pool.pool)
+    before = Twins(pool.pool)
     beyond = torch.tensor([[16 * 2, 2**40, 2**62]], device="cuda")
     num_drafts, rejected, kept = torch.tensor([[3], [0], [0]], dtype=torch.int32, device="cuda")
     ops.log_all_layers(*pool.arguments(beyond))

@@ -7,14 +7,9 @@ import torch
 from devices import each_device
 
 from nwor_lab.operators.inputs import Pool, poison
-from tests.kernels.operators import check, check_refused
-from tests.kernels.wrong_inputs import Arguments, Change, check_wrong, put
+from tests.kernels.operators import Wrong, at, cases, check, check_wrong
 
 pytestmark = each_device
-
-WHERE = ("pool", "layer_offsets", "cache_strides", "slots", "packing", "rows")
-DECISIONS = ("num_drafts", "num_rejected", "kept", "counts")
-PARAMETERS = {"log_all_layers": (*WHERE, "logged"), "restore_all_layers": (*WHERE, *DECISIONS, "logged")}
 
 
 @pytest.mark.parametrize("element_size", [0, 2])
@@ -44,45 +39,42 @@ def test_a_log_that_outlives_its_step(order, element_size, device):
     assert there[1] >= set(slots[1, :5].tolist()) and there[2] == {-1}
 
 
-def a_log(device: str) -> Arguments:
-    """2 layers of 4 blocks of 4 slots; a window of 3 rows and one of 1, four rows of the log each,
-    one there already."""
+def log_arguments(device: str, operator: str) -> tuple:
+    """2 layers of 4 blocks of 4 slots; windows of 3 rows and of 1, four rows of the log each, one there already."""
     pool = Pool("LBHN", 2, 4, 2, 4, 16, device)
     slots = torch.tensor([[2, 3, 8], [0, -1, -1]], device=device)
-    num_drafts, rejected, kept = torch.tensor([[3, 1], [1, 0], [9, 9]], dtype=torch.int32, device=device)
+    decisions = torch.tensor([[3, 1], [1, 0], [9, 9]], dtype=torch.int32, device=device)
     logged = torch.tensor([[8, -1, -1, 9], [-1, -1, -1, -1]], device=device)
-    given = (*pool.arguments(slots), num_drafts, rejected, kept, pool.counts, logged)
-    return dict(zip(PARAMETERS["restore_all_layers"], given, strict=True))
+    return *pool.arguments(slots), *((*decisions, pool.counts) if operator == RESTORE else ()), logged
 
 
-WRONG_LOG: list[tuple[str, Change, str]] = [
-    ("logged dtype", put("logged", lambda t: t.int()), "logged must be Long"),
-    ("logged shape", put("logged", lambda t: t.flatten()), "logged must have shape [requests, entries]"),
-    ("logged cut by columns", put("logged", lambda t: t.repeat(1, 2)[:, :4]), "logged must be contiguous"),
-    ("a request too few", put("logged", lambda t: t[:1]), "logged has 1 requests but slots has 2"),
-    ("three entries", put("logged", lambda t: t[:, :3].contiguous()), "a power of two of columns"),
-    ("fewer entries than rows", put("logged", lambda t: t[:, :2].contiguous()), "at least those of slots (3)"),
-    ("more entries than a block", put("logged", lambda t: t.repeat(1, 2)), "that divides the block size (4), got 8"),
-    ("a log too small", put("rows", lambda t: t[:, :1]), "logged lists 8; make rows larger"),
+LOG, RESTORE = "log_all_layers", "restore_all_layers"
+BOTH = f"{LOG} {RESTORE}"
+WRONG_LOG: list[Wrong] = [
+    (BOTH, "logged", lambda t: t.int(), "logged must be Long"),
+    (BOTH, "logged", lambda t: t.flatten(), "logged must have shape [requests, entries]"),
+    (BOTH, "logged", lambda t: t.repeat(1, 2)[:, :4], "logged must be contiguous"),
+    (BOTH, "logged", lambda t: t[:1], "logged has 1 requests but slots has 2"),
+    (BOTH, "logged", lambda t: t[:, :3].contiguous(), "a power of two of columns"),
+    (BOTH, "logged", lambda t: t[:, :2].contiguous(), "at least those of slots (3)"),
+    (BOTH, "logged", lambda t: t.repeat(1, 2), "that divides the block size (4), got 8"),
+    (BOTH, "rows", lambda t: t[:, :1], "logged lists 8; make rows larger"),
 ]
 
 
-@pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
-@pytest.mark.parametrize(("change", "message"), [pytest.param(*case, id=name) for name, *case in WRONG_LOG])
-def test_logs(operator, change, message, device):
-    check_wrong(operator, a_log(device), PARAMETERS[operator], change, message)
+@cases(WRONG_LOG)
+def test_wrong_logs(wrong, device):
+    check_wrong(wrong[0], log_arguments(device, wrong[0]), *wrong[1:])
 
 
 def test_slots_that_share_a_row_of_the_log(device):
     if device == "cuda":
         pytest.skip("only the device knows the slots")
-    arguments = a_log("cpu") | {"slots": torch.tensor([[2, 3, 7], [0, -1, -1]])}
-    arguments = [arguments[name] for name in PARAMETERS["log_all_layers"]]
-    check_refused("log_all_layers", arguments, "slots 3 and 7 of request 0 share one of 4 rows")
+    message = "slots 3 and 7 of request 0 share one of 4 rows"
+    check_wrong(LOG, log_arguments("cpu", LOG), "slots", at((0, 2), 7), message)
 
 
-@pytest.mark.parametrize("operator", PARAMETERS)
+@pytest.mark.parametrize("operator", [LOG, RESTORE])
 def test_the_unchanged_log_is_taken(operator, device):
     """Else the cases above could fail for another reason than theirs."""
-    arguments = a_log(device)
-    check(operator, *(arguments[name] for name in PARAMETERS[operator]))
+    check(operator, *log_arguments(device, operator))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lab.attention import Problem, identity_packing
+from tests.lab.attention import FP8, Problem, identity_packing
 
 # Prefixes at, before and behind the edges of blocks of 16, with tails of all lengths the drafters have.
 PREFIXES = (0, 1, 15, 16, 17, 37, 32, 64, 5)
@@ -113,96 +113,80 @@ def test_any_batch(requests, block_size, sliding_window, seed):
 # -- wrong input -------------------------------------------------------------------------------------------------------
 
 
-def change(**attributes):
-    """Replace tensors of a problem by what the functions make of them."""
-
-    def apply(problem: Problem) -> None:
-        for name, make in attributes.items():
-            setattr(problem, name, make(getattr(problem, name)))
-
-    return apply
-
-
 def nhd(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-WRONG = {
-    "query of two dimensions": (change(query=lambda t: t.flatten(1)), "query and output must be"),
-    "output of two dimensions": (change(output=lambda t: t.flatten(1)), "query and output must be"),
-    "cache of five dimensions": (change(kv_cache=lambda t: t[None]), "kv_cache and staging must be"),
-    "staging of three dimensions": (change(staging=lambda t: t[0]), "kv_cache and staging must be"),
-    "output too short": (change(output=lambda t: t[:-1]), "output must have the shape and dtype of query"),
-    "output of another dtype": (change(output=lambda t: t.bfloat16()), "output must have the shape and dtype"),
-    "output of other heads": (change(output=lambda t: t[:, :2]), "output must have the shape and dtype"),
-    "query strided inside a head": (change(query=lambda t: t.mT.contiguous().mT), "head vectors must be dense"),
-    "output strided inside a head": (change(output=lambda t: t.mT.contiguous().mT), "head vectors must be dense"),
-    "cache of another head size": (change(kv_cache=lambda t: t[..., :32]), "kv_cache rows hold 32 elements"),
-    "staging of other heads": (change(staging=lambda t: t[:, :1]), "staging must have the heads"),
-    "staging of another block size": (change(staging=lambda t: t[:, :, :8]), "staging must have the heads"),
-    "staging of another dtype": (change(staging=lambda t: t.bfloat16()), "staging must have .* dtype of kv_cache"),
-    "cache of another dtype": (
-        change(kv_cache=lambda t: t.bfloat16(), staging=lambda t: t.bfloat16()),
-        "kv_cache must be uint8 .fp8. or query's dtype",
-    ),
-    "3 query heads over 2": (
-        change(query=lambda t: t[:, :3], output=lambda t: t[:, :3]),
-        "3 query heads do not divide",
-    ),
-    "double": (
-        change(**{name: lambda t: t.double() for name in ("query", "output", "kv_cache", "staging")}),
-        "query must be float32, float16 or bfloat16",
-    ),
-    "int64 query_start_loc": (change(query_start_loc=lambda t: t.long()), "query_start_loc must be contiguous int32"),
-    "query_start_loc too short": (change(query_start_loc=lambda t: t[:-1]), "query_start_loc has 2 elements, needs 3"),
-    "int64 seq_lens": (change(seq_lens=lambda t: t.long()), "seq_lens must be contiguous int32"),
-    "seq_lens too short": (change(seq_lens=lambda t: t[:1]), "seq_lens has 1 elements, needs 2"),
-    "int64 window_start": (change(window_start=lambda t: t.long()), "window_start must be contiguous int32"),
-    "int64 packing": (change(packing=lambda t: t.long()), "packing must be contiguous int32"),
-    "packing of a smaller block": (
-        change(packing=lambda t: t[:8].contiguous()),
-        "packing has 512 elements, needs 1024",
-    ),
-    "a place beyond the chunk": (change(packing=lambda t: t + 1), "packing: place 1024 is not in a chunk"),
-    "a negative place": (change(packing=lambda t: t - 1), "packing: place -1 is not in a chunk"),
-    "a cache of tokens before heads": (change(kv_cache=nhd), "must hold each block and head as one dense"),
-    "staging of tokens before heads": (change(staging=nhd), "must hold each block and head as one dense"),
-    "rows before the query": (change(query_start_loc=lambda t: t - 1), "request 0: its rows do not fit"),
-    "int64 block_table": (change(block_table=lambda t: t.long()), "block_table must be int32"),
-    "block_table without rows": (change(block_table=lambda t: t[0]), "block_table must be int32"),
-    "block_table of one request": (change(block_table=lambda t: t[:1]), "block_table must be int32"),
-    "a block beyond the cache": (change(block_table=lambda t: t + 100), "request 0: block 1.. is not in the cache"),
-    "a negative block": (change(block_table=lambda t: t - 100), "request 0: block -.* is not in the cache"),
-    "block_table too short": (change(block_table=lambda t: t[:, :1]), "request 0: block_table is too short"),
-    "a sequence shorter than its rows": (change(seq_lens=lambda t: t - 31), "request 1: its rows do not fit"),
-    "a query without rows": (change(query_start_loc=lambda t: t * 0), "request 0: its rows do not fit"),
-    "rows beyond the query": (change(query_start_loc=lambda t: t + 1), "request 1: its rows do not fit"),
-    "a window beyond staging": (change(window_start=lambda t: t + 28), "request 1: its window leaves staging"),
-    "an unknown fp8": (
-        change(kv_cache=lambda t: fp8(t), staging=lambda t: fp8(t), kv_cache_dtype=lambda _: "fp8_e3m4"),
-        "fp8_e3m4 is none of fp8, fp8_e4m3, fp8_e5m2",
-    ),
-    "fp8 bytes under auto": (change(kv_cache=lambda t: fp8(t), staging=lambda t: fp8(t)), "auto is none of fp8"),
-}
 
 
 def fp8(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_input_is_refused(what):
+# What is wrong of a problem, the change that makes it so, and the error.
+WRONG = [
+    ("query", lambda t: t.flatten(1), "query and output must be"),
+    ("query", lambda t: t.mT.contiguous().mT, "head vectors must be dense"),
+    ("query output", lambda t: t[:, :3], "3 query heads do not divide"),
+    ("output", lambda t: t.flatten(1), "query and output must be"),
+    ("output", lambda t: t[:-1], "output must have the shape and dtype of query"),
+    ("output", lambda t: t.bfloat16(), "output must have the shape and dtype"),
+    ("output", lambda t: t[:, :2], "output must have the shape and dtype"),
+    ("output", lambda t: t.mT.contiguous().mT, "head vectors must be dense"),
+    ("query output kv_cache staging", lambda t: t.double(), "query must be float32, float16 or bfloat16"),
+    ("kv_cache", lambda t: t[None], "kv_cache and staging must be"),
+    ("kv_cache", lambda t: t[..., :32], "kv_cache rows hold 32 elements"),
+    ("kv_cache", nhd, "must hold each block and head as one dense"),
+    ("kv_cache staging", lambda t: t.bfloat16(), "kv_cache must be uint8 .fp8. or query's dtype"),
+    ("kv_cache staging", fp8, "auto is none of fp8"),
+    ("staging", lambda t: t[0], "kv_cache and staging must be"),
+    ("staging", lambda t: t[:, :1], "staging must have the heads"),
+    ("staging", lambda t: t[:, :, :8], "staging must have the heads"),
+    ("staging", lambda t: t.bfloat16(), "staging must have .* dtype of kv_cache"),
+    ("staging", nhd, "must hold each block and head as one dense"),
+    ("query_start_loc", lambda t: t.long(), "query_start_loc must be contiguous int32"),
+    ("query_start_loc", lambda t: t[:-1], "query_start_loc has 2 elements, needs 3"),
+    ("query_start_loc", lambda t: t - 1, "request 0: its rows do not fit"),
+    ("query_start_loc", lambda t: t * 0, "request 0: its rows do not fit"),
+    ("query_start_loc", lambda t: t + 1, "request 1: its rows do not fit"),
+    ("seq_lens", lambda t: t.long(), "seq_lens must be contiguous int32"),
+    ("seq_lens", lambda t: t[:1], "seq_lens has 1 elements, needs 2"),
+    ("seq_lens", lambda t: t - 31, "request 1: its rows do not fit"),
+    ("window_start", lambda t: t.long(), "window_start must be contiguous int32"),
+    ("window_start", lambda t: t + 28, "request 1: its window leaves staging"),
+    ("packing", lambda t: t.long(), "packing must be contiguous int32"),
+    ("packing", lambda t: t[:8].contiguous(), "packing has 512 elements, needs 1024"),
+    ("packing", lambda t: t + 1, "packing: place 1024 is not in a chunk"),
+    ("packing", lambda t: t - 1, "packing: place -1 is not in a chunk"),
+    ("block_table", lambda t: t.long(), "block_table must be int32"),
+    ("block_table", lambda t: t[0], "block_table must be int32"),
+    ("block_table", lambda t: t[:1], "block_table must be int32"),
+    ("block_table", lambda t: t + 100, "request 0: block 1.. is not in the cache"),
+    ("block_table", lambda t: t - 100, "request 0: block -.* is not in the cache"),
+    ("block_table", lambda t: t[:, :1], "request 0: block_table is too short"),
+]
+
+
+@pytest.mark.parametrize(("names", "change", "message"), WRONG)
+def test_wrong_input_is_refused(names, change, message):
     """Named in the error, before the first row of output is written."""
     problem = Problem((33, 30), (3, 4))
-    apply, message = WRONG[what]
-    apply(problem)
+    for name in names.split():
+        setattr(problem, name, change(getattr(problem, name)))
+    refused(problem, message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_size": 12}, "head size 12 is no multiple of 8"),
+        ({"kv_cache_dtype": "fp8_e3m4"}, "fp8_e3m4 is none of fp8, fp8_e4m3, fp8_e5m2"),
+    ],
+)
+def test_wrong_sizes_and_names_are_refused(options, message, monkeypatch):
+    monkeypatch.setitem(FP8, "fp8_e3m4", torch.float8_e4m3fn)
+    refused(Problem((33, 30), (3, 4), **options), message)
+
+
+def refused(problem: Problem, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        problem.run()
-    assert problem.output.isnan().all()
-
-
-def test_a_head_size_of_12():
-    problem = Problem((3,), (2,), head_size=12)
-    with pytest.raises(RuntimeError, match="head size 12 is no multiple of 8"):
         problem.run()
     assert problem.output.isnan().all()

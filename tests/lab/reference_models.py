@@ -9,7 +9,7 @@ from nwor_lab.pair.model import ATTENTION, EagleHead, hidden_states
 from nwor_lab.reference.cache import Batch, PagedCache
 from nwor_lab.reference.compare import compare
 from nwor_lab.reference.compare_chunks import ChunkedRun, compare_chunks
-from nwor_lab.reference.decoder import Generation
+from nwor_lab.reference.decoder import Drafter, Generation, Request, make_batch
 from tests.lab.pairs import SMALL
 
 CONFIG = LlamaConfig(**SMALL, num_hidden_layers=3, tie_word_embeddings=True, attn_implementation=ATTENTION)
@@ -66,7 +66,7 @@ def agreeing_pair() -> tuple[LlamaForCausalLM, EagleHead]:
     return target, head
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Drafts what the target will say, each token spoilt with probability `spoil`."""
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], k: int, spoil: float, seed: int = 0) -> None:
@@ -83,19 +83,6 @@ class ScriptedDrafter:
             ]
 
 
-def paged(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int]], *, seed: int = 0, block_size: int = 4):
-    """A cache with a filled prefix for each `(num_computed, rows)`, and slots of all positions, blocks shuffled."""
-    generator = torch.Generator().manual_seed(seed)
-    needed = [-(-(computed + rows) // block_size) for computed, rows in requests]
-    cache = PagedCache(shape, sum(needed) + 2, block_size, dtype)
-    tables = torch.randperm(sum(needed) + 2, generator=generator)[: sum(needed)].split(needed)
-    sequences = [cache.slots(t, torch.arange(c + n)) for t, (c, n) in zip(tables, requests, strict=True)]
-    for slots, (computed, _) in zip(sequences, requests, strict=True):
-        for context in cache.layers.values():
-            context.store(context.encode(*fresh_rows(cache, computed, generator)), slots[:computed])
-    return cache, sequences
-
-
 def fresh_rows(cache: PagedCache, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = cache.layers[0].dtype
     dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
@@ -104,19 +91,19 @@ def fresh_rows(cache: PagedCache, rows: int, generator: torch.Generator) -> tupl
 
 
 def make_case(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int, int]], seed: int = 0):
-    """A filled cache and the batch of `(num_computed, drafts, prefill rows)`;
+    """A cache with filled prefixes and shuffled blocks of 4, and the batch of `(num_computed, drafts, prefill rows)`;
     a request has either drafts or prefill."""
+    generator = torch.Generator().manual_seed(seed)
     lens = [1 + drafts if drafts else prefill for _, drafts, prefill in requests]
-    cache, sequences = paged(shape, dtype, [(r[0], n) for r, n in zip(requests, lens, strict=True)], seed=seed)
-    computed = [r[0] for r in requests]
-    batch = Batch(
-        input_ids=torch.zeros(sum(lens), dtype=torch.int64),
-        positions=torch.cat([torch.arange(c, c + n) for c, n in zip(computed, lens, strict=True)]),
-        slot_mapping=torch.cat([s[c:] for s, c in zip(sequences, computed, strict=True)]),
-        query_start_loc=torch.tensor([0, *lens]).cumsum(0),
-        num_drafts=torch.tensor([drafts for _, drafts, _ in requests]),
-        sequence_slots=sequences,
-    )
+    computed, num_drafts = [request[0] for request in requests], [request[1] for request in requests]
+    needed = [-(-(c + n) // 4) for c, n in zip(computed, lens, strict=True)]
+    cache = PagedCache(shape, sum(needed) + 2, 4, dtype)
+    tables = torch.randperm(sum(needed) + 2, generator=generator)[: sum(needed)].split(needed)
+    running = [Request([], 0, table, drafts=[0] * n) for table, n in zip(tables, num_drafts, strict=True)]
+    batch = make_batch(cache, running, computed, [[0] * n for n in lens])
+    for slots, c in zip(batch.sequence_slots, computed, strict=True):
+        for context in cache.layers.values():
+            context.store(context.encode(*fresh_rows(cache, c, generator)), slots[:c])
     return cache, batch
 
 

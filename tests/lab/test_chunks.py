@@ -5,19 +5,18 @@ from math import inf
 
 import pandas as pd
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nwor_lab import results
 from nwor_lab.model import chunks as model
 from nwor_lab.model.breakeven import H200, MODELS, Chip, survival_of
-from nwor_lab.model.traffic import Shape, Traffic, Window, served_traffic, step_traffic
+from nwor_lab.model.traffic import Traffic, Window, served_traffic, step_traffic
 from nwor_lab.plots import chunks as plots
-from nwor_lab.reference import PagedCache, SpeculativeDecoder, compare_chunks
+from nwor_lab.reference import compare_chunks
 from nwor_lab.reference.chunks import ChunkedDrafter, LookupDrafter
 from nwor_lab.reference.compare_chunks import ChunkedRun
-from nwor_lab.reference.decoder import EagleDrafter
+from nwor_lab.reference.decoder import EagleDrafter, SpeculativeDecoder
 from tests.lab.reference_models import (
     ScriptedDrafter,
     agreeing_pair,
@@ -43,7 +42,7 @@ def truth(target):
 
 def decode(target, mode, drafter, chunk, lengths=LENGTHS) -> ChunkedRun:
     chunked = ChunkedDrafter(drafter, chunk)
-    decoder = SpeculativeDecoder(target, mode, drafter=chunked, k=K, block_size=4, prefill_chunk=5)
+    decoder = SpeculativeDecoder(target, mode, chunked, k=K, block_size=4, prefill_chunk=5)
     return ChunkedRun(mode, K, chunk, decoder.generate(prompts(lengths), MAX_TOKENS), chunked.windows)
 
 
@@ -69,7 +68,7 @@ def test_chunks_say_what_the_target_says_alone_and_the_formula_counts_them(targe
         found = [(window.forwards, window.rows) for window in run.windows]
         assert found == [simulate(window.accepted, K, chunk) for window in run.windows]
         assert run.counted == run.predicted
-        assert run.generation.counted_traffic() == run.generation.predicted_traffic()
+        assert all(step.traffic == step.formula for step in run.generation.steps)
         assert {0.0: min, 0.15: max, 1.0: max}[spoil](w.accepted for w in run.windows) == (0 if spoil == 1 else K)
         kept = sum(1 + window.accepted for window in run.windows)
         assert mode != "stage" or run.counted.written == kept
@@ -106,11 +105,8 @@ def test_an_eagle_head_drafts_the_same_windows_in_chunks():
     target, head = agreeing_pair()
     found = []
     for chunk in (1 + K, 2):
-        config = head.config
-        shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, 4)
-        drafter = ChunkedDrafter(EagleDrafter(head, PagedCache(shape, 20, 8, torch.float32, first_layer=3), K), chunk)
-        options = {"k": K, "block_size": 8, "num_blocks": 20}
-        SpeculativeDecoder(target, "stage", drafter=drafter, **options).generate(prompts((9,)), 60)
+        drafter = ChunkedDrafter(EagleDrafter(head, K), chunk)
+        SpeculativeDecoder(target, "stage", drafter, k=K, block_size=8).generate(prompts((9,)), 60)
         found.append([window.accepted for window in drafter.windows])
     assert found[0] == found[1] and max(found[0]) > 2
 

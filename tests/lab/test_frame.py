@@ -139,7 +139,7 @@ def test_importing_nwor_loads_neither_vllm_nor_torch() -> None:
         "nwor_lab.model.traffic",
         "nwor_lab.pair.model",
         "nwor_lab.pair",
-        "nwor_lab.reference",
+        "nwor_lab.reference.compare",
         "nwor_lab.results",
         "nwor_lab.doctor",
         "nwor_lab.reproduce",

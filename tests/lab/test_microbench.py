@@ -8,13 +8,13 @@ import pandas as pd
 import pytest
 import torch
 
+from nwor import ops
 from nwor.attention import configs
 from nwor.attention.configs import H200, Config
 from nwor_lab import paths, results
 from nwor_lab.microbench import attention, counters, operators, timer, tune
 from nwor_lab.microbench.inputs import KEYS, AttentionShape, shape_of
 from nwor_lab.microbench.operators import KEPT, OURS, PEERS, QUERY, ROWS, SHAPES, bytes_moved, rows_moved
-from nwor_lab.operators import check
 from nwor_lab.plots import attention as attention_plots
 from nwor_lab.plots import kernels, style
 
@@ -109,10 +109,10 @@ def test_figures_are_drawn_from_the_recorded_samples(times: pd.DataFrame, tmp_pa
 
 def test_the_recorded_comparison_is_of_a_gpu() -> None:
     """What an H200 compared, recorded: every operator it has, and no byte that differs."""
-    frame = check.recorded()
+    frame = results.read_table("kernel_check", paths.RECORDED)
     sums = frame.pivot_table(index="operator", columns="metric", values="value", aggfunc="sum")
     assert set(frame["device"]) == {"cuda"}
-    assert set(sums.index) == set(check.ops.OPERATORS) - {"verify_attention"}
+    assert set(sums.index) == set(ops.OPERATORS) - {"verify_attention"}
     assert (sums["bytes_compared"] > 0).all() and (sums["bytes_differing"] == 0).all()
 
 

@@ -7,7 +7,8 @@ import pytest
 from nwor_lab import paths, results
 from nwor_lab.model import breakeven, predicted
 from nwor_lab.model.breakeven import H200, MODELS, Chip, step_difference, step_difference_us
-from nwor_lab.model.traffic import Moved, Shape, Window
+from nwor_lab.model.ratios import abba_ratio, is_stable
+from nwor_lab.model.traffic import Moved, Window
 from nwor_lab.plots import kernels, paper
 
 LLAMA_7B = MODELS["llama-2-7b"]
@@ -23,7 +24,7 @@ def test_the_chip_is_the_recorded_one():
 
 def test_a_step_by_hand():
     """stage, one request, k = 8, 2 accepted: 30 launches less, and 32 x (2 x 2 - 9) x 16 KiB."""
-    window = Window.of(8, [2], [512])
+    window = Window(1, 8, 6, 521)
     moved = step_difference("stage", LLAMA_7B, window)
     assert (moved.launches, moved.read + moved.written) == (-30, -32 * 5 * 16384)
     got = step_difference_us("stage", LLAMA_7B, window, Chip("x", 3.0, 4.25e12))
@@ -138,9 +139,8 @@ def test_recorded_steps_that_fell_back_took_vanillas_time():
 
 def test_what_cannot_be_predicted_is_an_error():
     table = bench()
-    with pytest.raises(ValueError, match="no cache is known of model 'mine': pass shapes="):
+    with pytest.raises(ValueError, match="no cache is known of model 'mine'; known: target, llama-2-7b"):
         predicted.against_measured(table.assign(model="mine"))
-    assert len(predicted.against_measured(table.assign(model="mine"), shapes={"mine": Shape(2, 2, 8)})) == 1
     with pytest.raises(ValueError, match="mode off has no step times"):
         predicted.against_measured(table[table["mode"] != "off"])
 
@@ -160,3 +160,28 @@ def test_kernels_are_priced_by_launches_and_bytes():
     line = found.query("op == 'vllm' and kv_heads == 32 and cache == 'bf16' and rows == 72 and kept == 9").iloc[0]
     assert line["predicted"] == pytest.approx(H200.us(Moved(32 * 72 * 16384, 32 * 72 * 16384, 32)))
     assert line["error"] == pytest.approx(line["predicted"] / line["us"] - 1)
+
+
+# -- repeats -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratios", "together"),
+    [
+        ([0.95 * 1.02, 0.95 / 1.02], 0.95),  # who comes first gains 2 %, in either order
+        ([0.95 * 1.02, 0.95 / 1.02, 0.95 * 1.02], 0.95),
+        ([0.95 * 1.02, 0.95 / 1.02, 0.90, 0.90, 0.99 * 1.1, 0.99 / 1.1], 0.95),
+        ([0.97], 0.97),
+    ],
+)
+def test_a_ratio_is_free_of_which_turn_came_first(ratios, together):
+    assert abba_ratio(pd.Series(ratios)) == pytest.approx(together)
+
+
+def test_repeats_are_paired_by_their_number():
+    """Of a table with a hole: 1 and 2 are of one order each, but of two captures and minutes apart."""
+    assert abba_ratio(pd.Series({0: 0.9, 1: 1.0, 3: 0.5})) == pytest.approx(0.9**0.5)
+
+
+def test_a_range_of_a_tenth_says_nothing():
+    assert is_stable(pd.DataFrame({"low": [0.9, 0.95], "high": [1.01, 1.0]})).tolist() == [False, True]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StagingBuffer`: what is staged, counted, committed and written through."""
+"""`StagingBuffer` and the pages under it: what is staged, counted, committed and written through."""
 
 from dataclasses import replace
 
@@ -8,356 +8,308 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from nwor_lab.model.traffic import Shape
-from nwor_lab.reference import PagedCache, StagingBuffer, make_policy
-from tests.lab.reference_models import fresh_rows, make_case, paged, run_step
+from nwor_lab.reference.cache import LayerContext, PagedCache
+from nwor_lab.reference.policies import make_policy
+from nwor_lab.reference.staging import StagingBuffer
+from tests.lab.reference_models import fresh_rows, make_case, run_step
 
 SHAPE = Shape(num_layers=3, num_kv_heads=2, head_size=8, cache_bytes=4)
 MIXED = [(7, 3, 0), (0, 0, 6), (12, 2, 0), (5, 4, 0)]
-"""`(num_computed, drafts, prefill rows)`: a prefill between requests of different lengths."""
+"""`(num_computed, drafts, prefill rows)`: a prefill between requests of different lengths, 18 rows in all."""
+WINDOW = torch.arange(12)
+"""Token indices of its window."""
+DECIDED = torch.tensor([2, 0, 0, 4])
+"""Rejected drafts: 6 of the window's 12 rows are kept."""
+EVERY = torch.ones(18, dtype=torch.bool)
 
 
-def rows_of(cache: PagedCache, layers: int, tokens: int, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    return [fresh_rows(cache, tokens, generator) for _ in range(layers)]
+class Case:
+    """A buffer over the mixed batch, and keys and values of each layer."""
+
+    def __init__(self, shape: Shape = SHAPE, dtype: torch.dtype = torch.float32, *, ready: bool = True) -> None:
+        self.cache, self.batch = make_case(shape, dtype, MIXED)
+        self.slots, self.before = self.batch.slot_mapping, self.cache.pool.clone()
+        self.buffer = StagingBuffer(self.cache.layers, 64, self.cache.traffic)
+        generator = torch.Generator().manual_seed(0)
+        self.rows = [fresh_rows(self.cache, 18, generator) for _ in range(shape.num_layers)]
+        self.kept = self.batch.kept(DECIDED)
+        if ready:
+            self.buffer.finish_warm_up()
+
+    def begin(self) -> bool:
+        return self.buffer.begin(self.slots, self.batch.window_rows)
+
+    def write(self, *layers: int) -> None:
+        """All rows of the batch, in some layers or in all."""
+        for layer in layers or self.cache.layers:
+            self.buffer.write(self.cache.layers[layer], *self.rows[layer], self.slots)
+
+    def stage(self, layer: int, tokens: torch.Tensor = WINDOW) -> None:
+        """Tokens of the window alone."""
+        key, value = (rows[self.batch.window_rows[tokens]] for rows in self.rows[layer])
+        self.buffer.stage(self.cache.layers[layer], tokens, key, value)
+
+    def expect(self, kept: torch.Tensor) -> None:
+        """Every layer holds its own rows at the kept slots, and nothing else has changed."""
+        slots = self.batch.slot_mapping[kept]
+        for (layer, context), (key, value) in zip(self.cache.layers.items(), self.rows, strict=True):
+            assert torch.equal(context.load(slots), context.encode(key[kept], value[kept])), f"layer {layer}"
+        assert self.cache.changed_bytes(self.before, slots) == 0
+
+    def fell_back(self) -> bool:
+        counts = self.buffer.counts
+        return (counts.fallbacks, counts.windows, counts.staged_tokens) == (1, 0, 0)
 
 
-def window(tokens: int, layers: int = 3):
-    """A buffer with an open window, its cache, the slots and each layer's rows."""
-    cache, (slots,) = paged(replace(SHAPE, num_layers=layers), torch.float32, [(0, tokens)])
-    buffer = StagingBuffer(cache.layers, 64, cache.traffic)
-    buffer.finish_warm_up()
-    buffer.begin(slots, torch.arange(tokens))
-    return buffer, cache, slots, rows_of(cache, layers, tokens)
+def fail_at(layer: int, monkeypatch, name: str) -> None:
+    """A method of a layer's context does its work and then breaks, once."""
+    works, left = getattr(LayerContext, name), [1]
+
+    def half_way(context, *args):
+        done = works(context, *args)
+        if context.layer == layer and left:
+            left.pop()
+            raise RuntimeError("kernel broken on purpose")
+        return done
+
+    monkeypatch.setattr(LayerContext, name, half_way)
 
 
-def expect(cache: PagedCache, before: torch.Tensor, rows, slots, kept) -> None:
-    """Every layer holds its own rows at the kept slots and nothing else has changed."""
-    for number, (context, (key, value)) in enumerate(zip(cache.layers.values(), rows, strict=True)):
-        for got, want in zip(context.load(slots[kept]), context.encode(key[kept], value[kept]), strict=True):
-            assert torch.equal(got, want), f"layer {number}"
-    assert cache.changed_bytes(before, slots[kept]) == 0
+# -- a window -------------------------------------------------------------------------------------------------------
 
 
-# -- the buffer -------------------------------------------------------------------------------------------------
-
-
-def test_commit_writes_every_layer_at_the_windows_slots():
-    """No commit at all, a commit to one layer, layer index always 0."""
-    buffer, cache, slots, rows = window(5)
-    before = cache.pool.clone()
-    for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
-        buffer.stage(context, torch.arange(5), key, value)
-    assert torch.equal(cache.pool, before)
-    kept = torch.tensor([True, True, False, True, False])
-    buffer.commit(kept)
-    expect(cache, before, rows, slots, kept)
-    assert buffer.state == "direct"
+def test_a_window_holds_drafts_back_and_lets_a_prefill_through():
+    """No layer is committed alone, none into another's pages; a prefill in the same batch is never staged."""
+    case = Case()
+    assert case.begin() and case.buffer.state == "staging"
+    case.write()
+    case.expect(case.batch.num_drafts[case.batch.row_request] == 0)
+    case.buffer.commit(case.kept)
+    case.expect(case.kept)
+    counts = case.buffer.counts
+    assert (counts.windows, counts.stage_operations, counts.staged_tokens) == (1, 3 * 12, 12)
+    assert (counts.committed_tokens, counts.rejected_tokens, counts.fallbacks) == (6, 6, 0)
+    assert case.buffer.state == "direct"
 
 
 def test_tokens_may_be_staged_out_of_order_and_in_parts():
-    buffer, cache, slots, rows = window(6)
-    before = cache.pool.clone()
-    orders = ([5, 0, 3], [1, 4, 2]), ([2], [0, 1, 3, 4, 5]), ([5, 4, 3, 2, 1, 0],)
-    for context, (key, value), order in zip(cache.layers.values(), rows, orders, strict=True):
-        for part in map(torch.tensor, order):
-            buffer.stage(context, part, key[part], value[part])
-    for layer, (key, value) in enumerate(rows):
-        index = torch.tensor([4, 1, 5])
-        tail = buffer.tail(layer, index, torch.float32)
-        assert torch.equal(tail[0], key[index]) and torch.equal(tail[1], value[index])
-    kept = torch.arange(6) < 4
-    buffer.commit(kept)
-    expect(cache, before, rows, slots, kept)
+    case = Case()
+    case.begin()
+    for layer, parts in enumerate(
+        ([[5, 0, 3], [1, 4, 2, *range(6, 12)]], [[2], [*range(2), *range(3, 12)]], [[*range(12)][::-1]])
+    ):
+        for part in parts:
+            case.stage(layer, torch.tensor(part))
+    index = torch.tensor([4, 1, 5])
+    for layer, rows in enumerate(case.rows):
+        assert torch.equal(
+            case.buffer.tail(layer, index, torch.float32), torch.stack(rows)[:, case.batch.window_rows[index]]
+        )
+    case.buffer.commit(case.kept)
+    prefill = case.batch.num_drafts[case.batch.row_request] == 0
+    case.expect(case.kept & ~prefill)
 
 
 def test_a_window_keeps_the_slots_it_began_with():
     """The drafter computes its slots into the same tensor before the window is over."""
-    buffer, cache, slots, rows = window(5)
-    buffer.cancel()
-    before, live = cache.pool.clone(), slots.clone()
-    buffer.begin(live, torch.arange(5))
-    for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
-        buffer.stage(context, torch.arange(5), key, value)
-        live.copy_(slots.roll(1))
-    kept = torch.arange(5) < 3
-    buffer.commit(kept)
-    expect(cache, before, rows, slots, kept)
+    case = Case()
+    case.slots = case.batch.slot_mapping.clone()
+    case.begin()
+    case.write()
+    case.slots.copy_(case.slots.roll(1))
+    case.buffer.commit(case.kept)
+    case.expect(case.kept)
 
 
 def test_a_new_layer_does_not_clear_the_token_mask():
     """Staging reset by every layer."""
-    buffer, cache, _, rows = window(4, layers=2)
-    buffer.stage(cache.layers[0], torch.arange(4), *rows[0])
-    buffer.stage(cache.layers[1], torch.tensor([2]), rows[1][0][2:3], rows[1][1][2:3])
-    assert buffer.token_mask.all()
-    assert buffer.entries[0].present.all()
+    case = Case()
+    case.begin()
+    case.stage(0)
+    case.stage(1, torch.tensor([2]))
+    assert case.buffer.token_mask.all() and case.buffer.entries[0].present.all()
 
 
 def test_stage_operations_and_unique_tokens_are_two_counts():
-    """40 layers of 48 tokens are 1,920 operations on 48 tokens."""
-    buffer, cache, _, rows = window(48, layers=40)
-    for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
-        buffer.stage(context, torch.arange(48), key, value)
-    assert (buffer.stage_operations, int(buffer.token_mask.sum())) == (1920, 48)
-
-
-@pytest.mark.parametrize("layer", [0, 1, 2])
-def test_a_failing_layer_restores_every_layer(layer, monkeypatch):
-    """All or nothing; the commit that asked for it then writes the kept rows directly."""
-    buffer, cache, slots, rows = window(5)
-    for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
-        buffer.stage(context, torch.arange(5), key, value)
-    before, kept = cache.pool.clone(), torch.arange(5) < 3
-    works = buffer.copy_layer
-
-    def half_way(entry, kept):
-        works(entry, kept)
-        if entry.context.layer == layer:
-            raise RuntimeError("kernel broken on purpose")
-
-    monkeypatch.setattr(buffer, "copy_layer", half_way)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        buffer.copy_to_pages(kept)
-    assert torch.equal(cache.pool, before)
-    buffer.commit(kept)
-    expect(cache, before, rows, slots, kept)
-    assert "commit" not in cache.traffic
-    assert (buffer.counts.fallbacks, buffer.counts.windows, buffer.state) == (1, 0, "direct")
-
-
-@pytest.mark.parametrize("missing", ["a layer", "a token"])
-def test_an_incomplete_window_is_not_committed(missing):
-    buffer, cache, _, rows = window(5)
-    for context in list(cache.layers.values())[: 2 if missing == "a layer" else 3]:
-        count = 4 if missing == "a token" and context.layer == 1 else 5
-        key, value = rows[context.layer]
-        buffer.stage(context, torch.arange(count), key[:count], value[:count])
-    before = cache.pool.clone()
-    with pytest.raises(RuntimeError, match=r"layers \[0, 1\] staged|layer 1 staged 4 of 5"):
-        buffer.copy_to_pages(torch.ones(5, dtype=torch.bool))
-    assert torch.equal(cache.pool, before)
-
-
-def test_wrong_calls_are_errors_and_change_nothing():
-    buffer, cache, slots, rows = window(4)
-    context, (key, value) = cache.layers[0], rows[0]
-    before = cache.pool.clone()
-    with pytest.raises(RuntimeError, match="commit or cancel"):
-        buffer.begin(slots, torch.arange(4))
-    with pytest.raises(IndexError, match="window of 4"):
-        buffer.stage(context, torch.tensor([1, 4]), key[:2], value[:2])
-    with pytest.raises(IndexError, match="twice"):
-        buffer.stage(context, torch.tensor([1, 1]), key[:2], value[:2])
-    with pytest.raises(ValueError, match="layer 0: key"):
-        buffer.stage(context, torch.arange(4), key[:, :1], value[:, :1])
-    with pytest.raises(TypeError, match="convert them first"):
-        buffer.stage(context, torch.arange(4), key.half(), value.half())
-    assert not buffer.token_mask.any() and not buffer.entries and not buffer.stage_operations
-    buffer.stage(context, torch.arange(4), key, value)
-    with pytest.raises(IndexError, match="twice"):
-        buffer.stage(context, torch.arange(4), value, key)
-    buffer.cancel()
-    with pytest.raises(RuntimeError, match="begin one"):
-        buffer.stage(context, torch.arange(4), key, value)
-    assert torch.equal(cache.pool, before)
-
-
-# -- the layer context ------------------------------------------------------------------------------------------
+    """40 layers of 12 tokens are 480 operations on 12 tokens."""
+    case = Case(replace(SHAPE, num_layers=40))
+    case.begin()
+    case.write()
+    assert (case.buffer.stage_operations, int(case.buffer.token_mask.sum())) == (480, 12)
 
 
 def test_each_commit_uses_its_own_layers_scale():
     """What a commit needs of a layer travels with the layer's rows."""
     shape = replace(SHAPE, cache_bytes=1)
-    cache, (slots,) = paged(shape, torch.float8_e4m3fn, [(0, 5)])
-    twin, _ = paged(shape, torch.float8_e4m3fn, [(0, 5)])
-    buffer = StagingBuffer(cache.layers, 8)
-    buffer.finish_warm_up()
-    buffer.begin(slots, torch.arange(5))
-    for layer, (key, value) in enumerate(rows_of(cache, 3, 5)):
-        scales = {"k_scale": 0.5 * 2**layer, "v_scale": 0.03 * 3**layer}
-        buffer.stage(replace(cache.layers[layer], **scales), torch.arange(5), key, value)
-        replace(twin.layers[layer], **scales).write(key, value, slots)
-    assert not torch.equal(cache.pool, twin.pool)
-    buffer.commit(torch.ones(5, dtype=torch.bool))
-    assert torch.equal(cache.pool, twin.pool)
+    case, twin = Case(shape, torch.float8_e4m3fn), Case(shape, torch.float8_e4m3fn)
+    case.begin()
+    for each in (case, twin):
+        for layer, context in each.cache.layers.items():
+            each.cache.layers[layer] = replace(context, k_scale=0.5 * 2**layer, v_scale=0.03 * 3**layer)
+    case.write()
+    twin.write()
+    assert not torch.equal(case.cache.pool, twin.cache.pool)
+    case.buffer.commit(EVERY)
+    assert torch.equal(case.cache.pool, twin.cache.pool)
 
 
-# -- a batch of verifies and prefills -----------------------------------------------------------------------
+def test_padding_is_skipped():
+    """A slot of -1 is skipped, staged or not."""
+    case = Case()
+    case.slots = case.batch.slot_mapping.index_fill(0, torch.tensor([2, 6, 17]), -1)
+    case.begin()
+    case.write()
+    case.buffer.commit(EVERY)
+    case.expect(case.slots >= 0)
+    assert (case.buffer.counts.staged_tokens, case.buffer.counts.fallbacks) == (10, 0)
 
 
-def batch_case(capacity: int = 64, *, ready: bool = True):
-    cache, batch = make_case(SHAPE, torch.float32, MIXED)
-    buffer = StagingBuffer(cache.layers, capacity, cache.traffic)
-    if ready:
-        buffer.finish_warm_up()
-    return buffer, cache, batch, rows_of(cache, 3, len(batch.slot_mapping))
+def test_a_drafters_layer_is_written_at_once_in_the_middle_of_a_window():
+    """The drafter's layers follow the target's in numbering and are part of no commit."""
+    case = Case()
+    draft = PagedCache(replace(SHAPE, num_layers=1), case.cache.num_blocks, case.cache.block_size, first_layer=3)
+    case.begin()
+    case.write()
+    case.buffer.write(draft.layers[3], *case.rows[0], case.slots)
+    assert torch.equal(draft.layers[3].read(case.slots, torch.float32), torch.stack(case.rows[0]))
+    case.buffer.commit(EVERY)
+    assert case.buffer.counts.fallbacks == 0 and case.buffer.counts.stage_operations == 3 * 12
 
 
-def write_all_layers(buffer, cache, batch, rows) -> None:
-    for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
-        buffer.write(context, key, value, batch.slot_mapping)
-
-
-def test_a_window_holds_drafts_back_and_lets_a_prefill_through():
-    """A chunk of prefill in the same batch is never staged and never rejected."""
-    buffer, cache, batch, rows = batch_case()
-    before = cache.pool.clone()
-    assert buffer.begin(batch.slot_mapping, batch.window_rows) and buffer.state == "staging"
-    write_all_layers(buffer, cache, batch, rows)
-    prefill = batch.num_drafts[batch.row_request] == 0
-    expect(cache, before, rows, batch.slot_mapping, prefill)
-
-    kept = batch.kept(torch.tensor([2, 0, 0, 4]))
-    buffer.commit(kept)
-    expect(cache, before, rows, batch.slot_mapping, kept)
-    counts = buffer.counts
-    assert (counts.windows, counts.stage_operations, counts.staged_tokens) == (1, 3 * 12, 12)
-    assert (counts.committed_tokens, counts.rejected_tokens, counts.fallbacks) == (6, 6, 0)
-    assert buffer.state == "direct"
+# -- what is not a window -------------------------------------------------------------------------------------------
 
 
 def test_warm_up_is_neither_staged_nor_counted():
-    buffer, cache, batch, rows = batch_case(ready=False)
-    before = cache.pool.clone()
-    assert not buffer.begin(batch.slot_mapping, batch.window_rows)
-    write_all_layers(buffer, cache, batch, rows)
-    expect(cache, before, rows, batch.slot_mapping, torch.ones(18, dtype=torch.bool))
-    buffer.commit(batch.kept(torch.tensor([1, 0, 1, 1])))
-    assert buffer.counts == type(buffer.counts)()
-    buffer.finish_warm_up()
-    assert buffer.begin(batch.slot_mapping, batch.window_rows)
+    case = Case(ready=False)
+    assert not case.begin()
+    case.write()
+    case.expect(EVERY)
+    case.buffer.commit(case.kept)
+    assert case.buffer.counts == type(case.buffer.counts)()
+    case.buffer.finish_warm_up()
+    assert case.begin()
 
 
 def test_fake_tensors_are_neither_written_nor_staged():
-    buffer, cache, batch, rows = batch_case()
-    buffer.begin(batch.slot_mapping, batch.window_rows)
-    before = cache.pool.clone()
+    case = Case()
+    case.begin()
     with FakeTensorMode():
         fake = torch.empty(18, 2, 8)
-    buffer.write(cache.layers[0], fake, fake, batch.slot_mapping)
-    meta = torch.empty(18, 2, 8, device="meta")
-    buffer.write(cache.layers[0], meta, meta, batch.slot_mapping)
-    assert torch.equal(cache.pool, before) and not buffer.entries
-    write_all_layers(buffer, cache, batch, rows)
-    buffer.commit(torch.ones(18, dtype=torch.bool))
-    expect(cache, before, rows, batch.slot_mapping, torch.ones(18, dtype=torch.bool))
+    for tensor in (fake, torch.empty(18, 2, 8, device="meta")):
+        case.buffer.write(case.cache.layers[0], tensor, tensor, case.slots)
+    assert torch.equal(case.cache.pool, case.before) and not case.buffer.entries
+    case.write()
+    case.buffer.commit(EVERY)
+    case.expect(EVERY)
     with FakeTensorMode():
-        assert not buffer.begin(torch.empty(18, dtype=torch.int64), batch.window_rows)
+        assert not case.buffer.begin(torch.empty(18, dtype=torch.int64), case.batch.window_rows)
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_failing_layer_restores_every_layer(layer, monkeypatch):
+    """All or nothing; a commit that fails then writes the kept rows directly, at rows of the batch, not the window."""
+    case = Case()
+    case.begin()
+    case.write()
+    held, kept = case.cache.pool.clone(), case.kept[case.batch.window_rows]
+    with monkeypatch.context() as broken:
+        fail_at(layer, broken, "store")
+        with pytest.raises(RuntimeError, match="on purpose"):
+            case.buffer.copy_to_pages(kept)
+    assert torch.equal(case.cache.pool, held)
+    fail_at(layer, monkeypatch, "store")
+    case.buffer.commit(case.kept)
+    case.expect(case.kept)
+    assert "commit" not in case.cache.traffic and case.fell_back() and case.buffer.state == "direct"
+    assert case.begin()
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"), [("a layer", r"layers \[0, 1\] staged"), ("a token", "layer 2 staged 11 of 12")]
+)
+def test_an_incomplete_window_is_not_committed(missing, said):
+    case = Case()
+    case.begin()
+    case.write(0, 1)
+    if missing == "a token":
+        case.stage(2, WINDOW[:-1])
+    held = case.cache.pool.clone()
+    with pytest.raises(RuntimeError, match=r"layers \[0, 1\] staged|layer 2 staged 11 of 12"):
+        case.buffer.copy_to_pages(torch.ones(12, dtype=torch.bool))
+    assert torch.equal(case.cache.pool, held)
 
 
 @pytest.mark.parametrize("mode", ["blind", "stage"])
 def test_overflow_takes_the_real_write(mode):
     """More drafts than the buffer holds; neither an overrun nor a skipped write."""
-    cache, batch = make_case(SHAPE, torch.float32, MIXED)
-    vanilla, _ = make_case(SHAPE, torch.float32, MIXED)
-    policy = make_policy(mode, cache, capacity={"blind": 11, "stage": 8}[mode])
-    got = run_step(policy, batch, [1, 0, 0, 2])
-    want = run_step(make_policy("off", vanilla), batch, [1, 0, 0, 2])
-    assert torch.equal(cache.pool, vanilla.pool)
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-    assert (policy.counts.fallbacks, policy.counts.windows, policy.counts.staged_tokens) == (1, 0, 0)
+    policy = expect_vanillas_step(mode, {"blind": 11, "stage": 8}[mode])
     assert isinstance(policy.buffer.last_error, OverflowError)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_an_error_while_staging_loses_no_token(layer, monkeypatch):
     """Layers staged before are written through, the rest of the window is direct, attention is right."""
-    cache, batch = make_case(SHAPE, torch.float32, MIXED)
-    vanilla, _ = make_case(SHAPE, torch.float32, MIXED)
-    policy = make_policy("stage", cache)
-    works = policy.buffer.stage
+    works = StagingBuffer.stage
 
-    def broken(context, *args):
+    def broken(buffer, context, *args):
         if context.layer == layer:
             raise RuntimeError("kernel broken on purpose")
-        works(context, *args)
+        works(buffer, context, *args)
 
-    monkeypatch.setattr(policy.buffer, "stage", broken)
-    got = run_step(policy, batch, [1, 0, 0, 2])
-    want = run_step(make_policy("off", vanilla), batch, [1, 0, 0, 2])
-    assert torch.equal(cache.pool, vanilla.pool)
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-    assert (policy.counts.fallbacks, policy.counts.windows) == (1, 0)
-    assert "on purpose" in str(policy.buffer.last_error)
+    monkeypatch.setattr(StagingBuffer, "stage", broken)
+    assert "on purpose" in str(expect_vanillas_step("stage", 64).buffer.last_error)
 
 
-def test_a_broken_commit_is_written_through_at_the_right_rows(monkeypatch):
-    """The fallback used indices of the window where it needed those of the batch."""
-    buffer, cache, batch, rows = batch_case()
-    before = cache.pool.clone()
-    buffer.begin(batch.slot_mapping, batch.window_rows)
-    write_all_layers(buffer, cache, batch, rows)
-    monkeypatch.setattr(buffer, "copy_layer", lambda *_: 1 / 0)
-    kept = batch.kept(torch.tensor([2, 0, 0, 4]))
-    buffer.commit(kept)
-    expect(cache, before, rows, batch.slot_mapping, kept)
-    assert (buffer.counts.fallbacks, buffer.counts.windows) == (1, 0)
-    monkeypatch.undo()
-    assert buffer.begin(batch.slot_mapping, batch.window_rows)
+def expect_vanillas_step(mode: str, capacity: int):
+    """A step under `mode` that falls back leaves vanilla's pages and has its attention."""
+    cache, batch = make_case(SHAPE, torch.float32, MIXED)
+    vanilla, _ = make_case(SHAPE, torch.float32, MIXED)
+    policy = make_policy(mode, cache, capacity=capacity)
+    got, want = (run_step(each, batch, [1, 0, 0, 2]) for each in (policy, make_policy("off", vanilla)))
+    assert torch.equal(cache.pool, vanilla.pool) and all(map(torch.equal, got, want))
+    assert (policy.counts.fallbacks, policy.counts.windows, policy.counts.staged_tokens) == (1, 0, 0)
+    return policy
 
 
 def test_a_layer_with_slots_of_its_own_falls_back():
     """Per-layer slots were the first great bug."""
-    buffer, cache, batch, rows = batch_case()
-    buffer.begin(batch.slot_mapping, batch.window_rows)
-    buffer.write(cache.layers[0], *rows[0], batch.slot_mapping)
-    buffer.write(cache.layers[1], *rows[1], batch.slot_mapping.roll(1))
-    assert buffer.counts.fallbacks == 1
-    assert "other slots" in str(buffer.last_error)
+    case = Case()
+    case.begin()
+    case.write(0)
+    case.buffer.write(case.cache.layers[1], *case.rows[1], case.slots.roll(1))
+    assert case.fell_back() and "other slots" in str(case.buffer.last_error)
 
 
-def test_a_window_is_begun_once():
-    """A second begin is refused and the window before it is still whole."""
-    buffer, cache, batch, rows = batch_case()
-    before = cache.pool.clone()
-    buffer.begin(batch.slot_mapping, batch.window_rows)
-    buffer.write(cache.layers[0], *rows[0], batch.slot_mapping)
+def test_wrong_calls_are_errors_and_change_nothing():
+    """A second begin, tokens that are none, rows that do not fit, a wrong mask: the window is whole afterwards."""
+    case = Case()
+    case.begin()
+    buffer, context, (key, value) = case.buffer, case.cache.layers[0], (rows[:2] for rows in case.rows[0])
     with pytest.raises(RuntimeError, match="commit or cancel"):
-        buffer.begin(batch.slot_mapping, batch.window_rows)
-    for layer in (1, 2):
-        buffer.write(cache.layers[layer], *rows[layer], batch.slot_mapping)
-    buffer.commit(torch.ones(18, dtype=torch.bool))
-    expect(cache, before, rows, batch.slot_mapping, torch.ones(18, dtype=torch.bool))
-
-
-def test_a_wrong_mask_is_an_error_and_the_window_stays_open():
-    buffer, cache, batch, rows = batch_case()
-    before = cache.pool.clone()
-    buffer.begin(batch.slot_mapping, batch.window_rows)
-    write_all_layers(buffer, cache, batch, rows)
+        case.begin()
+    two = torch.arange(2)
+    for error, said, tokens, keys, values in (
+        (IndexError, "window of 12", torch.tensor([1, 12]), key, value),
+        (IndexError, "twice", torch.tensor([1, 1]), key, value),
+        (ValueError, "layer 0: key", two, key[:, :1], value[:, :1]),
+        (TypeError, "convert them first", two, key.half(), value.half()),
+    ):
+        with pytest.raises(error, match=said):
+            buffer.stage(context, tokens, keys, values)
+    assert not buffer.token_mask.any() and not buffer.entries and not buffer.stage_operations
+    case.write()
+    with pytest.raises(IndexError, match="twice"):
+        case.stage(0)
     for bad in (torch.ones(12, dtype=torch.bool), torch.ones(18, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"not bool \[18\]"):
             buffer.commit(bad)
-    kept = batch.kept(torch.tensor([2, 0, 0, 4]))
-    buffer.commit(kept)
-    expect(cache, before, rows, batch.slot_mapping, kept)
-
-
-def test_padding_is_skipped():
-    """A slot of -1 is skipped, staged or not."""
-    buffer, cache, batch, rows = batch_case()
-    before = cache.pool.clone()
-    slots = batch.slot_mapping.clone()
-    slots[[2, 6, 17]] = -1
-    buffer.begin(slots, batch.window_rows)
-    for context, (key, value) in zip(cache.layers.values(), rows, strict=True):
-        buffer.write(context, key, value, slots)
-    buffer.commit(torch.ones(18, dtype=torch.bool))
-    expect(cache, before, rows, batch.slot_mapping, slots >= 0)
-    assert (buffer.counts.staged_tokens, buffer.counts.fallbacks) == (10, 0)
-
-
-def test_a_drafters_layer_is_written_at_once_in_the_middle_of_a_window():
-    """The drafter's layers follow the target's in numbering and are part of no commit."""
-    buffer, cache, batch, rows = batch_case()
-    draft = PagedCache(replace(SHAPE, num_layers=1), cache.num_blocks, cache.block_size, first_layer=3)
-    buffer.begin(batch.slot_mapping, batch.window_rows)
-    write_all_layers(buffer, cache, batch, rows)
-    buffer.write(draft.layers[3], *rows[0], batch.slot_mapping)
-    key, value = draft.layers[3].read(batch.slot_mapping, torch.float32)
-    assert torch.equal(key, rows[0][0]) and torch.equal(value, rows[0][1])
-    buffer.commit(torch.ones(18, dtype=torch.bool))
-    assert buffer.counts.fallbacks == 0 and buffer.counts.stage_operations == 3 * 12
+    buffer.commit(case.kept)
+    case.expect(case.kept)
+    with pytest.raises(RuntimeError, match="begin one"):
+        case.stage(0)
 
 
 # -- the pages ------------------------------------------------------------------------------------------------------
@@ -373,7 +325,7 @@ def test_slots_follow_the_block_table():
 
 def test_a_write_skips_padding_and_refuses_other_slots():
     cache = PagedCache(SHAPE, 8, 4)
-    key, value = rows_of(cache, 1, 3)[0]
+    key, value = fresh_rows(cache, 3, torch.Generator().manual_seed(0))
     before = cache.pool.clone()
     with pytest.raises(IndexError, match=r"0\.\.32 reach out of a cache of 32"):
         cache.layers[1].write(key, value, torch.tensor([0, 3, 32]))
@@ -386,9 +338,9 @@ def test_a_write_skips_padding_and_refuses_other_slots():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_divides_by_the_scale_and_saturates(dtype):
-    cache = PagedCache(replace(SHAPE, cache_bytes=1), 2, 4, dtype, scale=0.5)
+    layer = replace(PagedCache(replace(SHAPE, cache_bytes=1), 2, 4, dtype).layers[0], k_scale=0.5, v_scale=0.5)
     key = torch.tensor([0.25, -1e9, 1e9, 3.0]).repeat(1, 2, 2)
-    cache.layers[0].write(key, key, torch.tensor([3]))
+    layer.write(key, key, torch.tensor([3]))
     limit = torch.finfo(dtype).max
-    got, _ = cache.layers[0].read(torch.tensor([3]), torch.float32)
+    got = layer.read(torch.tensor([3]), torch.float32)[0]
     assert got[0, 0, :4].tolist() == [0.25, -limit / 2, limit / 2, 3.0]
