@@ -167,7 +167,4 @@ def record(path: Path = PICTURE) -> Path:
     """Draw the figure of `docs/history.md` from the recorded tables, smaller than `draw` does."""
     fig = panels(beside({name: results.read_table(name, paths.RECORDED) for name in TABLES})).figure
     fig.set_layout_engine("constrained")
-    with results.whole_file(path) as part:
-        fig.savefig(part, format="png", dpi=170, metadata={"Software": None})
-    style.close(fig)
-    return path
+    return style.write(fig, path, dpi=170)
