@@ -96,7 +96,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     span = np.array([kernels[["us", "predicted"]].min().min() / 1.3, kernels[["us", "predicted"]].max().max() * 1.3])
     left.plot(span, span, color="black", linewidth=0.8, label="equal")
     left.fill_between(span, span / 1.25, span * 1.25, color="black", alpha=0.1, linewidth=0, label="within 25 %")
-    open_markers = {"linestyle": "none", "markerfacecolor": "none", "markersize": 3}
+    open_markers: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 3}
     names = (kernels["op"] + ", one launch").replace("vllm, one launch", "vLLM's writer, 32 launches")
     style.series(left, kernels.assign(name=names), "predicted", "us", "name", **open_markers)
     left.set(xscale="log", yscale="log", xlabel="predicted (us)", ylabel="measured (us)", title="kernels, all layers")
@@ -105,8 +105,9 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     edges = np.array([shown[["low", "x"]].min().min() - 0.01, shown[["high", "x"]].max().max() + 0.01])
     right.plot(edges, edges, color="black", linewidth=0.8, label="equal")
     whole = shown["with_attention"].notna()
-    style.series(right, shown[~whole], "x", "measured", "mode", linestyle="none", markersize=3)
-    style.series(right, shown[whole], "x", "measured", "mode", label="{}, its attention measured", **open_markers)
+    style.series(right, shown[~whole], "x", "measured", "mode", linestyle="none", markersize=3, capsize=0)
+    attended: Any = {"label": "{}, its attention measured", **open_markers, "capsize": 0}
+    style.series(right, shown[whole], "x", "measured", "mode", **attended)
     right.set(xlabel="predicted", ylabel="measured", title="time of a step over vanilla's", xlim=edges, ylim=edges)
     for ax in (left, right):
         ax.legend(loc="upper left", fontsize=6)

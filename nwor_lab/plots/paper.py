@@ -113,7 +113,8 @@ def rejected(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     data = pd.concat([rows.assign(origin=origin) for origin, rows in found.items()])
     data = data[["origin", "temperature", "k", "value"]].sort_values("k")
     fig, ax = style.figure()
-    for origin, look in (("predicted", {"marker": ""}), ("measured", {"linestyle": "none"})):
+    looks: dict[str, Any] = {"predicted": {"marker": ""}, "measured": {"linestyle": "none"}}
+    for origin, look in looks.items():
         rows = data[data["origin"] == origin].assign(drafts=lambda rows: "T=" + rows["temperature"].map("{:g}".format))
         style.series(ax, rows, "k", "value", "drafts", label=f"{origin}, {{}}", **look)
     ax.set(xlabel="draft length k", ylabel="rejected / written rows", ylim=(0, 1), xticks=sorted(set(data["k"])))

@@ -45,7 +45,7 @@ def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
     for ax, (cache, panel) in zip(axes[0], panels, strict=True):
         series = panel.sort_values(["mode", "kv_heads"], ascending=False).groupby(["mode", "kv_heads"], sort=False)
         for n, ((_, heads), rows) in enumerate(series):
-            look = {"linestyle": "-"} if heads == 32 else {"linestyle": "--", "markerfacecolor": "white"}
+            look: Any = {"linestyle": "-"} if heads == 32 else {"linestyle": "--", "markerfacecolor": "white"}
             at = [batches.index(batch) + 0.06 * (n - 1.5) for batch in rows["batch"]]
             rows, label = rows.assign(at=at).sort_values("at"), f"{{}}, {heads} KV heads"
             style.series(ax, rows, "at", "measured", "mode", label=label, elinewidth=0.8, capsize=2, **look)
@@ -77,7 +77,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     points["requests"], points["prompt of"] = points["batch"].astype(str), points["prompt"].astype(str) + " tokens"
     order = {"col_order": points["panel"].unique(), "style_order": points.sort_values("prompt")["prompt of"].unique()}
     points = points.sort_values("batch", kind="stable")  # the axis has batches as they come
-    shown = {"style": "prompt of", "col": "panel", "col_wrap": 4, "ncols": 4}
+    shown: Any = {"style": "prompt of", "col": "panel", "col_wrap": 4, "ncols": 4}
     grid = style.relplot(points, "requests", "measured", "mode", **shown, **order)
     grid.set_titles("{col_name}").set_axis_labels("requests in the batch", "step / vanilla's")
     caption = (

@@ -2,6 +2,7 @@
 """The microbenchmarks: bytes by hand, what is made of samples and counters, the search's choice, the recorded data."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -285,12 +286,6 @@ def test_a_configuration_that_never_loses_comes_first():
     assert entry["tile"] == 64, "no more than 1.02 times vLLM's time"
 
 
-def test_a_choice_is_printed_in_words():
-    assert tune.in_words(asdict(Config(tile=64, warps=4, stages=3, registers=0))).startswith(
-        "tile 64, warps 4, stages 3, splits 1"
-    )
-
-
 def test_warps_keep_keys_of_their_own_where_windows_have_few_rows():
     def tried(heads: int, k: int) -> bool:
         return max(list(asdict(config).values())[-1] for config in tune.kernels(AttentionShape(32, heads, 4, 512, k=k)))
@@ -330,7 +325,15 @@ def test_what_the_profiler_prints_is_read():
     with pytest.raises(RuntimeError, match="is in fortnight, not in byte"):
         counters.parse(PRINTED.replace('"us"', '"fortnight"'), (TIME,))
     with pytest.raises(counters.Unreadable, match="no lost/ncu on the PATH: install Nsight Compute"):
-        counters.read("a.module", metrics=(TIME,), kernels="x", ncu="lost/ncu")
+        counters.read("code", metrics=(TIME,), kernels="x", ncu="lost/ncu")
+
+
+def profiler(folder: Path, *lines: str) -> str:
+    """A profiler that runs these lines of shell instead."""
+    path = folder / "ncu"
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -339,24 +342,20 @@ def test_what_the_profiler_prints_is_read():
 )
 def test_a_profiler_that_fails_says_why(says, forbidden, tmp_path):
     """A program that crashes under it is no reason to do without its counters."""
-    ncu = tmp_path / "ncu"
-    ncu.write_text(f"#!/bin/sh\necho '{says}'; exit 3\n")
-    ncu.chmod(0o755)
+    ncu = profiler(tmp_path, f"echo '{says}'; exit 3")
     with pytest.raises(RuntimeError, match=f"failed with 3: {says}") as raised:
-        counters.read("nwor_lab.microbench.counters", metrics=(TIME,), kernels="x", ncu=str(ncu))
+        counters.read("code", metrics=(TIME,), kernels="x", ncu=ncu)
     assert isinstance(raised.value, counters.Unreadable) is forbidden
 
 
 def test_the_profiler_is_asked_for_what_is_read(tmp_path):
-    ncu = tmp_path / "ncu"
-    ncu.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\ncat <<END\n{PRINTED}END\n')
-    ncu.chmod(0o755)
+    ncu = profiler(tmp_path, f'echo "$*" > {tmp_path}/asked', f"cat <<END\n{PRINTED}END")
     options = ("--profile-from-start", "off")
-    seen = counters.read("a.module", "--launch", metrics=(TIME,), kernels="a|b", options=options, ncu=str(ncu))
+    seen = counters.read("code()", metrics=(TIME,), kernels="a|b", options=options, ncu=ncu)
     assert [launch["kernel"] for launch in seen] == ["verify_windows", "flash<1, 2>"]
     asked = (tmp_path / "asked").read_text()
     assert "--clock-control none" in asked and "regex:a|b --profile-from-start off" in asked
-    assert asked.endswith("-m a.module --launch\n") and f"--metrics {TIME} " in asked
+    assert asked.endswith("-c code()\n") and f"--metrics {TIME} " in asked
 
 
 def launches(combined: bool = True) -> list[dict]:
