@@ -35,14 +35,12 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
         times: as `microbench.attention.measure` makes them.
         bandwidth: of a large copy, in TB/s.
     """
-    table = net(times)
-    flash = [name for name in table if str(name).startswith("flash")]
-    table["flash"] = table[flash].min(axis=1)
-    table = table.drop(columns=[name for name in flash if name != "flash"]).reset_index()
-    known = [name for name in ("bytes", "tuned_on") if name in times]
-    table = table.merge(times.groupby(KEYS, observed=True)[known].first().reset_index())
-    table["tuned_on"] = table.get("tuned_on", True)
-    return table.assign(floor=table["bytes"] / bandwidth / 1e6, tp=32 // table["heads"])
+    table, known = net(times), [name for name in ("bytes", "tuned_on") if name in times]
+    table["flash"] = table.filter(regex="^flash").min(axis=1)
+    facts = times.groupby(KEYS, observed=True)[known].first()
+    table = table.drop(columns=list(table.filter(regex="^flash "))).join(facts).reset_index()
+    floor, tuned_on = table["bytes"] / bandwidth / 1e6, table.get("tuned_on", True)
+    return table.assign(floor=floor, tuned_on=tuned_on, tp=32 // table["heads"])
 
 
 def errors(times: pd.DataFrame) -> pd.DataFrame:

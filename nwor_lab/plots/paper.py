@@ -249,19 +249,13 @@ def unfinished(run: Path) -> str:
     entries = manifest["notebooks"]
     if not entries:
         return f"{run} is no run: it has no manifest.json that can be read"
-    broken = [
-        name for name in manifest.get("chosen", entries) if name != DRAWS and not _ended_well(entries.get(name, {}))
-    ]
-    if broken:
+    # `whole` is written by the reproduction run alone, so a notebook run by hand does not count.
+    well = {name for name, entry in entries.items() if entry.get("state") == "done" and entry.get("whole")}
+    if broken := set(manifest.get("chosen", entries)) - well - {DRAWS}:
         return f"{run} is not whole: {', '.join(sorted(broken))} did not finish"
     if missing := [name for name in TABLES if not (run / f"{name}.parquet").exists()]:
         return f"{run} is not whole: it lacks {', '.join(missing)}"
     return ""
-
-
-def _ended_well(entry: dict[str, Any]) -> bool:
-    # `whole` is written by the reproduction run alone, so a notebook run by hand does not count.
-    return entry.get("state") == "done" and bool(entry.get("whole"))
 
 
 def sources(source: Path | str | None = None, own: Path | None = None) -> dict[str, Path]:
@@ -295,11 +289,6 @@ def absent(found: dict[str, pd.DataFrame]) -> dict[str, str]:
     """Return the figures that cannot be drawn, and the first table each of them lacks."""
     lacks = {name: [table for table in needs if table not in found] for name, (_, needs) in FIGURES.items()}
     return {name: missing[0] for name, missing in lacks.items() if missing}
-
-
-def draw(run: results.Run | Path, found: dict[str, pd.DataFrame]) -> list[Path]:
-    """Draw every figure that the tables `found` allow into `run`; return the paths of the figures."""
-    return [draw_one(run, name, found) for name in FIGURES if name not in absent(found)]
 
 
 def draw_one(run: results.Run | Path, name: str, found: dict[str, pd.DataFrame]) -> Path:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The microbenchmarks: bytes by hand, what is made of samples and counters, the search's choice, the recorded data."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -388,6 +389,16 @@ def test_launches_that_are_not_those_of_the_shapes_are_an_error(wrong):
         RuntimeError, match="which are not this kit's kernel, vLLM's write and FlashAttention of 13 shapes"
     ):
         counters.table(wrong(launches()))
+
+
+def test_a_command_writes_its_table_and_what_made_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(counters, "read", lambda *_, **__: launches())
+    assert counters.main(["--out", str(tmp_path)]) == 0 and "flash" in capsys.readouterr().out
+    written, expected = results.read_table("attention_counters", tmp_path), counters.table(launches())
+    assert written["op"].tolist() == expected["op"].tolist()
+    assert written["value"].tolist() == expected["value"].tolist() and written["value"].dtype == "float32"
+    assert "git" in json.loads((tmp_path / "attention_counters.json").read_text())["provenance"]
 
 
 def test_the_recorded_counters_are_of_every_shape():
