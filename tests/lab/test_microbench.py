@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The microbenchmarks: bytes by hand, what is made of samples and counters, the search's choice, the recorded data."""
+"""The microbenchmarks: bytes by hand, what is made of samples and counters, the recorded data."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,8 @@ import pandas as pd
 import pytest
 import torch
 
-from nwor.attention import configs
-from nwor.attention.configs import H200, Config
 from nwor_lab import paths, results
-from nwor_lab.microbench import attention, counters, operators, timer, tune
+from nwor_lab.microbench import attention, counters, operators, timer
 from nwor_lab.microbench.inputs import KEYS, AttentionShape, shape_of
 from nwor_lab.microbench.operators import KEPT, OURS, PEERS, QUERY, ROWS, SHAPES, bytes_moved, rows_moved
 from nwor_lab.operators import check
@@ -256,51 +253,6 @@ def test_what_a_layer_saves_alone_and_between_its_neighbours():
     rows = [alone[alone.op == "nwor"].assign(op=op, metric="between", value=us) for op, us in between.items()]
     (found,) = attention_plots.saved(pd.concat([alone, *rows])).to_dict("records")
     assert (found["alone"], found["between"]) == pytest.approx((30, 20))
-
-
-# -- the search of `nwor tune` -------------------------------------------------------------------------------------
-
-
-def test_tuned_configurations_are_what_the_recorded_search_found():
-    """The shipped file follows from the recorded search by the rule of `best`."""
-    knobs = [*Config.__dataclass_fields__]
-    searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet").astype({"cache": str})
-    known = [name for name in searched if name not in (*AttentionShape.__dataclass_fields__, "value", "vanilla")]
-    found = tune.best(searched.rename(columns=dict(zip(known, knobs, strict=True))))
-    assert found == [{name: entry[name] for name in found[0]} for entry in configs.shipped(H200.name)]
-
-
-def searched(times: dict[int, float], vanilla: float = 100.0, **config) -> pd.DataFrame:
-    """One configuration's times by context, beside vLLM's."""
-    rows = [
-        asdict(SHAPE) | asdict(Config(**config)) | {"context": context, "value": us} for context, us in times.items()
-    ]
-    return pd.DataFrame(rows).assign(vanilla=vanilla)
-
-
-def test_a_configuration_that_never_loses_comes_first():
-    """Even where another would be faster at most contexts."""
-    fast, never_slow = searched({512: 60, 8192: 105}, tile=64), searched({512: 80, 8192: 97}, tile=32)
-    (entry,) = tune.best(pd.concat([fast, never_slow]))
-    assert entry["tile"] == 32
-    (entry,) = tune.best(pd.concat([fast, never_slow]).assign(vanilla=104))
-    assert entry["tile"] == 64, "no more than 1.02 times vLLM's time"
-
-
-def test_warps_keep_keys_of_their_own_where_windows_have_few_rows():
-    def tried(heads: int, k: int) -> bool:
-        return max(list(asdict(config).values())[-1] for config in tune.kernels(AttentionShape(32, heads, 4, 512, k=k)))
-
-    assert (tried(32, 8), tried(8, 3), tried(8, 8)) == (True, True, False)
-
-
-def test_windows_of_each_length_have_a_configuration_of_their_own():
-    """Two and nine rows of one query head fill the same tile, and are not the same work."""
-    frames = [searched({512: 60}, tile=tile).assign(k=k, heads=8) for k, tile in ((1, 128), (8, 32))]
-    table = tune.best(pd.concat(frames))
-    for query, tile in ((2, 128), (3, 128), (7, 32), (9, 32)):
-        found = configs.nearest(table, 16, 8, 1, 128, 2, query)
-        assert found is not None and found["tile"] == tile, query
 
 
 # -- hardware counters ---------------------------------------------------------------------------------------------
