@@ -41,21 +41,16 @@ from nwor_lab.model.traffic import Shape
 BATCHES = (1, 8, 16, 64, 256)
 ROWS = tuple(QUERY * batch for batch in BATCHES)
 SHAPES = tuple((kv_heads, cache) for kv_heads in (32, 8) for cache in ("bf16", "fp8"))
-KEPT = (0, 3, 9)
 OURS = ("commit", "restore", "log")
 PEERS = ("vllm", "vllm triton", "flashinfer", "index_copy", "index_put")  # the last two, torch's, are recorded alone
 METRICS = {"dram__bytes_read.sum": "dram_read", "dram__bytes_write.sum": "dram_written"}
 COUNTS = ("kv_heads", "rows", "kept", "launches", "bytes")
 
 
-def rows_moved(op: str, rows: int, kept: int, query: int = QUERY) -> int:
-    """Rows of a layer that `op` has to move of `rows`, `query` a request, of which each request keeps `kept`."""
-    return rows // query * {"log": query, "restore": query - kept}.get(op, kept)
-
-
 def bytes_moved(op: str, shape: Shape, rows: int, kept: int, query: int = QUERY) -> int:
-    """Bytes read plus bytes written, each row once: what has to move, and nothing more."""
-    return 2 * shape.num_layers * shape.row * rows_moved(op, rows, kept, query)
+    """Bytes that `op` has to read and write of `rows` a layer, `query` a request, of which each keeps `kept`."""
+    moved = {"log": query, "restore": query - kept}.get(op, kept)
+    return 2 * shape.num_layers * shape.row * (rows // query * moved)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------
