@@ -106,7 +106,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     right.plot(edges, edges, color="black", linewidth=0.8, label="equal")
     whole = shown["with_attention"].notna()
     style.series(right, shown[~whole], "x", "measured", "mode", linestyle="none", markersize=3, capsize=0)
-    attended: Any = {"label": "{}, its attention measured", **open_markers, "capsize": 0}
+    attended: Any = {"label": "{}, its attention measured", **open_markers, "markerfacecolor": "white", "capsize": 0}
     style.series(right, shown[whole], "x", "measured", "mode", **attended)
     right.set(xlabel="predicted", ylabel="measured", title="time of a step over vanilla's", xlim=edges, ylim=edges)
     for ax in (left, right):
