@@ -48,33 +48,17 @@ def step_row(mode: str, batches: tuple[int, ...] = (1, 4, 16, 64), column: str =
     return " / ".join(f"{step(mode, batch, column, **other):.3f}" for batch in batches)
 
 
-def step_cells(mode: str, **other: Any) -> str:
-    """`step` by batch as the cells of a table's row."""
-    return step_row(mode, **other).replace(" / ", " | ")
-
-
 def settings(mode: str, fell_back: bool = False) -> pd.DataFrame:
     """The lines of `steps` of one mode in which it served, or in which it fell back to vLLM's own step."""
     rows = steps()
     return rows[(rows["mode"] == mode) & (rows["fell_back"] == fell_back)]
 
 
-def doubtful() -> int:
-    """Settings in which the step of `stage` is shorter than vanilla's, but not in every repeat."""
-    return int(settings("stage").eval("step < 1 and high > 1").sum())
-
-
-def lost(mode: str) -> list[Any]:
-    """Lines of `settings` whose step is no shorter than vanilla's."""
-    rows = settings(mode)
-    return list(rows[rows["step"] >= 1].sort_values("step", ascending=False).itertuples())
-
-
 def lost_sentence(repeats: bool = False) -> str:
     """The settings in which `stage` served and lost, each with its ratio, and on request the range over repeats."""
     caches = {"auto": "bf16", "fp8": "fp8"}
     found = []
-    for line in lost("stage"):
+    for line in settings("stage").query("step >= 1").sort_values("step", ascending=False).itertuples():
         cache, prompt = caches[line.kv_cache_dtype], f"{line.prompt:,}"
         where = f"{line.kv_heads} KV heads, {cache} cache, TP={line.tp}, k={line.k}, prompts of {prompt}"
         spread = f" ({line.low:.3f} to {line.high:.3f})" if repeats else ""
@@ -105,10 +89,7 @@ def repeat_spread(quantile: float = 1.0, largest_batch: int = 16) -> float:
 
 
 def engine_spread(name: str) -> float:
-    """How far apart vanilla's steps lie in engines of one setting, at the worst: largest over smallest median, less 1.
-
-    name: the table, `gpu_steps` of several runs or `gpu_audited_steps` of one.
-    """
+    """How far apart vanilla's steps lie in engines of one setting of table `name`, at the worst: a factor less 1."""
     return float(between_engine_spread(table(name)).max().max())
 
 
@@ -204,11 +185,6 @@ def commit_speedup(*peers: str) -> float:
     return float(ratios.xs(9, level="rows").xs(3, level="kept").min().min())
 
 
-def least_lead() -> float:
-    """How many times faster the commit is than any peer in any shape in which it keeps a row."""
-    return float(kernels.speedups(table("kernel_times")).min().min())
-
-
 def held(metric: str, all_move: bool = False) -> pd.Series:
     """Of commit, restore and log, by shape: a share of a copy's bandwidth of 2,304 rows, or `empties` of 9 rows.
 
@@ -217,10 +193,9 @@ def held(metric: str, all_move: bool = False) -> pd.Series:
     """
     times = table("kernel_times")
     rows = kernels.modelled(times).query("kept in (0, 3, 9)")
+    rows["empties"] = rows["us"] / kernels.ceilings(times)[1]
     rows = rows[rows["rows"] == (9 if metric == "empties" else 2304)]
-    if all_move:
-        rows = rows[rows["bytes"] == rows.groupby(["kv_heads", "cache"])["bytes"].transform("max")]
-    return rows["us"] / kernels.ceilings(times)[1] if metric == "empties" else rows[metric]
+    return (kernels.all_move(rows) if all_move else rows)[metric]
 
 
 @functools.cache
@@ -231,11 +206,6 @@ def attention() -> pd.DataFrame:
     """
     rows = table("attention")
     return net(rows).reset_index().merge(saved(rows))
-
-
-def slow_attention() -> pd.DataFrame:
-    """The shapes of `attention` in which ours takes longer than vLLM's faster backend."""
-    return attention().query("ratio > 1")
 
 
 def busy() -> float:

@@ -52,64 +52,28 @@ def notebooks() -> dict[str, dict[str, Any]]:
     return {RENAMED.get(name, name) if old else name: entry for name, entry in found.items()}
 
 
-def minutes(number: str) -> float:
-    """Minutes of the notebook with that number in the recorded run."""
-    (seconds,) = (entry["seconds"] for name, entry in notebooks().items() if name.startswith(number))
-    return seconds / 60
+def minutes(number: str = "") -> float:
+    """Minutes of the notebook with that number in the recorded run, or of all."""
+    return sum(entry["seconds"] for name, entry in notebooks().items() if name.startswith(number)) / 60
 
 
 @functools.cache
-def gpu_runs() -> pd.DataFrame:
-    """One row a recorded bench on a GPU: `run_id`, `name`, `time`, `commit`, `vllm`, `torch`."""
-    runs = json.loads((RECORDED / "gpu_runs.json").read_text())
-    keys = ("vllm", "torch")
-    return pd.DataFrame(
-        [
-            {
-                **{key: run[key] for key in ("run_id", "name", "time")},
-                "commit": run["git"]["commit"],
-                **{key: run["versions"][key] for key in keys},
-            }
-            for run in runs
-        ]
-    )
+def gpu_runs(name: str = "") -> pd.DataFrame:
+    """One row a recorded bench on a GPU whose name begins so, by time: `name`, `day`, `commit`, `vllm`, `torch`."""
+    runs = pd.json_normalize(json.loads((RECORDED / "gpu_runs.json").read_text())).sort_values("time")
+    found = runs.rename(columns=lambda column: column.split(".")[-1])[["name", "time", "commit", "vllm", "torch"]]
+    found = found.assign(day=found["time"].str[:10], commit=found["commit"].str[:7])
+    return found[found["name"].str.startswith(name)]
 
 
-def gpu_machine() -> str:
-    """Releases and days of the recorded benches on GPUs."""
-    runs = gpu_runs()
-    days = sorted(time[:10] for time in runs["time"])
-    versions = f"vLLM {', '.join(sorted(set(runs['vllm'])))}, torch {', '.join(sorted(set(runs['torch'])))}"
-    return f"{versions}, {days[0]} to {days[-1]}"
-
-
-def commits() -> str:
-    """First and last of the commits that the code of the recorded steps lay on top of."""
-    runs = gpu_runs().sort_values("time")
-    found = runs.loc[runs["name"].str.startswith("steps"), "commit"].str[:7]
-    return f"{found.iloc[0]} to {found.iloc[-1]}"
-
-
-def vllm() -> str:
-    """The releases of vLLM that the recorded steps ran on."""
-    return ", ".join(sorted(set(gpu_runs()["vllm"])))
+def ends(values: pd.Series) -> str:
+    """The first and the last."""
+    return f"{values.iloc[0]} to {values.iloc[-1]}"
 
 
 def functions(state: str) -> int:
     """How many of the functions that are wrapped vLLM 0.33 has in this state, compared with 0.32."""
     return sum(compare(known["0.33.0"], known["0.32.0"]).startswith(state) for known in KNOWN.values())
-
-
-def days() -> str:
-    """First and last day of the recorded steps."""
-    runs = gpu_runs()
-    found = runs.loc[runs["name"].str.startswith("steps"), "time"].str[:10]
-    return f"{found.min()} to {found.max()}"
-
-
-def total_minutes() -> float:
-    """Minutes of all notebooks of the recorded run."""
-    return sum(entry["seconds"] for entry in notebooks().values()) / 60
 
 
 def cpu() -> str:
@@ -166,13 +130,11 @@ def margin() -> str:
     """Of each configuration of `parity_margin`: the most by rounding, the tolerance, the least by a fault in nats."""
     found = []
     for panel, rows in margin_points(table("parity_margin")).groupby("panel", sort=False):
-        rounding = rows["fault"] == "rounding"
+        rounding, bound = rows["fault"] == "rounding", rows["tolerance"].iloc[0]
         most, least = rows.loc[rounding, "value"].max(), rows.loc[~rounding].groupby("fault")["value"].min()
-        bound = rows["tolerance"].iloc[0]
         drowned = ", ".join(least.index[least < bound])
-        found.append(
-            f"{panel}: {most:.2g}, {bound:g}, {least.min():.2g}" + (f" (not told: {drowned})" if drowned else "")
-        )
+        said = f" (not told: {drowned})" if drowned else ""
+        found.append(f"{panel}: {most:.2g}, {bound:g}, {least.min():.2g}{said}")
     return "; ".join(found)
 
 
@@ -194,15 +156,8 @@ def accepted(metric: str, k: int, temperature: float) -> float:
 def at_scale(k: int, temperature: float) -> float:
     """Share of the rows written for windows that is rejected, counted on a GPU."""
     rows = table("gpu_acceptance").query("k == @k and temperature == @temperature")
-    windows, drafts, kept = (
-        rows.loc[rows["metric"] == name, "value"].sum() for name in ("windows", "draft_tokens", "accepted_tokens")
-    )
-    return (drafts - kept) / (drafts + windows)
-
-
-def windows_at_scale() -> int:
-    """Windows that `at_scale` is counted over, all k and temperatures."""
-    return int(table("gpu_acceptance").query("metric == 'windows'")["value"].sum())
+    total = rows.groupby("metric")["value"].sum()
+    return (total["draft_tokens"] - total["accepted_tokens"]) / (total["draft_tokens"] + total["windows"])
 
 
 def soak() -> str:

@@ -25,13 +25,11 @@ rows lie in the L2 cache, and each launch waits for the kernel before.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -39,9 +37,10 @@ import torch
 from torch import Tensor
 
 from nwor_lab import builds, results
+from nwor_lab.microbench import timer
 from nwor_lab.microbench.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on
 from nwor_lab.microbench.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
-from nwor_lab.microbench.timer import Call, compact, interleaved
+from nwor_lab.microbench.timer import Call, interleaved
 
 HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
@@ -88,20 +87,16 @@ def measure(chosen: Sequence[AttentionShape] | None = None, repeats: int = 30, s
         calls = case.calls()
         chains = between(case, calls, layers(shape.heads, shape.kv_heads))
         common = asdict(shape) | {"bytes": shape.bytes, "tuned_on": is_tuned_on(shape, builds.tuning())}
-        timed = [
-            common | {"op": op, "repeat": repeat, "metric": "time", "unit": "us", "value": value}
-            for op, repeat, value in interleaved(calls, repeats, clean=True)
-        ]
+        rows = interleaved(calls, repeats, clean=True)
+        timed = [common | {"op": op, "repeat": n, "metric": "time", "unit": "us", "value": us} for op, n, us in rows]
         found += timed
         found += [
             common | {"op": op, "metric": "error", "unit": "relative", "value": case.error(call)}
             for op, call in calls.items()
             if op not in ("empty", "write")
         ]
-        found += [
-            common | {"op": op, "repeat": repeat, "metric": "between", "unit": "us", "value": value / CHAIN}
-            for op, repeat, value in interleaved(chains, repeats, clean=True)
-        ]
+        rows, common = interleaved(chains, repeats, clean=True), common | {"metric": "between", "unit": "us"}
+        found += [common | {"op": op, "repeat": n, "value": us / CHAIN} for op, n, us in rows]
         print(f"{shape}: nwor over vLLM's faster {net(pd.DataFrame(timed))['ratio'].item():.3f}", flush=True)
         del case, calls, chains
     return results.tidy(found, mode="", model="", seed=seed)
@@ -155,34 +150,10 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def numbers(text: str) -> list[int]:
-    """Numbers that commas divide."""
-    return [int(number) for number in text.split(",")]
-
-
-def pairs(text: str) -> list[tuple[int, int]]:
-    """Query heads and KV heads: 32x8,16x4."""
-    return [(int(heads), int(kv_heads)) for heads, kv_heads in (pair.split("x") for pair in text.split(","))]
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m nwor_lab.microbench.attention", description="Time the verify attention."
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for attention.parquet and what made it")
-    parser.add_argument("--repeats", type=int, default=30, help="samples of each call (default: 30)")
-    parser.add_argument("--caches", type=lambda text: text.split(","), default=CACHES, help="cache dtypes: bf16,fp8")
-    parser.add_argument("--heads", type=pairs, default=HEADS, help="query heads x KV heads: 32x32,32x8")
-    parser.add_argument("--ks", type=numbers, default=(8, 3, 1), help="drafts of a window: 8,3,1")
-    parser.add_argument("--batches", type=numbers, default=(), help="requests (default: tuned on, and held out)")
-    parser.add_argument("--contexts", type=numbers, default=(), help="positions before the window (default: the same)")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no NVIDIA GPU here; the recorded results are in data/recorded")
-    chosen = grid(options.heads, options.batches, options.contexts, options.caches, options.ks)
-    times = measure(chosen, options.repeats)
-    results.write_table(options.out / "attention.parquet", compact(times))
-    results.write_provenance(options.out / "attention.parquet", vars(options))
+    found = timer.options("attention", __doc__, argv)
+    times = measure(repeats=found.repeats)
+    timer.write(found, "attention", times)
     print(net(times)["ratio"].round(3).to_string())
     return 0
 

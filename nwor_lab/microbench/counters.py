@@ -8,7 +8,6 @@ Needs a GPU, vLLM and Nsight Compute. Each kernel runs with its caches flushed, 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import itertools
 import re
@@ -17,13 +16,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
 from nwor_lab import results
+from nwor_lab.microbench import timer
 from nwor_lab.microbench.inputs import KEYS, AttentionCase, AttentionShape
 
 METRICS = {
@@ -54,9 +53,9 @@ class Unreadable(results.Unmeasurable):
 
 
 def read(
-    module: str, *arguments: str, metrics: Sequence[str], kernels: str, options: Sequence[str] = (), ncu: str = "ncu"
+    code: str, metrics: Sequence[str], kernels: str, options: Sequence[str] = (), ncu: str = "ncu"
 ) -> list[dict[str, Any]]:
-    """Run `python -m module arguments` under the profiler and read `metrics` of each launch.
+    """Run `python -c code` under the profiler and read `metrics` of each launch.
 
     Clocks are left as they are.
 
@@ -76,7 +75,7 @@ def read(
         raise Unreadable(f"no {ncu} on the PATH: install Nsight Compute, or say where it is")
     command = [ncu, "--csv", "--clock-control", "none", "--kernel-name-base", "demangled"]
     command += ["--kernel-name", f"regex:{kernels}", *options]
-    command += ["--metrics", ",".join(metrics), sys.executable, "-m", module, *arguments]
+    command += ["--metrics", ",".join(metrics), sys.executable, "-c", code]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         said = done.stdout + done.stderr
@@ -137,11 +136,8 @@ def measure(ncu: str = "ncu") -> pd.DataFrame:
         Unreadable: counters cannot be read here.
         RuntimeError: the profiler saw other launches than the shapes make.
     """
-    seen = read(
-        "nwor_lab.microbench.counters", "--launch", metrics=list(METRICS), kernels="|".join(KERNELS),
-        options=("--profile-from-start", "off"), ncu=ncu,
-    )  # fmt: skip
-    return table(seen)
+    run, late = "from nwor_lab.microbench import counters; counters.launch()", ("--profile-from-start", "off")
+    return table(read(run, metrics=list(METRICS), kernels="|".join(KERNELS), options=late, ncu=ncu))
 
 
 def table(seen: list[dict[str, Any]]) -> pd.DataFrame:
@@ -171,20 +167,8 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m nwor_lab.microbench.counters", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder for attention_counters.parquet")
-    parser.add_argument("--launch", action="store_true", help="only run the kernels, for a profiler to watch")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no NVIDIA GPU here; the recorded counters are in data/recorded")
-    if options.launch:
-        launch()
-        return 0
-    if not options.out:
-        parser.error("--out says where the counters go")
-    frame = measure()
-    results.write_table(options.out / "attention_counters.parquet", frame)
-    results.write_provenance(options.out / "attention_counters.parquet", vars(options))
+    found, frame = timer.options("counters", __doc__, argv), measure()
+    timer.write(found, "attention_counters", frame)
     print(shown(frame).round(1).to_string())
     return 0
 

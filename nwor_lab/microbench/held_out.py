@@ -24,11 +24,8 @@ programs, requests times KV heads, from twice the batch of half the heads."""
 
 def is_tuned_on(shape: AttentionShape, table: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether the search timed this shape: it has an entry of its own, and its context is within 10 % of one."""
-    programs = shape.batch * shape.kv_heads
-    entry = (shape.element, shape.query, shape.group, shape.head_size, programs)
-    names = ("cache_bytes", "query", "group", "head_size", "programs")
     near = any(abs(math.log(context / max(1, shape.context))) < math.log(1.1) for context in CONTEXTS)
-    return near and entry in {tuple(one[name] for name in names) for one in table}
+    return near and any(shape.entry.items() <= one.items() for one in table)
 
 
 def mark_steps(steps: pd.DataFrame, heads: int, head_size: int) -> pd.DataFrame:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nwor import ops
 from nwor.attention.configs import Config
@@ -20,6 +22,18 @@ HEAD_SIZE, BLOCK_SIZE = 128, 16
 LAYERS, BLOCKS, QUERY = 32, 1024, 9  # of the operators: layers, blocks of a layer, rows of a recorded window
 BATCHES = (1, 4, 16, 64)
 FLASH_SPLITS = (1, 2, 4, 8, 16)
+ENTRY = ("cache_bytes", "query", "group", "head_size", "programs")
+"""Of an entry of a tuning table, what says which shapes it is for; programs are requests times KV heads."""
+
+
+def write_rows(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, scale: Tensor, triton: bool = False) -> None:
+    """Write keys and values [T, H, D] to `cache` [blocks, N, H, 2 * D] by vLLM's writer, or by its Triton one."""
+    from vllm import _custom_ops
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash
+
+    ours, theirs = _custom_ops.reshape_and_cache_flash, triton_reshape_and_cache_flash.triton_reshape_and_cache_flash
+    dtype = "fp8" if cache.element_size() == 1 else "auto"
+    (theirs if triton else ours)(key, value, *cache.chunk(2, -1), slots, dtype, scale, scale)
 
 
 # -- the all-layer operators ---------------------------------------------------------------------------------------
@@ -78,30 +92,20 @@ class OperatorCase:
         self.key, self.value = torch.randn(2, LAYERS, rows, self.heads, HEAD_SIZE, device="cuda").bfloat16()
         mini = -(-rows // BLOCK_SIZE)
         packed = torch.empty(LAYERS, mini, BLOCK_SIZE, self.heads, 2 * HEAD_SIZE, dtype=self.dtype, device="cuda")
-        row_slots = torch.arange(rows, device="cuda")
-        for layer in range(LAYERS):
-            self.write(layer, packed[layer], row_slots)
+        self.writes(LAYERS, torch.arange(rows, device="cuda"), packed)()
         self.packed = packed.flatten(1, 2)[:, :rows].flatten(2)  # [L, M, 2 * H * D]
         self.rows = packed.view(torch.uint8).transpose(2, 3)
         self.num_rejected, self.kept = torch.zeros(2, requests, dtype=torch.int32, device="cuda")
         self.num_drafts = torch.full_like(self.kept, self.query)
         self.counts = torch.zeros(5, dtype=torch.int64, device="cuda")
 
-    def write(self, layer: int, cache: Tensor, slots: Tensor) -> None:
-        """One layer's keys and values to `cache` [blocks, N, H, 2 * D] at `slots`, by vLLM's writer."""
-        from vllm import _custom_ops
-
-        keys, values = cache.split(HEAD_SIZE, -1)
-        dtype = "fp8" if self.fp8 else "auto"
-        key, value = self.key[layer], self.value[layer]
-        _custom_ops.reshape_and_cache_flash(key, value, keys, values, slots, dtype, self.scale, self.scale)
-
-    def writes(self, layers: int, slots: Tensor) -> Call:
-        """vLLM's writer on the first `layers` layers, a launch each."""
+    def writes(self, layers: int, slots: Tensor, caches: Tensor | None = None, triton: bool = False) -> Call:
+        """One of vLLM's writers on the first `layers` layers of the pool, or of `caches`, a launch each."""
+        pools = self.layers if caches is None else caches
 
         def each_layer() -> None:
-            for layer in range(layers):
-                self.write(layer, self.layers[layer], slots)
+            for key, value, cache in zip(self.key[:layers], self.value, pools, strict=False):
+                write_rows(key, value, cache, slots, self.scale, triton)
 
         return each_layer
 
@@ -119,7 +123,7 @@ class OperatorCase:
         accepted = torch.arange(self.query) < kept
         masked = torch.where(accepted.cuda(), self.slots, -1).flatten()
         found["vllm"] = self.writes(LAYERS, masked)
-        found["vllm triton"] = self._triton(masked)
+        found["vllm triton"] = self.writes(LAYERS, masked, triton=True)
         if not kept:
             return found  # the others launch nothing for no rows
         chosen = torch.arange(self.slots.numel()).view(-1, self.query)[:, :kept].flatten().cuda()
@@ -128,15 +132,6 @@ class OperatorCase:
         if flashinfer := self._flashinfer(kept, chosen):
             found["flashinfer"] = flashinfer
         return found
-
-    def _triton(self, slots: Tensor) -> Call:
-        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash as write
-
-        def all_layers() -> None:
-            for key, value, cache in zip(self.key, self.value, self.layers, strict=True):
-                write(key, value, *cache.split(HEAD_SIZE, -1), slots, "fp8" if self.fp8 else "auto", *2 * [self.scale])
-
-        return all_layers
 
     def _flashinfer(self, kept: int, chosen: Tensor) -> Call | None:
         if not (append_paged_kv_cache := flashinfer_writer()):
@@ -199,6 +194,12 @@ class AttentionShape:
     @property
     def element(self) -> int:
         return {"bf16": 2, "fp8": 1}[self.cache]
+
+    @property
+    def entry(self) -> dict[str, int]:
+        """What a tuning table knows the shape by."""
+        programs = self.batch * self.kv_heads
+        return dict(zip(ENTRY, (self.element, self.query, self.group, self.head_size, programs), strict=True))
 
     @property
     def bytes(self) -> int:
@@ -272,12 +273,6 @@ class AttentionCase:
             cache = torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(generator=generator)
         return cache.transpose(1, 2)
 
-    def split_cache(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [blocks, N, H, D], as vLLM passes them."""
-        cache = self.kv_cache.view(torch.float8_e4m3fn) if self.fp8 else self.kv_cache
-        keys, values = cache.transpose(1, 2).split(self.shape.head_size, -1)
-        return keys, values
-
     def nwor(self, config: Config | None = None) -> Call:
         from nwor.attention.verify import verify_attention
 
@@ -290,12 +285,19 @@ class AttentionCase:
             **dict.fromkeys(("q_scale", "k_scale", "v_scale"), self.one if self.fp8 else None),
         )  # fmt: skip
 
-    def write(self) -> None:
-        from vllm import _custom_ops
+    def write(self, triton: bool = False) -> None:
+        """vLLM's own write of the new rows."""
+        write_rows(self.key, self.value, self.kv_cache.transpose(1, 2), self.slots, self.one, triton)
 
-        keys, values = self.kv_cache.transpose(1, 2).split(self.shape.head_size, -1)
-        dtype = "fp8" if self.fp8 else "auto"
-        _custom_ops.reshape_and_cache_flash(self.key, self.value, keys, values, self.slots, dtype, self.one, self.one)
+    def arguments(self) -> dict[str, Any]:
+        """What vLLM's two backends are called with alike."""
+        cache = self.kv_cache.view(torch.float8_e4m3fn) if self.fp8 else self.kv_cache
+        keys, values = cache.transpose(1, 2).chunk(2, -1)
+        return {
+            "q": self.query, "k": keys, "v": values, "out": self.output, "block_table": self.block_table,
+            "cu_seqlens_q": self.query_start_loc, "max_seqlen_q": self.shape.query, "seqused_k": self.seq_lens,
+            "max_seqlen_k": self.block_table.shape[1] * BLOCK_SIZE, "softmax_scale": self.scale, "causal": True,
+        }  # fmt: skip
 
     def flash(self, splits: int) -> Call:
         """vLLM's write and FlashAttention 3; 32 splits mean at most, by a schedule as vLLM makes it for full graphs.
@@ -308,51 +310,38 @@ class AttentionCase:
             is_fa_version_supported,
         )
 
-        keys, values = self.split_cache()
-        shape, longest = self.shape, self.block_table.shape[1] * BLOCK_SIZE
-        schedule, version = None, 3 if is_fa_version_supported(3) else 2
+        shape, given, schedule, version = self.shape, self.arguments(), None, 3 if is_fa_version_supported(3) else 2
         if version == 2:
             splits = 0
         elif splits == 32:
             schedule = get_scheduler_metadata(
-                batch_size=shape.batch, max_seqlen_q=self.shape.query, max_seqlen_k=longest, num_heads_q=shape.heads,
-                num_heads_kv=shape.kv_heads, headdim=self.shape.head_size, cache_seqlens=self.seq_lens,
-                qkv_dtype=self.query.dtype, cu_seqlens_q=self.query_start_loc, page_size=BLOCK_SIZE, causal=True,
-                window_size=(-1, -1), num_splits=splits,
+                batch_size=shape.batch, max_seqlen_q=shape.query, max_seqlen_k=given["max_seqlen_k"],
+                num_heads_q=shape.heads, num_heads_kv=shape.kv_heads, headdim=shape.head_size,
+                cache_seqlens=self.seq_lens, qkv_dtype=self.query.dtype, cu_seqlens_q=self.query_start_loc,
+                page_size=BLOCK_SIZE, causal=True, window_size=(-1, -1), num_splits=splits,
             )  # fmt: skip
         descale = self.one.expand(shape.batch, shape.kv_heads) if self.fp8 else None
+        given |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), descale)
 
         def call() -> None:
             self.write()
-            flash_attn_varlen_func(
-                q=self.query, k=keys, v=values, out=self.output, cu_seqlens_q=self.query_start_loc,
-                max_seqlen_q=self.shape.query, seqused_k=self.seq_lens, max_seqlen_k=longest, softmax_scale=self.scale,
-                causal=True, block_table=self.block_table, scheduler_metadata=schedule, num_splits=splits,
-                fa_version=version, q_descale=descale, k_descale=descale, v_descale=descale,
-            )  # fmt: skip
+            flash_attn_varlen_func(**given, scheduler_metadata=schedule, num_splits=splits, fa_version=version)
 
         return call
 
     def triton(self) -> Call:
-        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash as write
+        """vLLM's Triton write and attention."""
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
         from vllm.v1.kv_cache_interface import KVQuantMode
 
-        keys, values = self.split_cache()
         mode = KVQuantMode.FP8_PER_TENSOR if self.fp8 else KVQuantMode.NONE
         descale = self.one.expand(self.shape.batch, self.shape.kv_heads)
-        scratch = split_scratch(self.shape, self.kv_cache.device)
+        given = self.arguments() | split_scratch(self.shape, self.kv_cache.device)
+        given |= {"q_descale": self.one if self.fp8 else None, "k_descale": descale, "v_descale": descale}
 
         def call() -> None:
-            write(self.key, self.value, keys, values, self.slots, "fp8" if self.fp8 else "auto", self.one, self.one)
-            unified_attention(
-                q=self.query, k=keys, v=values, out=self.output, cu_seqlens_q=self.query_start_loc,
-                max_seqlen_q=self.shape.query, seqused_k=self.seq_lens,
-                max_seqlen_k=self.block_table.shape[1] * BLOCK_SIZE, softmax_scale=self.scale, causal=True,
-                window_size=(-1, -1), block_table=self.block_table, softcap=0,
-                q_descale=self.one if self.fp8 else None, k_descale=descale, v_descale=descale, kv_quant_mode=mode,
-                **scratch,
-            )  # fmt: skip
+            self.write(triton=True)
+            unified_attention(**given, window_size=(-1, -1), softcap=0, kv_quant_mode=mode)
 
         return call
 
@@ -379,20 +368,18 @@ class AttentionCase:
         self.write()
         self.output.fill_(float("nan"))
         call()
-        keys, values = self.split_cache()
-        found, wanted = [], []
-        seen = torch.arange(self.shape.context + self.shape.query, device="cuda")
-        seen = seen <= self.shape.context + torch.arange(self.shape.query, device="cuda")[:, None]
+        context, query, given, wanted = self.shape.context, self.shape.query, self.arguments(), []
+        length, device = context + query, self.output.device
+        seen = torch.arange(length, device=device) <= torch.arange(context, length, device=device)[:, None]
         for request in range(min(requests, self.shape.batch)):
-            pages = self.block_table[request, : -(-len(seen[0]) // BLOCK_SIZE)].long()
-            rows = slice(request * self.shape.query, (request + 1) * self.shape.query)
-            key, value = (
-                half[pages].float().flatten(0, 1)[: seen.shape[1]].repeat_interleave(self.shape.group, dim=1)
-                for half in (keys, values)
-            )
-            scores = torch.einsum("thd,phd->htp", self.query[rows].float(), key) * self.scale
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-            wanted.append(torch.einsum("htp,phd->thd", weights, value))
-            found.append(self.output[rows].float())
-        difference = torch.cat(found) - torch.cat(wanted)
-        return float(difference.norm() / torch.cat(wanted).norm())
+            pages = self.block_table[request, : -(-length // BLOCK_SIZE)].long()
+            keys, values = (given[half][pages].float().flatten(0, 1)[:length].transpose(0, 1) for half in ("k", "v"))
+            rows = self.query[request * query : (request + 1) * query].float().transpose(0, 1)
+            with sdpa_kernel(SDPBackend.MATH):
+                wanted.append(
+                    functional.scaled_dot_product_attention(
+                        rows, keys, values, attn_mask=seen, scale=self.scale, enable_gqa=True
+                    ).transpose(0, 1)
+                )
+        expected = torch.cat(wanted)
+        return float((self.output[: len(expected)].float() - expected).norm() / expected.norm())

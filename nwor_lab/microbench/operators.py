@@ -22,12 +22,10 @@ get the same rows to write and nothing else: rejected rows have slot -1, or are 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -35,29 +33,24 @@ import torch
 
 from nwor import ops
 from nwor_lab import results
-from nwor_lab.microbench import counters
+from nwor_lab.microbench import counters, timer
 from nwor_lab.microbench.inputs import LAYERS, QUERY, OperatorCase, shape_of
-from nwor_lab.microbench.timer import Call, compact, interleaved
+from nwor_lab.microbench.timer import Call, interleaved
 from nwor_lab.model.traffic import Shape
 
 BATCHES = (1, 8, 16, 64, 256)
 ROWS = tuple(QUERY * batch for batch in BATCHES)
 SHAPES = tuple((kv_heads, cache) for kv_heads in (32, 8) for cache in ("bf16", "fp8"))
-KEPT = (0, 3, 9)
 OURS = ("commit", "restore", "log")
 PEERS = ("vllm", "vllm triton", "flashinfer", "index_copy", "index_put")  # the last two, torch's, are recorded alone
 METRICS = {"dram__bytes_read.sum": "dram_read", "dram__bytes_write.sum": "dram_written"}
 COUNTS = ("kv_heads", "rows", "kept", "launches", "bytes")
 
 
-def rows_moved(op: str, rows: int, kept: int, query: int = QUERY) -> int:
-    """Rows of a layer that `op` has to move of `rows`, `query` a request, of which each request keeps `kept`."""
-    return rows // query * {"log": query, "restore": query - kept}.get(op, kept)
-
-
 def bytes_moved(op: str, shape: Shape, rows: int, kept: int, query: int = QUERY) -> int:
-    """Bytes read plus bytes written, each row once: what has to move, and nothing more."""
-    return 2 * shape.num_layers * shape.row * rows_moved(op, rows, kept, query)
+    """Bytes that `op` has to read and write of `rows` a layer, `query` a request, of which each keeps `kept`."""
+    moved = {"log": query, "restore": query - kept}.get(op, kept)
+    return 2 * shape.num_layers * shape.row * (rows // query * moved)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------
@@ -113,12 +106,11 @@ def _copies(repeats: int) -> list[dict[str, Any]]:
 
 def _samples(case: OperatorCase, calls: dict[str, Call], rows: int, kept: int, repeats: int) -> list[dict[str, Any]]:
     common = {"kv_heads": case.heads, "cache": case.cache, "rows": rows, "kept": kept}
-    known = {
-        op: {**common, "op": op, "launches": LAYERS if op in PEERS else 1,
-             "bytes": 0 if op == "empty" else bytes_moved(op, case.shape, rows, kept, case.query)}
-        for op in calls
-    }  # fmt: skip
-    timed = [known[op] | {"repeat": n, "value": value} for op, n, value in interleaved(calls, repeats)]
+    moved = {op: bytes_moved(op, case.shape, rows, kept, case.query) if op != "empty" else 0 for op in calls}
+    timed = [
+        {**common, "op": op, "launches": LAYERS if op in PEERS else 1, "bytes": moved[op], "repeat": n, "value": us}
+        for op, n, us in interleaved(calls, repeats)
+    ]
     written = [op for op in calls if kept and (op == "commit" or op in PEERS)]
     return timed + [
         {**common, "op": op, "metric": "bytes_differing", "value": case.differing(calls[op], kept)} for op in written
@@ -172,10 +164,8 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
         counters.Unreadable: counters cannot be read here.
         RuntimeError: the profiler saw other launches than the cases make.
     """
-    seen = counters.read(
-        "nwor_lab.microbench.operators", "--counted", metrics=list(METRICS), kernels="move_rows",
-        options=("--cache-control", "none"), ncu=ncu,
-    )  # fmt: skip
+    run, untouched = "from nwor_lab.microbench import operators; operators.run_counted()", ("--cache-control", "none")
+    seen = counters.read(run, metrics=list(METRICS), kernels="move_rows", options=untouched, ncu=ncu)
     if len(seen) != len(counted()):
         raise RuntimeError(f"{ncu} saw {len(seen)} launches, expected {len(counted())}")
     found = []
@@ -189,24 +179,9 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m nwor_lab.microbench.operators", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--out", type=Path, help="folder for kernel_times.parquet or kernel_counters.parquet, and what made it"
-    )
-    parser.add_argument("--repeats", type=int, default=30, help="samples of each call (default: 30)")
-    parser.add_argument("--counters", action="store_true", help="read the DRAM counters, and no times (needs ncu)")
-    parser.add_argument("--counted", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no NVIDIA GPU here; the recorded results are in data/recorded")
-    if options.counted:
-        run_counted()
-        return 0
-    if not options.out:
-        parser.error("--out says where the results go")
-    name, frame = ("kernel_counters", count_bytes()) if options.counters else ("kernel_times", measure(options.repeats))
-    results.write_table(options.out / f"{name}.parquet", compact(frame))
-    results.write_provenance(options.out / f"{name}.parquet", vars(options))
+    found = timer.options("operators", __doc__, argv, counters="read the DRAM counters, and no times (needs ncu)")
+    name, frame = ("kernel_counters", count_bytes()) if found.counters else ("kernel_times", measure(found.repeats))
+    timer.write(found, name, frame)
     print(frame.groupby(["metric", "op", "kv_heads", "cache", "rows", "kept"])["value"].median().round(2).to_string())
     return 0
 

@@ -7,10 +7,14 @@ ratio. Here each repeat samples every call once, and the ratios are of neighbour
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pandas as pd
 import torch
+
+from nwor_lab import results
 
 Call = Callable[[], object]
 
@@ -55,7 +59,23 @@ def interleaved(calls: dict[str, Call], repeats: int, clean: bool = False) -> It
             yield from ((name, repeat, 1e3 * begin.elapsed_time(end)) for name, (begin, end) in events.items())
 
 
-def compact(frame: pd.DataFrame) -> pd.DataFrame:
-    """The same with words as categories and values in single precision, for a small file."""
+def options(module: str, doc: str, argv: list[str] | None, **switches: str) -> argparse.Namespace:
+    """Read the command line of `python -m nwor_lab.microbench.<module>`: `out`, `repeats` and `switches` with their
+    help. It ends here with status 2 and a line where there is no GPU."""
+    parser = argparse.ArgumentParser(prog=f"python -m nwor_lab.microbench.{module}", description=doc.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the table and what made it")
+    parser.add_argument("--repeats", type=int, default=30, help="samples of each call that is timed (default: 30)")
+    for name, said in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=said)
+    found = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU here; the recorded results are in data/recorded")
+    return found
+
+
+def write(found: argparse.Namespace, name: str, frame: pd.DataFrame) -> None:
+    """Write table `name` and what made it to the folder asked for: words as categories, values in single precision."""
     words = [column for column in frame if frame[column].dtype == object]
-    return frame.astype(dict.fromkeys(words, "category") | {"value": "float32"})
+    path = found.out / f"{name}.parquet"
+    results.write_table(path, frame.astype(dict.fromkeys(words, "category") | {"value": "float32"}))
+    results.write_provenance(path, vars(found))

@@ -42,12 +42,11 @@ from nwor.attention.configs import (
 from nwor.settings import PREFIX, Settings
 from nwor_lab import results
 from nwor_lab.engines.shapes import SHAPES
-from nwor_lab.microbench.attention import numbers, pairs, shapes
+from nwor_lab.microbench.attention import shapes
 from nwor_lab.microbench.held_out import CONTEXTS
-from nwor_lab.microbench.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
+from nwor_lab.microbench.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
 from nwor_lab.microbench.timer import empty, interleaved
 
-SHAPE_OF_ENTRY = ("cache_bytes", "query", "group", "head_size", "programs")
 NOISE = 1.02  # medians that are no further apart are called equal when configurations are chosen
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 
@@ -138,17 +137,10 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
     for shape, configs in jobs.items():
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, device, (512,)):
-                rows = shape.query * shape.group
-                combined = plan_split_combine(
-                    config.splits, programs(shape, device), rows, shape.head_size, device.multiprocessors
-                )
-                binary = (
-                    replace(config, splits=config.splits > 1, min_tiles_per_split=0),
-                    combined[1:],
-                    shape.group,
-                    shape.query,
-                    shape.cache,
-                )
+                size = shape.query * shape.group, shape.head_size, device.multiprocessors
+                combined = plan_split_combine(config.splits, programs(shape, device), *size)[1:]
+                undivided = replace(config, splits=config.splits > 1, min_tiles_per_split=0)
+                binary = undivided, combined, shape.group, shape.query, shape.cache
                 if binary not in known:
                     known.add(binary)
                     configs.append(config)
@@ -182,10 +174,8 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
             for shape in everywhere:
                 time(shape, AttentionCase(shape), second)
                 fastest = min(found[-len(second) :], key=lambda row: row["value"])
-                print(
-                    f"{shape}: {fastest['value']:.1f} us, vLLM {fastest['vanilla']:.1f} us; {in_words(fastest)}",
-                    flush=True,
-                )
+                us, vllm = fastest["value"], fastest["vanilla"]
+                print(f"{shape}: {us:.1f} us, vLLM {vllm:.1f} us; {in_words(fastest)}", flush=True)
     return pd.DataFrame(found)
 
 
@@ -200,15 +190,11 @@ def best(searched: pd.DataFrame, head_size: int = HEAD_SIZE) -> list[dict[str, A
     """
     knobs, found = {name: type(value) for name, value in asdict(Config()).items()}, []
     for (heads, kv_heads, batch, cache, k), group in searched.groupby(ENTRY_KEYS):
-        table = group.pivot_table(
-            index=list(knobs), columns="context", values=["value", "vanilla"], aggfunc="min"
-        ).dropna()
+        table = group.pivot_table(["value", "vanilla"], list(knobs), "context", aggfunc="min").dropna()
         times, lost = table["value"], (table["value"] / table["value"].min()).max(axis=1)
         slower = (times > NOISE * table["vanilla"].min()).any(axis=1)
         chosen = lost[~slower].idxmin() if not slower.all() else lost.idxmin()
-        shape = AttentionShape(heads, kv_heads, batch, 0, cache, k)
-        entry = {"cache_bytes": shape.element, "query": shape.query, "group": shape.group, "head_size": head_size}
-        entry |= {"programs": batch * kv_heads}
+        entry = AttentionShape(heads, kv_heads, batch, 0, cache, k, head_size).entry
         found.append(entry | {name: kind(value) for (name, kind), value in zip(knobs.items(), chosen, strict=True)})
     return found
 
@@ -250,16 +236,25 @@ def of_rank(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
     return heads // tp, max(1, kv_heads // tp)
 
 
-def merge(known: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was found, and of what was known the shapes that were not searched again."""
-    return list({tuple(entry[name] for name in SHAPE_OF_ENTRY): entry for entry in [*known, *found]}.values())
-
-
 def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> Path:
-    """Write the table of the device named `gpu`, whole or not at all; one that lies there is added to, not lost."""
+    """Write the table of the device named `gpu`, whole or not at all; one that lies there is added to, not lost.
+
+    Of `known` it has the shapes that are not in `found`.
+    """
     path = folder / file_name(gpu)
     known = read(path) if path.exists() else known
-    return results.write_json(path, {"gpu": gpu, "configurations": merge(known, found)})
+    entries = {tuple(entry[name] for name in ENTRY): entry for entry in [*known, *found]}
+    return results.write_json(path, {"gpu": gpu, "configurations": list(entries.values())})
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers that commas divide."""
+    return [int(number) for number in text.split(",")]
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    """Query heads and KV heads: 32x8,16x4."""
+    return [(int(heads), int(kv_heads)) for heads, kv_heads in (pair.split("x") for pair in text.split(","))]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -308,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     path = write(options.out, device.name, known, found)
     results.write_table(path.with_name(f"{path.stem}_search.parquet"), searched)
     for entry in found:
-        shape = ", ".join(f"{name} {entry[name]}" for name in SHAPE_OF_ENTRY)
+        shape = ", ".join(f"{name} {entry[name]}" for name in ENTRY)
         print(f"chosen for {shape}: {in_words(entry)}")
     print(f"{path}: used by vLLM where {PREFIX}TUNING={path.parent.resolve()} is set")
     return 0

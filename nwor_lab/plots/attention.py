@@ -16,7 +16,7 @@ from nwor_lab import results
 from nwor_lab.microbench import counters
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
-from nwor_lab.plots import style
+from nwor_lab.plots import style, tour
 
 BACKENDS = {
     "nwor": "nwor (one launch)",
@@ -35,14 +35,12 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
         times: as `microbench.attention.measure` makes them.
         bandwidth: of a large copy, in TB/s.
     """
-    table = net(times)
-    flash = [name for name in table if str(name).startswith("flash")]
-    table["flash"] = table[flash].min(axis=1)
-    table = table.drop(columns=[name for name in flash if name != "flash"]).reset_index()
-    known = [name for name in ("bytes", "tuned_on") if name in times]
-    table = table.merge(times.groupby(KEYS, observed=True)[known].first().reset_index())
-    table["tuned_on"] = table.get("tuned_on", True)
-    return table.assign(floor=table["bytes"] / bandwidth / 1e6, tp=32 // table["heads"])
+    table, known = net(times), [name for name in ("bytes", "tuned_on") if name in times]
+    table["flash"] = table.filter(regex="^flash").min(axis=1)
+    facts = times.groupby(KEYS, observed=True)[known].first()
+    table = table.drop(columns=list(table.filter(regex="^flash "))).join(facts).reset_index()
+    floor, tuned_on = table["bytes"] / bandwidth / 1e6, table.get("tuned_on", True)
+    return table.assign(floor=floor, tuned_on=tuned_on, tp=32 // table["heads"])
 
 
 def errors(times: pd.DataFrame) -> pd.DataFrame:
@@ -78,10 +76,8 @@ def claim(run: results.Run, times: pd.DataFrame, table: pd.DataFrame, counted: p
     text = f"error against fp32 over FlashAttention 3's, {cache}, median of all shapes"
     run.expect(text, 1.0, middle, middle <= 1, origin)
     least = table["context"].min()
-    short, median = (
-        table[(table["context"] == least) & (table["cache"] == cache)]["ratio"].max(),
-        table["ratio"].median(),
-    )
+    short = table[(table["context"] == least) & (table["cache"] == cache)]["ratio"].max()
+    median = table["ratio"].median()
     text = f"time over vLLM's faster backend, {cache}, context {least}, worst shape"
     run.expect(text, "< 1", short, short < 1, origin)
     run.expect("time over vLLM's faster backend, median of all shapes", "< 1", median, median < 1, origin)
@@ -145,40 +141,27 @@ def kernel_picture(
     Args:
         k: drafts; the window has 1 + k rows. context: positions before the window. block_size: slots of a page.
     """
-    pages = -(-(context + 1 + k) // block_size)
-    colors = {"prefix: read from the pages": "#9ecae1", "token sampled last: stored in its page": "#0072B2",
-              "drafts: stored in staging": "#E69F00", "slots that stay as they are": "white"}  # fmt: skip
-    prefix, token, draft, unused = colors.values()
-    fig, ax = style.figure(style.TWO_COLUMNS, 2.6)
-
-    def cell(x: float, y: float, color: str, text: object = "") -> None:
-        ax.add_patch(style.plt.Rectangle((x, y), 0.9, 0.9, facecolor=color, edgecolor="#555555", linewidth=0.5))
-        ax.text(
-            x + 0.45, y + 0.4, text, ha="center", va="center", fontsize=5, color="white" if color == token else "black"
-        )
-
-    for slot in range(pages * block_size):
-        color = prefix if slot < context else token if slot == context else unused
-        cell(slot + slot // block_size, 4, color, slot)
-    for row in range(1 + k):
-        cell(12 + row, 0, draft if row else token, context + row)
-        if row:
-            cell(32 + row, 0, draft, context + row)
-    ax.text(12, -0.5, f"{1 + k} new rows, as the\nprojection left them", fontsize=7, va="top")
-    ax.text(33, -0.5, f"staging: {k} rows,\nin no page", fontsize=7, va="top")
+    pages, drafts = -(-(context + 1 + k) // block_size), range(1, 1 + k)
+    states = ["context"] * context + ["kept"]
+    states += ["empty"] * (pages * block_size - len(states))
+    cells = [(0, slot + slot // block_size, state, slot) for slot, state in enumerate(states)]
+    cells += [(4, at + row, "undecided", context + row) for at in (12, 32) for row in drafts]
+    cells.append((4, 12, "kept", context))
+    frame = pd.DataFrame(cells, columns=["line", "column", "state", "text"])
+    fig, ax = style.figure(style.TWO_COLUMNS, 2.2)
+    tour.grid(ax, frame, {}, fontsize=5)
+    ax.text(11.5, 4.9, f"{1 + k} new rows, as the\nprojection left them", fontsize=7, va="top")
+    ax.text(32.5, 4.9, f"staging: {k} rows,\nin no page", fontsize=7, va="top")
     share = -(-pages // splits)
     for split in range(splits):
-        left, right = split * share * (block_size + 1), min(pages, (split + 1) * share) * (block_size + 1) - 1.1
-        ax.plot([left, left, right, right], [5.3, 5.6, 5.6, 5.3], color="black", linewidth=0.8)
-        ax.text((left + right) / 2, 5.8, f"split {split + 1} of {splits}", ha="center", fontsize=7)
-    at, arrow = context + context // block_size + 0.45, {"arrowstyle": "->", "color": "black"}
-    ax.annotate("", (at, 4), (12.45, 0.9), arrowprops=arrow)
-    ax.annotate("", (32.9, 0.45), (12.9 + k, 0.45), arrowprops=arrow)
-    for name, color in colors.items():
-        ax.scatter([], [], marker="s", s=30, color=color, edgecolor="#555555", linewidth=0.5, label=name)
-    style.legend(ax)
-    ax.set(xlim=(-0.5, pages * (block_size + 1)), ylim=(-2.4, 6.6))
-    ax.set_axis_off()
+        left, right = split * share * (block_size + 1) - 0.5, min(pages, (split + 1) * share) * (block_size + 1) - 1.5
+        ax.plot([left, left, right, right], [-0.8, -1.1, -1.1, -0.8], color="black", linewidth=0.8)
+        ax.text((left + right) / 2, -1.3, f"split {split + 1} of {splits}", ha="center", fontsize=7)
+    arrow = {"arrowstyle": "->", "color": "black"}
+    ax.annotate("", (context + context // block_size, 0.5), (12, 3.5), arrowprops=arrow)
+    ax.annotate("", (32.5, 4), (12.5 + k, 4), arrowprops=arrow)
+    tour.legend(fig, frame["state"])
+    ax.set_ylim(7.4, -2.4)
     caption = (
         f"One launch for one request and KV head: {context} positions before, a token and {k} drafts, pages of "
         f"{block_size} slots in {splits} splits, a program each. A split attends to its part of the prefix, the last "

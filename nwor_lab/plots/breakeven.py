@@ -26,6 +26,7 @@ MAPS = (
 BATCHES = (1, 16, 64, 256)
 KS = tuple(range(1, 13))
 LEVELS = (-100, -50, 0, 50, 200, 500)
+DOT: Any = {"color": "black", "marker": "o", "markerfacecolor": "white", "markersize": 3, "linestyle": "none"}
 
 
 def break_even(run: results.Run | Path, published: pd.DataFrame, chip: Chip = H200) -> Path:
@@ -49,13 +50,11 @@ def break_even(run: results.Run | Path, published: pd.DataFrame, chip: Chip = H2
             )  # fmt: skip
             if wide.to_numpy().max() > 0:
                 ax.contourf(wide.columns, wide.index, wide, levels=[0, np.inf], colors="none", hatches=["////"])
-            ax.clabel(
-                ax.contour(wide.columns, wide.index, wide, levels=LEVELS, colors="black", linewidths=0.6), fontsize=6
-            )
+            lines = ax.contour(wide.columns, wide.index, wide, levels=LEVELS, colors="black", linewidths=0.6)
+            ax.clabel(lines, fontsize=6)
             there = dots[(dots["mode"] == mode) & (dots["batch"] == batch)]
             there = there[[_same_rows(name, model) for name in there["model"]]]
-            ax.plot(there["k"], there["acceptance"], "o", color="black", markerfacecolor="white", markersize=3,
-                    clip_on=False, zorder=5)  # fmt: skip
+            ax.plot(there["k"], there["acceptance"], **DOT, clip_on=False, zorder=5)
             ax.set(xticks=(1, 4, 8, 12), yticks=(0, 0.5, 1))
             ax.grid(visible=False)
         line[0].set_ylabel(f"{label}\nacceptance")
@@ -68,9 +67,8 @@ def break_even(run: results.Run | Path, published: pd.DataFrame, chip: Chip = H2
     handles = [
         mpl.patches.Patch(facecolor="white", edgecolor="black", hatch="////", label="slower than vanilla"),
         mpl.lines.Line2D([], [], color="black", linewidth=0.6, label="us, contour"),
-        mpl.lines.Line2D([], [], color="black", marker="o", markerfacecolor="white", linestyle="none",
-                         label="published models, at their own acceptance"),
-    ]  # fmt: skip
+        mpl.lines.Line2D([], [], **DOT, label="published models, at their own acceptance"),
+    ]
     fig.legend(handles=handles, loc="outside upper center", ncols=3)
     caption = (
         f"What a step costs beyond vanilla's by the model of launches and bytes, {chip.name} ({chip.launch_us:g} us a "
@@ -98,23 +96,18 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     span = np.array([kernels[["us", "predicted"]].min().min() / 1.3, kernels[["us", "predicted"]].max().max() * 1.3])
     left.plot(span, span, color="black", linewidth=0.8, label="equal")
     left.fill_between(span, span / 1.25, span * 1.25, color="black", alpha=0.1, linewidth=0, label="within 25 %")
-    for n, (op, rows) in enumerate(kernels.groupby("op", observed=True)):
-        name = "vLLM's writer, 32 launches" if op == "vllm" else f"{op}, one launch"
-        left.plot(rows["predicted"], rows["us"], style.MARKERS[n], color=style.OTHER[n], label=name,
-                  markerfacecolor="none", markersize=3)  # fmt: skip
+    open_markers: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 3}
+    names = (kernels["op"] + ", one launch").replace("vllm, one launch", "vLLM's writer, 32 launches")
+    style.series(left, kernels.assign(name=names), "predicted", "us", "name", **open_markers)
     left.set(xscale="log", yscale="log", xlabel="predicted (us)", ylabel="measured (us)", title="kernels, all layers")
     stable = ratios.is_stable(steps)
     shown = steps[stable].assign(x=steps["with_attention"].fillna(steps["predicted"]))
     edges = np.array([shown[["low", "x"]].min().min() - 0.01, shown[["high", "x"]].max().max() + 0.01])
     right.plot(edges, edges, color="black", linewidth=0.8, label="equal")
-    for (mode, whole), rows in shown.groupby(["mode", shown["with_attention"].notna()]):
-        look = style.MODE_STYLE[str(mode)]
-        spread = [rows["measured"] - rows["low"], rows["high"] - rows["measured"]]
-        right.errorbar(
-            rows["x"], rows["measured"], spread, elinewidth=0.5, linestyle="none", color=look.color, markersize=3,
-            marker=look.marker, markerfacecolor="white" if whole else look.color,
-            label=look.label + (", its attention measured" if whole else ""),
-        )  # fmt: skip
+    whole = shown["with_attention"].notna()
+    style.series(right, shown[~whole], "x", "measured", "mode", linestyle="none", markersize=3, capsize=0)
+    attended: Any = {"label": "{}, its attention measured", **open_markers, "markerfacecolor": "white", "capsize": 0}
+    style.series(right, shown[whole], "x", "measured", "mode", **attended)
     right.set(xlabel="predicted", ylabel="measured", title="time of a step over vanilla's", xlim=edges, ylim=edges)
     for ax in (left, right):
         ax.legend(loc="upper left", fontsize=6)
@@ -168,8 +161,7 @@ def draw_setting(model: str, k: int, acceptance: float, batch: int, context: int
     share = (vanilla["write"].read + vanilla["write"].written) / (vanilla.total().read + vanilla.total().written)
     print(f"vanilla's write is {share:.1%} of the bytes that its attention and write move")
     ax = style.figure(style.TWO_COLUMNS, 2.6)[1]
-    for mode, line in rows.groupby("mode"):
-        style.line(ax, line["batch"], line["us"], str(mode))
+    style.series(ax, rows, "batch", "us", "mode")
     ax.axhline(0, color="black", linewidth=0.8, label="vanilla")
     ax.axvline(batch, color="black", linewidth=0.5, linestyle=":", label=f"batch {batch}")
     ax.set(xscale="log", xlabel="requests in the batch", ylabel="us a step more than vanilla's")

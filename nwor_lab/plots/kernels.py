@@ -38,13 +38,11 @@ def select(times: pd.DataFrame, **wanted: Sequence[Any]) -> pd.DataFrame:
 
 
 def medians(times: pd.DataFrame) -> pd.DataFrame:
-    """One row an op and case: median, first and last quartile in microseconds, bytes, launches, TB/s and samples."""
-    rows = times[(times["metric"] == "time") & (times["rows"] > 0)]
-    groups = rows.groupby(["op", *KEYS, "launches"], observed=True)
-    frame = groups["value"].quantile([0.25, 0.5, 0.75]).unstack().set_axis(["low", "us", "high"], axis=1)
-    frame["bytes"], frame["samples"] = groups["bytes"].first(), groups["value"].size()
-    frame["tb_s"] = frame["bytes"] / frame["us"] / 1e6
-    return frame.reset_index().astype({"op": str, "cache": str})
+    """One row an op and case: median in microseconds, bytes, launches, TB/s and samples."""
+    rows = times[(times["metric"] == "time") & (times["rows"] > 0)].astype({"op": str, "cache": str, "value": float})
+    groups = rows.groupby(["op", *KEYS, "launches"], as_index=False)
+    frame = groups.agg(us=("value", "median"), bytes=("bytes", "first"), samples=("value", "size"))
+    return frame.assign(tb_s=frame["bytes"] / frame["us"] / 1e6)
 
 
 def ceilings(times: pd.DataFrame) -> tuple[float, float]:
@@ -60,22 +58,17 @@ def modelled(times: pd.DataFrame) -> pd.DataFrame:
     """
     bandwidth, empty = ceilings(times)
     frame = medians(times)
-    frame = frame[frame["op"].isin(OURS) & (frame["bytes"] > 0)].copy()
-    frame = frame[
-        (frame["op"] != "log") | (frame["kept"] == frame["kept"].max())
-    ]  # it reads no verdict: its cases are one
-    frame["model"] = empty + frame["bytes"] / bandwidth / 1e6
-    frame["gross"] = frame["tb_s"] / bandwidth
-    frame["net"] = frame["bytes"] / (frame["us"] - empty) / 1e6 / bandwidth
-    return frame
+    frame = frame[frame["op"].isin(OURS) & (frame["bytes"] > 0)]
+    frame = frame[(frame["op"] != "log") | (frame["kept"] == frame["kept"].max())]  # the log's cases are one
+    moved_us = frame["bytes"] / bandwidth / 1e6
+    return frame.assign(model=empty + moved_us, gross=moved_us / frame["us"], net=moved_us / (frame["us"] - empty))
 
 
 def speedups(times: pd.DataFrame) -> pd.DataFrame:
     """How many times faster the commit is than each peer that writes the same rows: one column a peer."""
     frame = medians(times)
-    wide = frame[frame["op"].isin(["commit", *PEERS])].pivot(index=KEYS, columns="op", values="us")
-    peers = [peer for peer in PEERS if peer in wide]
-    return wide[peers].div(wide["commit"], axis=0).loc[lambda frame: frame["vllm"].notna()]
+    wide = frame.pivot_table(index=KEYS, columns="op", values="us").dropna(subset="vllm")
+    return wide[[peer for peer in PEERS if peer in wide]].div(wide["commit"], axis=0)
 
 
 def per_launch(times: pd.DataFrame) -> tuple[float, float]:
@@ -147,8 +140,7 @@ def roofline(run: results.Run | Path, times: pd.DataFrame) -> Path:
     x = np.geomspace(frame["MB"].min() / 2, frame["MB"].max() * 2, 100)
     ax.plot(x, x / (empty + x / bandwidth), color="black", linewidth=0.8, label="model: launch + bytes")
     ax.axhline(bandwidth, color="black", linestyle=":", linewidth=0.8, label="copy of 4 GiB")
-    for (op, rows), color, marker in zip(frame.groupby("op"), style.OTHER, style.MARKERS, strict=False):
-        ax.plot(rows["MB"], rows["tb_s"], marker, color=color, markersize=4, markerfacecolor="none", label=op)
+    style.series(ax, frame, "MB", "tb_s", "op", linestyle="none", markerfacecolor="none")
     ax.set(xscale="log", yscale="log", xlabel="MB read and written", ylabel="TB/s", ylim=(0.02, 6))
     style.legend(ax, ncols=3)
     caption = (
@@ -163,15 +155,12 @@ def over_rows(run: results.Run | Path, times: pd.DataFrame, kept: int = 3) -> Pa
     """Draw time over the rows of a window beside the peers, `kept` rows of each request accepted."""
     frame = medians(times)
     frame = frame[(frame["kept"] == kept) & frame["op"].isin(["commit", "stream", *PEERS])].copy()
-    frame["panel"] = [
-        f"{heads} KV heads, {cache}" for heads, cache in zip(frame["kv_heads"], frame["cache"], strict=True)
-    ]
+    frame["panel"] = frame["kv_heads"].astype(str) + " KV heads, " + frame["cache"]
     names = {"commit": "commit (one launch)", "stream": "the same bytes, streamed"}
     frame["writer"] = [names.get(op, f"{op} (a launch a layer)") for op in frame["op"]]
-    frame = frame.sort_values("rows").astype({"rows": str}).drop(columns=["low", "high"])
-    grid = style.relplot(
-        frame, "rows", "us", "writer", col="panel", col_order=sorted(set(frame["panel"])), panel=2.0, ncols=4
-    )
+    frame = frame.sort_values("rows").astype({"rows": str})
+    panels = sorted(set(frame["panel"]))
+    grid = style.relplot(frame, "rows", "us", "writer", col="panel", col_order=panels, panel=2.0, ncols=4)
     grid.set(yscale="log").set_titles("{col_name}").set_axis_labels("rows of the window", "us, all 32 layers")
     caption = (
         f"Time to write the accepted rows, {kept} a request, in all 32 layers: this kit's commit in one launch, "
@@ -189,9 +178,8 @@ def over_share(run: results.Run | Path, times: pd.DataFrame) -> Path:
     frame = frame[(frame["kv_heads"] == heads) & (frame["cache"] == cache) & (frame["rows"] == rows)]
     frame = frame.assign(model=empty + frame["bytes"] / bandwidth / 1e6, accepted=frame["kept"] / frame["kept"].max())
     fig, ax = style.figure()
-    for (op, line), color, marker in zip(frame.groupby("op"), style.OTHER, style.MARKERS, strict=False):
-        ax.plot(line["accepted"], line["us"], marker, color=color, label=f"{op}, measured")
-        ax.plot(line["accepted"], line["model"], color=color, linewidth=0.8, label=f"{op}, model")
+    style.series(ax, frame, "accepted", "us", "op", label="{}, measured", linestyle="none")
+    style.series(ax, frame, "accepted", "model", "op", label="{}, model", marker="")
     ax.set(xlabel="share of rows accepted", ylabel="us", ylim=(0, None))
     style.legend(ax)
     caption = (
@@ -208,8 +196,8 @@ def launches(run: results.Run | Path, times: pd.DataFrame) -> Path:
     commit = frame[frame["op"] == "commit"].merge(rows[KEYS].drop_duplicates())
     fig, ax = style.figure()
     ax.plot(rows["launches"], first + further * (rows["launches"] - 1), color="black", linewidth=0.8, label="fit")
-    ax.plot(rows["launches"], rows["us"], "D", color="#555555", label="vLLM's writer, a launch a layer")
-    ax.plot([32] * len(commit), commit["us"], "^", color="#0072B2", label="commit, one launch")
+    ax.plot(rows["launches"], rows["us"], "D", color=style.OTHER[6], label="vLLM's writer, a launch a layer")
+    ax.plot([32] * len(commit), commit["us"], "^", color=style.OTHER[0], label="commit, one launch")
     ax.set(xlabel="layers written", ylabel="us", ylim=(0, None))
     style.legend(ax)
     caption = (

@@ -56,42 +56,29 @@ def published_survival(published: pd.DataFrame | None = None) -> pd.DataFrame:
     """
     table = pd.read_csv(paths.PUBLISHED_ACCEPTANCE) if published is None else published
     rows = table[table["draft"].str.startswith("chain") & table["metric"].isin(["survival", "conditional_acceptance"])]
-    parts = []
-    for (source, model, drafter), group in rows.sort_values("position").groupby(
-        ["source", "model", "drafter"], sort=False
-    ):
-        conditional = (group["metric"] == "conditional_acceptance").all()
-        value = group["value"].cumprod() if conditional else group["value"]
-        label = f"{model.removesuffix('-Instruct')}, {drafter}"
-        parts.append(
-            pd.DataFrame({"source": source, "model": label, "position": group["position"].astype(int), "value": value})
-        )
-    return pd.concat(parts, ignore_index=True)
+    rows = rows.sort_values("position").astype({"position": int})
+    product = rows.groupby(["source", "model", "drafter"])["value"].cumprod()
+    rows["value"] = product.where(rows["metric"] == "conditional_acceptance", rows["value"])
+    rows["model"] = rows["model"].str.removesuffix("-Instruct") + ", " + rows["drafter"]
+    return rows[["source", "model", "position", "value"]].reset_index(drop=True)
 
 
 def acceptance(run: results.Run | Path, frame: pd.DataFrame, published: pd.DataFrame | None = None) -> Path:
-    """Draw survival over draft position, measured with its 95 % band, beside published figures."""
-    rows = frame[frame["metric"] == "survival"]
-    rows = rows[rows["k"] == rows["k"].max()].sort_values("position")
-    elsewhere = published_survival(published)
+    """Draw survival over draft position, measured with its 95 % interval, beside published figures."""
+    rows = frame[(frame["metric"] == "survival") & (frame["k"] == frame["k"].max())]
+    rows = rows.assign(source="measured", model=[f"this kit's pair, T={t:g}" for t in rows["temperature"]])
+    columns = ["source", "model", "temperature", "k", "position", "value", "low", "high"]
+    data = pd.concat([rows, published_survival(published)], ignore_index=True).reindex(columns=columns)
+    shown = data.assign(draft=data["position"].astype(int) + 1)
     fig, ax = style.figure(height=3.1)
-    markers = "svD^P*X<>"
-    for n, (label, group) in enumerate(elsewhere.groupby("model", sort=False)):
-        ax.plot(group["position"] + 1, group["value"], color=style.OTHER[n % len(style.OTHER)], linewidth=0.8,
-                linestyle=(0, (1 + n, 1)), marker=markers[n % 9], markerfacecolor="white", label=label)  # fmt: skip
-    for n, (temperature, group) in enumerate(rows.groupby("temperature")):
-        mean = group.groupby("position")[["value", "low", "high"]].mean()
-        color, label = ("black", "#0072B2", "#D55E00")[n % 3], f"this kit's pair, T={temperature:g}"
-        ax.plot(mean.index + 1, mean["value"], color=color, marker="oxd"[n % 3], linewidth=1.6, label=label)
-        ax.fill_between(mean.index + 1, mean["low"], mean["high"], color=color, alpha=0.2, linewidth=0)
+    for source, look in ((False, {"linewidth": 0.8, "markerfacecolor": "white"}), (True, {"linewidth": 1.8})):
+        lines = shown[(shown["source"] == "measured") == source]
+        style.series(ax, lines, "draft", "value", "model", style.styles(shown["model"]), **look)
     ax.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
-    ax.set_xticks(range(1, 2 + int(max(rows["position"].max(), elsewhere["position"].max()))))
     style.legend(ax)
-    columns = ["model", "temperature", "k", "position", "value", "low", "high"]
-    data = pd.concat([rows.reindex(columns=columns).assign(source="measured"), elsewhere], ignore_index=True)
     caption = (
         "Share of verify windows in which the draft at each position was accepted (chain drafts). Filled markers: the "
-        f"shipped pair, measured in vLLM at k={int(rows['k'].max())}, band: 95 % interval. Open markers: published "
+        f"shipped pair, measured in vLLM at k={int(rows['k'].max())}, whiskers: 95 % interval. Open markers: published "
         "figures, other models and prompts."
     )
     return style.save(fig, run, "acceptance_by_position", data, caption)
@@ -103,13 +90,12 @@ def acceptance_at_scale(run: results.Run | Path, frame: pd.DataFrame, counts: pd
     Args:
         frame: rows of table `acceptance`; counts: rows of table `gpu_acceptance`.
     """
-    parts = []
-    for where, table in (("GPU, many prompts", survival(counts)), ("this run", frame)):
-        rows = table[(table["metric"] == "survival") & (table["k"] == table["k"].max())]
-        parts.append(rows.assign(source=where, draft=rows["position"] + (1 if table is not frame else 1.2)))
-    data = pd.concat(parts, ignore_index=True).sort_values("position")
-    data["series"] = [f"T={t:g}, {source}" for t, source in zip(data["temperature"], data["source"], strict=True)]
-    grid = style.relplot(data, "draft", "value", "series", width=style.COLUMN, panel=2.0, ncols=2)
+    both = {"GPU, many prompts": survival(counts).assign(shift=1), "this run": frame.assign(shift=1.2)}
+    data = pd.concat(both, names=["source"]).reset_index("source").query("metric == 'survival'").sort_values("position")
+    data = data[data["k"] == data.groupby("source")["k"].transform("max")].reset_index(drop=True)
+    series = [f"T={t:g}, {source}" for t, source in zip(data["temperature"], data["source"], strict=True)]
+    shown = data.assign(draft=data["position"] + data["shift"], series=series)
+    grid = style.relplot(shown, "draft", "value", "series", width=style.COLUMN, panel=2.0, ncols=2)
     grid.set(xlabel="draft position", ylabel="share of windows accepted", ylim=(0, 1))
     windows = int(counts.loc[counts["metric"] == "windows", "value"].sum())
     caption = (
@@ -123,18 +109,14 @@ def acceptance_at_scale(run: results.Run | Path, frame: pd.DataFrame, counts: pd
 
 def rejected(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw the share of written rows that are rejected over k: predicted from survival, and measured."""
-    share = frame[frame["metric"] == "rejected_share"]
-    columns = ["origin", "temperature", "k", "value"]
-    data = pd.concat([predict_rejected(frame).assign(origin="predicted"), share.assign(origin="measured")])[columns]
+    found = {"predicted": predict_rejected(frame), "measured": frame[frame["metric"] == "rejected_share"]}
+    data = pd.concat([rows.assign(origin=origin) for origin, rows in found.items()])
+    data = data[["origin", "temperature", "k", "value"]].sort_values("k")
     fig, ax = style.figure()
-    for n, ((temperature, origin), rows) in enumerate(data.groupby(["temperature", "origin"])):
-        look = (
-            {"linestyle": "-:"[n // 2 % 2]}
-            if origin == "predicted"
-            else {"linestyle": "none", "marker": "ox"[n // 2 % 2]}
-        )
-        color = ("black", "#0072B2", "#D55E00")[n // 2 % 3]
-        ax.plot(rows["k"], rows["value"], color=color, label=f"{origin}, T={temperature:g}", **look)
+    looks: dict[str, Any] = {"predicted": {"marker": ""}, "measured": {"linestyle": "none"}}
+    for origin, look in looks.items():
+        rows = data[data["origin"] == origin].assign(drafts=lambda rows: "T=" + rows["temperature"].map("{:g}".format))
+        style.series(ax, rows, "k", "value", "drafts", label=f"{origin}, {{}}", **look)
     ax.set(xlabel="draft length k", ylabel="rejected / written rows", ylim=(0, 1), xticks=sorted(set(data["k"])))
     style.legend(ax)
     caption = (
@@ -267,19 +249,13 @@ def unfinished(run: Path) -> str:
     entries = manifest["notebooks"]
     if not entries:
         return f"{run} is no run: it has no manifest.json that can be read"
-    broken = [
-        name for name in manifest.get("chosen", entries) if name != DRAWS and not _ended_well(entries.get(name, {}))
-    ]
-    if broken:
+    # `whole` is written by the reproduction run alone, so a notebook run by hand does not count.
+    well = {name for name, entry in entries.items() if entry.get("state") == "done" and entry.get("whole")}
+    if broken := set(manifest.get("chosen", entries)) - well - {DRAWS}:
         return f"{run} is not whole: {', '.join(sorted(broken))} did not finish"
     if missing := [name for name in TABLES if not (run / f"{name}.parquet").exists()]:
         return f"{run} is not whole: it lacks {', '.join(missing)}"
     return ""
-
-
-def _ended_well(entry: dict[str, Any]) -> bool:
-    # `whole` is written by the reproduction run alone, so a notebook run by hand does not count.
-    return entry.get("state") == "done" and bool(entry.get("whole"))
 
 
 def sources(source: Path | str | None = None, own: Path | None = None) -> dict[str, Path]:
@@ -313,11 +289,6 @@ def absent(found: dict[str, pd.DataFrame]) -> dict[str, str]:
     """Return the figures that cannot be drawn, and the first table each of them lacks."""
     lacks = {name: [table for table in needs if table not in found] for name, (_, needs) in FIGURES.items()}
     return {name: missing[0] for name, missing in lacks.items() if missing}
-
-
-def draw(run: results.Run | Path, found: dict[str, pd.DataFrame]) -> list[Path]:
-    """Draw every figure that the tables `found` allow into `run`; return the paths of the figures."""
-    return [draw_one(run, name, found) for name in FIGURES if name not in absent(found)]
 
 
 def draw_one(run: results.Run | Path, name: str, found: dict[str, pd.DataFrame]) -> Path:

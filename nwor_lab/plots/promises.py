@@ -68,14 +68,13 @@ def counted(steps: pd.DataFrame) -> dict[str, list[float]]:
     """What `stage` counted over what there was, in each setting of table `gpu_steps`, by case."""
     rows = steps[(steps["mode"] == "stage") & steps["metric"].str.startswith("counters.")]
     setting = ["model", "kv_heads", "kv_cache_dtype", "tp", "k"]
-    sums = rows.groupby([*setting, "metric"])["value"].sum().unstack("metric")
-    operations: list[float] = []
-    tokens: list[float] = []
-    for _, where in sums.reset_index().iterrows():
-        held = (where["counters.bytes_written"] + where["counters.bytes_avoided"]) / shape_of(where).row
-        operations.append(where["counters.stage_operations"] / held)
-        tokens.append(where["counters.staged_tokens"] / (where["k"] * where["counters.windows"]))
-    return {"here: stage operations": operations, "here: staged tokens": tokens}
+    sums = rows.groupby([*setting, "metric"])["value"].sum().unstack("metric").rename(columns=lambda name: name[9:])
+    sums = sums.reset_index()
+    if sums.empty:
+        return {"here: stage operations": [], "here: staged tokens": []}
+    held = (sums["bytes_written"] + sums["bytes_avoided"]) / [shape_of(where).row for _, where in sums.iterrows()]
+    tokens = sums["staged_tokens"] / (sums["k"] * sums["windows"])
+    return {"here: stage operations": list(sums["stage_operations"] / held), "here: staged tokens": list(tokens)}
 
 
 def measured(found: Mapping[str, pd.DataFrame]) -> dict[str, dict[str, list[float]]]:
@@ -167,7 +166,4 @@ def record(path: Path = PICTURE) -> Path:
     """Draw the figure of `docs/history.md` from the recorded tables, smaller than `draw` does."""
     fig = panels(beside({name: results.read_table(name, paths.RECORDED) for name in TABLES})).figure
     fig.set_layout_engine("constrained")
-    with results.whole_file(path) as part:
-        fig.savefig(part, format="png", dpi=170, metadata={"Software": None})
-    style.close(fig)
-    return path
+    return style.write(fig, path, dpi=170)

@@ -23,7 +23,7 @@ def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
     points = predicted.against_measured(steps)
     points["stable"] = ratios.is_stable(points)
     points["cache"] = points.get("kv_cache_dtype", pd.Series("auto", points.index)).replace("auto", "bf16")
-    points["heads"] = [f"{heads} KV heads" for heads in points["kv_heads"]]
+    points["heads"] = points["kv_heads"].astype(str) + " KV heads"
     points["prompt"] = points.get("prompt", pd.Series(0, points.index)).fillna(0).astype(int)
     order = [name for name in ("tp", "kv_heads", "cache", "k", "prompt", "mode", "batch") if name in points]
     return points.sort_values(order, ignore_index=True)
@@ -44,24 +44,18 @@ def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
     batches = sorted(points["batch"].unique())
     for ax, (cache, panel) in zip(axes[0], panels, strict=True):
         series = panel.sort_values(["mode", "kv_heads"], ascending=False).groupby(["mode", "kv_heads"], sort=False)
-        for n, ((mode, heads), rows) in enumerate(series):
-            rows = rows.sort_values("batch")
-            look = style.MODE_STYLE[str(mode)]
+        for n, ((_, heads), rows) in enumerate(series):
+            look: Any = {"linestyle": "-"} if heads == 32 else {"linestyle": "--", "markerfacecolor": "white"}
             at = [batches.index(batch) + 0.06 * (n - 1.5) for batch in rows["batch"]]
-            spread = [rows["measured"] - rows["low"], rows["high"] - rows["measured"]]
-            ax.errorbar(
-                at, rows["measured"], spread, color=look.color, marker=look.marker, capsize=2, elinewidth=0.8,
-                linestyle="-" if heads == 32 else "--", markerfacecolor=look.color if heads == 32 else "white",
-                label=f"{look.label}, {heads} KV heads",
-            )  # fmt: skip
+            rows, label = rows.assign(at=at).sort_values("at"), f"{{}}, {heads} KV heads"
+            style.series(ax, rows, "at", "measured", "mode", label=label, elinewidth=0.8, capsize=2, **look)
         ax.axhline(1, color="black", linewidth=1, label="vanilla vLLM")
         only = "" if panel["mode"].nunique() > 1 else " (copy-on-write was not measured)"
         ax.set(title=f"{cache} cache{only}", xlabel="requests in the batch")
         ax.set_xticks(range(len(batches)), batches)
     axes[0, 0].set_ylabel("step time over vanilla's\n(below 1: faster)")
     style.legend(axes[0, 0], ncols=3)
-    with results.whole_file(path) as part:
-        fig.savefig(part, format="png", dpi=200, metadata={"Software": None})
+    style.write(fig, path, dpi=200)
     style.close(fig)
     return path
 
@@ -76,21 +70,15 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     """
     every = ratio_points(steps)
     points = every[every["stable"]].copy()
-    points["panel"] = [
-        f"{row.heads}, {row.cache}, k={row.k}" + (f",\n{row.tp} ranks" if row.tp > 1 else "")
-        for row in points.itertuples()
-    ]
-    vanilla = points.drop_duplicates(["panel", "batch"]).assign(
-        mode="off", measured=1.0, low=1.0, high=1.0, tuned_on=True
-    )
-    points = pd.concat([points, vanilla], ignore_index=True)
-    points["requests"] = points["batch"].astype(str)
-    points["prompt of"] = [f"{prompt} tokens" for prompt in points["prompt"]]
+    ranks = points["tp"].map(lambda tp: f",\n{tp} ranks" if tp > 1 else "")
+    points["panel"] = points["heads"] + ", " + points["cache"] + ", k=" + points["k"].astype(str) + ranks
+    equal = {"mode": "off", "measured": 1.0, "low": 1.0, "high": 1.0, "tuned_on": True}
+    points = pd.concat([points, points.drop_duplicates(["panel", "batch"]).assign(**equal)], ignore_index=True)
+    points["requests"], points["prompt of"] = points["batch"].astype(str), points["prompt"].astype(str) + " tokens"
     order = {"col_order": points["panel"].unique(), "style_order": points.sort_values("prompt")["prompt of"].unique()}
     points = points.sort_values("batch", kind="stable")  # the axis has batches as they come
-    grid = style.relplot(
-        points, "requests", "measured", "mode", style="prompt of", col="panel", col_wrap=4, ncols=4, **order
-    )
+    shown: Any = {"style": "prompt of", "col": "panel", "col_wrap": 4, "ncols": 4}
+    grid = style.relplot(points, "requests", "measured", "mode", **shown, **order)
     grid.set_titles("{col_name}").set_axis_labels("requests in the batch", "step / vanilla's")
     caption = (
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over pairs of "
@@ -110,9 +98,8 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
     """
     rows = dirty.groupby(["mode", "step"], as_index=False)["value"].sum()
     fig, ax = style.figure(height=2.0)
-    for n, mode in enumerate(style.ordered(rows["mode"].unique())):
-        here = rows[rows["mode"] == mode]
-        style.line(ax, here["step"], here["value"], mode, markersize=3, markevery=(n, 3))
+    for n, mode in enumerate(style.styles(rows["mode"])):
+        style.series(ax, rows[rows["mode"] == mode], "step", "value", "mode", markersize=3, markevery=(n, 3))
     ax.set(xlabel="engine step", ylabel="dirty slots, all layers", ylim=(-0.04 * rows["value"].max(), None))
     style.legend(ax, ncols=3)
     caption = (
@@ -126,8 +113,7 @@ def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw the share of a step that the paged write takes, by batch, KV heads and cache, a panel for each TP."""
     rows = frame[frame["metric"] == "kv_write_share"].copy()
     dtypes = rows.get("kv_cache_dtype", pd.Series("auto", rows.index)).replace("auto", "bf16")
-    rows["cache"] = [f"{heads} KV heads, {dtype}" for heads, dtype in zip(rows["kv_heads"], dtypes, strict=True)]
-    rows["percent"] = 100 * rows["value"]
+    rows["cache"], rows["percent"] = rows["kv_heads"].astype(str) + " KV heads, " + dtypes, 100 * rows["value"]
     panels: list[tuple[Any, pd.DataFrame]] = list(rows.groupby("tp"))
     # Every panel has all caches and batches, so that each keeps its colour and place where one was not measured.
     every = rows[["cache"]].drop_duplicates().merge(rows[["batch"]].drop_duplicates(), how="cross")

@@ -46,6 +46,9 @@ MARKERS = "^osDvPX*"
 LINES = ("-", "--", ":", "-.", "-", "--", ":", "-.")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--", "oo")
 DASHES: Any = {"-": "", "--": (4, 2), ":": (1, 1), "-.": (4, 1, 1, 1)}
+WHISKERS: Any = {"elinewidth": 0.6, "capsize": 1.5}
+HELD_OUT: Any = {"linestyle": "none", "marker": "o", "markerfacecolor": "white"}
+"""Markers of settings that the tuning was not searched on."""
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -87,12 +90,13 @@ def close(fig: Any = "all") -> None:
 
 
 def styles(names: Any) -> dict[Any, ModeStyle]:
-    """The style of each series of `names`, the modes first.
+    """The style of each series of `names`: the modes in the order of `MODE_STYLE`, then the rest by name.
 
     Raises:
         ValueError: more series than colours, so that two would look the same.
     """
-    names = ordered(set(names))
+    rank = {name: n for n, name in enumerate(MODE_STYLE)}
+    names = sorted(set(names), key=lambda name: (rank.get(name, len(rank)), str(name)))
     if len(names) > len(OTHER):
         raise ValueError(f"{len(names)} series have {len(OTHER)} colours: draw them in several panels")
     free = zip(OTHER, MARKERS, LINES, HATCHES, strict=True)
@@ -117,11 +121,8 @@ def relplot(
     shown = frame.assign(**{by: [MODE_STYLE[name].label if name in MODE_STYLE else str(name) for name in frame[by]]})
     lines: dict[str, Any] = {"markers": True}
     if "style" not in kwargs:
-        lines = {
-            "style": by,
-            "style_order": list(looks),
-            "markers": {name: look.marker for name, look in looks.items()},
-        }
+        lines = {"style": by, "style_order": list(looks)}
+        lines["markers"] = {name: look.marker for name, look in looks.items()}
         lines["dashes"] = {name: DASHES[look.linestyle] for name, look in looks.items()}
     across = kwargs.get("col_wrap") or (frame[kwargs["col"]].nunique() if "col" in kwargs else 1)
     grid = sns.relplot(
@@ -129,26 +130,37 @@ def relplot(
         hue_order=list(looks), palette={name: look.color for name, look in looks.items()},
         **{"facet_kws": {"legend_out": False, "despine": False}, "legend": "full", **lines, **kwargs},
     )  # fmt: skip
-    if "low" in frame:
-        grid.map_dataframe(_whiskers, x, y, by, looks)
-    if not frame.get("tuned_on", pd.Series(True, frame.index)).all():
-        grid.map_dataframe(_open_held_out, x, y, by, looks)
-        marker = mpl.lines.Line2D([], [], linestyle="none", marker="o", color="black", markerfacecolor="white")
+    for ax, (_, rows) in zip(grid.axes.flat, grid.facet_data(), strict=False):
+        if "low" in rows:
+            series(ax, rows, x, y, by, looks, marker="", linestyle="none")
+        if not rows.get("tuned_on", pd.Series(True)).all():
+            held_out = rows[~rows["tuned_on"].astype(bool)].drop(columns=["low", "high"], errors="ignore")
+            series(ax, held_out, x, y, by, looks, **HELD_OUT, zorder=5)
+    if not frame.get("tuned_on", pd.Series(True)).all():
+        marker = mpl.lines.Line2D([], [], color="black", **HELD_OUT)
         grid.figure.legend([marker], ["held out of the tuning"], loc="outside lower center")
     sns.move_legend(grid, "outside upper center", ncols=ncols, title=None, columnspacing=1, handlelength=2.8)
     grid.figure.set_size_inches(width, grid.figure.get_size_inches()[1] + 0.5)
     return grid
 
 
-def _whiskers(x: str, y: str, by: str, looks: dict[str, ModeStyle], data: pd.DataFrame, **_: Any) -> None:
-    for label, rows in data.groupby(by, observed=True):
-        spread = [rows[y] - rows["low"], rows["high"] - rows[y]]
-        plt.errorbar(rows[x], rows[y], spread, linestyle="none", color=looks[label].color, elinewidth=0.6, capsize=1.5)
+def series(
+    ax: Any, frame: pd.DataFrame, x: str, y: str, by: str, looks: dict[Any, ModeStyle] | None = None, label: str = "{}",
+    **kwargs: Any,
+) -> None:  # fmt: skip
+    """Draw a line for each value of column `by` in its style, with whiskers from `low` to `high` if there are such.
 
-
-def _open_held_out(x: str, y: str, by: str, looks: dict[str, ModeStyle], data: pd.DataFrame, **_: Any) -> None:
-    for label, rows in data[~data["tuned_on"].astype(bool)].groupby(by, observed=True):
-        plt.plot(rows[x], rows[y], "o", color=looks[label].color, markerfacecolor="white", zorder=5)
+    Args:
+        looks: the styles by value; by default those of the values in `frame`. label: of a line, with `{}` for its
+            value. kwargs: as `ax.errorbar` takes them, such as `linestyle="none"` for markers alone.
+    """
+    looks = looks or styles(frame[by])
+    for name in (name for name in looks if (frame[by] == name).any()):
+        rows, look = frame[frame[by] == name], looks[name]
+        ranged = "low" in rows and rows["low"].notna().any()
+        spread = [rows[y] - rows["low"], rows["high"] - rows[y]] if ranged else None
+        drawn = {"color": look.color, "marker": look.marker, "linestyle": look.linestyle, **WHISKERS, **kwargs}
+        ax.errorbar(rows[x], rows[y], spread, label=label.format(look.label), **drawn)
 
 
 def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode") -> None:
@@ -163,18 +175,11 @@ def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode
         middle = rows.median().reindex(groups)
         spread = np.array([middle - rows.min().reindex(groups), rows.max().reindex(groups) - middle])
         at = np.arange(len(groups)) + (n - (len(looks) - 1) / 2) * width
-        whiskers = {"yerr": spread, "error_kw": {"elinewidth": 0.6, "capsize": 1.5}} if (rows.size() > 1).any() else {}
+        whiskers = {"yerr": spread, "error_kw": WHISKERS} if (rows.size() > 1).any() else {}
         ax.bar(at, middle, width, label=look.label, color=look.color, hatch=look.hatch, edgecolor="white", **whiskers)
     ax.set_xticks(np.arange(len(groups)), [str(group) for group in groups])
     ax.set_xlim(-0.5, len(groups) - 0.5)
     ax.grid(axis="x", visible=False)
-
-
-def line(ax: Any, x: Any, y: Any, mode: str, **kwargs: Any) -> None:
-    """Draw one mode's line in its style; `kwargs` as `ax.plot` takes them."""
-    look = MODE_STYLE[mode]
-    drawn = {"color": look.color, "marker": look.marker, "linestyle": look.linestyle, "label": look.label}
-    ax.plot(x, y, **{**drawn, **kwargs})
 
 
 def legend(ax: Any, ncols: int = 2) -> None:
@@ -183,10 +188,12 @@ def legend(ax: Any, ncols: int = 2) -> None:
     ax.figure.legend(handles, names, loc="outside upper center", ncols=ncols, columnspacing=1, handlelength=2.4)
 
 
-def ordered(names: Any) -> list[Any]:
-    """Sort series: the modes in the order of `MODE_STYLE`, then the rest by name."""
-    rank = {name: n for n, name in enumerate(MODE_STYLE)}
-    return sorted(names, key=lambda name: (rank.get(name, len(rank)), str(name)))
+def write(fig: Any, path: Path, dpi: int = 300) -> Path:
+    """Write a figure as a PDF or PNG, by the suffix of `path`: the same figure gives the same bytes. Return `path`."""
+    unsaid = {".pdf": ("CreationDate", "ModDate", "Creator", "Producer"), ".png": ("Software",)}[path.suffix]
+    with mock.patch.dict(os.environ, {"SOURCE_DATE_EPOCH": "0"}), results.whole_file(path) as part:
+        fig.savefig(part, format=path.suffix[1:], dpi=dpi, metadata=dict.fromkeys(unsaid))
+    return path
 
 
 def save(fig: Any, run: results.Run | Path | str, name: str, data: pd.DataFrame, caption: str) -> Path:
@@ -203,15 +210,10 @@ def save(fig: Any, run: results.Run | Path | str, name: str, data: pd.DataFrame,
     if isinstance(fig, sns.FacetGrid):
         fig = fig.figure
         fig.set_layout_engine("constrained")  # seaborn's own is in the way of a legend above the panels
-    folder = Path(run.directory if isinstance(run, results.Run) else run) / "figures"
+    path = Path(run.directory if isinstance(run, results.Run) else run) / "figures" / f"{name}.pdf"
     use()
-    with mock.patch.dict(os.environ, {"SOURCE_DATE_EPOCH": "0"}):
-        for suffix, metadata in (
-            ("pdf", {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None}),
-            ("png", {"Software": None}),
-        ):
-            with results.whole_file(folder / f"{name}.{suffix}") as part:
-                fig.savefig(part, format=suffix, dpi=300, metadata=metadata)
-    results.write_table(folder / f"{name}.csv", data)
-    results.write_text(folder / f"{name}.txt", caption.strip() + "\n")
-    return folder / f"{name}.pdf"
+    write(fig, path)
+    write(fig, path.with_suffix(".png"))
+    results.write_table(path.with_suffix(".csv"), data)
+    results.write_text(path.with_suffix(".txt"), caption.strip() + "\n")
+    return path

@@ -22,17 +22,16 @@ STATES = {
     "rejected": ("#E8845C", "xx", "rejected row left behind"),
 }
 """Fill, hatch and legend of what a slot holds."""
-MODES = {"off": "vanilla (off)", "blind": "blind staging", "cow": "copy-on-write (cow)", "stage": "stage"}
 BUFFERS = {"blind": "staging", "cow": "log", "stage": "staging"}
 
 
-def grid(ax: Any, cells: pd.DataFrame, labels: Mapping[Any, str]) -> None:
+def grid(ax: Any, cells: pd.DataFrame, labels: Mapping[Any, str], fontsize: float = 7) -> None:
     """Draw `cells` (`line, column, state`, and `text` if it has one) as squares; `labels` name the lines."""
     for cell in cells.to_dict("records"):
         color, hatch, _ = STATES[cell["state"]]
         corner = (cell["column"] - 0.5, cell["line"] - 0.5)
         ax.add_patch(Rectangle(corner, 1, 1, facecolor=color, hatch=hatch, edgecolor="#B0B0B0", linewidth=0.6))
-        ax.text(cell["column"], cell["line"], cell.get("text", ""), ha="center", va="center", fontsize=7)
+        ax.text(cell["column"], cell["line"], cell.get("text", ""), ha="center", va="center", fontsize=fontsize)
     ax.set(xlim=(-0.6, cells["column"].max() + 0.6), ylim=(cells["line"].max() + 0.6, -0.6), aspect="equal")
     ax.set(xticks=[], yticks=list(labels), yticklabels=list(labels.values()), frame_on=False)
     ax.tick_params(length=0)
@@ -64,13 +63,8 @@ def addresses(run: results.Run | Path, frame: pd.DataFrame, block_table: Sequenc
     left.set_title("positions of the request")
     right.set_title("slots of the paged cache")
     for n, block in enumerate(block_table):
-        ends = {
-            "xyA": (block_size - 0.4, n),
-            "xyB": (-1.7, block),
-            "coordsA": left.transData,
-            "coordsB": right.transData,
-        }
-        fig.add_artist(ConnectionPatch(**ends, arrowstyle="->", color="#444444"))
+        ends = (block_size - 0.4, n), (-1.7, block), left.transData, right.transData
+        fig.add_artist(ConnectionPatch(*ends, arrowstyle="->", color="#444444"))
     legend(fig, rows["state"])
     caption = "A request's positions, its block table and the slots of its rows. Slot = block x block_size + offset."
     return style.save(fig, run, "tour_addresses", pages, caption)
@@ -78,18 +72,18 @@ def addresses(run: results.Run | Path, frame: pd.DataFrame, block_table: Sequenc
 
 def policies(run: results.Run | Path, frame: pd.DataFrame, num_blocks: int) -> Path:
     """Draw the rows of `TinyWindow.run_all`: a column of panels a policy, a line of panels a moment."""
-    moments = frame["moment"].unique()
-    fig, axes = style.figure(width=style.TWO_COLUMNS, height=4.6, nrows=len(moments), ncols=len(MODES))
+    moments, modes = frame["moment"].unique(), frame["mode"].unique()
+    fig, axes = style.figure(width=style.TWO_COLUMNS, height=4.6, nrows=len(moments), ncols=len(modes))
     frame = frame.assign(text=["" if isnan(p) else f"{p:.0f}" for p in frame["position"]])
     for n, moment in enumerate(moments):
-        for ax, mode in zip(axes[n], MODES, strict=True):
+        for ax, mode in zip(axes[n], modes, strict=True):
             cells = frame[(frame["mode"] == mode) & (frame["moment"] == moment)]
             below = num_blocks + 0.4
             buffer = {below: BUFFERS[mode]} if (cells["line"] == num_blocks).any() else {}
             cells = cells.assign(line=cells["line"].replace(num_blocks, below))
             grid(ax, cells, {line: f"block {line}" for line in range(num_blocks)} | buffer)
             ax.set(xlabel=f"attention reads\n{cells['sees'].iloc[0]}" if n == 1 else "", ylim=(below + 0.6, -0.6))
-            ax.set_title("" if n else MODES[mode])
+            ax.set_title("" if n else style.MODE_STYLE[mode].label)
         axes[n][0].set_ylabel(moment)
     legend(fig, frame["state"])
     caption = "Pages of one layer at three moments of a step, under four write policies. Numbers are positions."
@@ -103,7 +97,7 @@ def pages(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     for ax, mode in zip(axes, modes, strict=True):
         cells = frame[frame["mode"] == mode]
         grid(ax, cells, {line: f"block {block}" for line, block in cells.groupby("line")["block"].first().items()})
-        ax.set_title(MODES[mode])
+        ax.set_title(style.MODE_STYLE[mode].label)
     legend(fig, frame["state"])
     caption = "Pages of one request in one layer of vLLM, after the first step that rejected drafts of it."
     return style.save(fig, run, "tour_pages", frame, caption)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures: all that the tables allow are drawn, from what they say, and only whole runs are drawn from."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -30,23 +31,17 @@ def closed() -> Iterator[None]:
 
 def gpu_steps(slower: dict[str, float], **settings: list) -> pd.DataFrame:
     """A table as a bench on a GPU leaves it: vanilla takes 5 ms a step, each mode `slower[mode]` times that."""
-    rows = []
-    grid = pd.MultiIndex.from_product(settings.values(), names=settings.keys()).to_frame(index=False)
-    for where in grid.to_dict("records"):
-        for repeat in range(3):
-            for mode, factor in {"off": 1.0, **slower}.items():
-                common = {**where, "mode": mode, "repeat": repeat, "model": "llama-2-7b", "unit": ""}
-                common["kv_cache_dtype"] = "auto"
-                step = 5 * factor * (1 + 0.01 * repeat * (mode != "off"))
-                rows += [{**common, "metric": "step_ms", "value": step, "step": n} for n in range(4)]
-                for metric, value in (("windows", 4), ("draft_tokens", 4 * where["k"]), ("accepted_tokens", 4)):
-                    rows.append({**common, "metric": metric, "value": value * where["batch"]})
-                drafts, slot = 4 * where["k"], 32 * Shape(32, where["kv_heads"], 128).row
-                counted = {"windows": 4, "staged_tokens": drafts, "stage_operations": 32 * drafts}
-                counted |= {"bytes_written": 4 * slot, "bytes_avoided": (drafts - 4) * slot}
-                for name, value in counted.items():
-                    rows.append({**common, "metric": f"counters.{name}", "value": value * where["batch"]})
-    return results.tidy(pd.DataFrame(rows), run_id="h200")
+    rows, factors = [], {"off": 1.0, **slower}
+    for *where, mode, repeat in itertools.product(*settings.values(), factors, range(3)):
+        common = dict(zip(settings, where, strict=True)) | {"mode": mode, "repeat": repeat}
+        step = 5 * factors[mode] * (1 + 0.01 * repeat * (mode != "off"))
+        rows += [{**common, "metric": "step_ms", "value": step, "step": n} for n in range(4)]
+        drafts, slot = 4 * common["k"], 32 * Shape(32, common["kv_heads"], 128).row
+        counted = {"windows": 4, "draft_tokens": drafts, "accepted_tokens": 4, "counters.windows": 4}
+        counted |= {"counters.staged_tokens": drafts, "counters.stage_operations": 32 * drafts}
+        counted |= {"counters.bytes_written": 4 * slot, "counters.bytes_avoided": (drafts - 4) * slot}
+        rows += [{**common, "metric": name, "value": value * common["batch"]} for name, value in counted.items()]
+    return results.tidy(pd.DataFrame(rows), run_id="h200", model="llama-2-7b", unit="", kv_cache_dtype="auto")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +75,7 @@ def test_the_recorded_tables_draw_every_figure_and_again_with_the_same_bytes(
     tables = {**recorded, "gpu_steps": measured}
     assert not paper.absent(tables)
     run = results.Run(tmp_path / "run", "figures")
-    drawn = paper.draw(run, tables)
+    drawn = [paper.draw_one(run, name, tables) for name in paper.FIGURES]
     assert [path.stem for path in drawn] == list(paper.FIGURES)
     for path in (path for path in drawn if path.suffix == ".pdf"):
         assert b"/Type3" not in path.read_bytes(), "fonts are embedded as TrueType (pdf.fonttype 42)"
@@ -248,10 +243,16 @@ def test_only_the_newest_whole_run_is_drawn(run_of) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("nowhere", "is no run"), ("failed", "not whole: 03 did not finish"), ("part", "lacks acceptance")],
+    [
+        ("nowhere", "is no run"),
+        ("failed", "not whole: 03 did not finish"),
+        ("part", "lacks acceptance"),
+        ("broken", "manifest.json that can be read"),
+    ],
 )
 def test_a_wrong_source_is_a_line_and_an_error(name, said, run_of, tmp_path: Path, capsys) -> None:
     run_of("failed", {"01": "done", "03": "failed"})
+    (run_of("broken", {"01": "done"}) / "manifest.json").write_text("{")
     run_of("part", {"01": "done"}, tables=("reference",))
     assert paper.main(["--source", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
     out, err = capsys.readouterr()
@@ -269,19 +270,14 @@ def test_each_figures_run_is_printed(run_of, tmp_path: Path, monkeypatch, capsys
     assert "not drawn: lost, since there is no nothing.parquet" in capsys.readouterr().out
 
 
-def test_a_manifest_that_cannot_be_read_is_no_whole_run(run_of) -> None:
-    run = run_of("broken", {"01": "done"})
-    (run / "manifest.json").write_text("{")
-    assert "can be read" in paper.unfinished(run)
-
-
 # -- what they say ---------------------------------------------------------------------------------------------------
 
 
 def test_a_changed_number_changes_its_figure_alone(tmp_path: Path, recorded: dict, monkeypatch) -> None:
     monkeypatch.setattr(paper, "FIGURES", {name: paper.FIGURES[name] for name in ("rejected_share", "step_time")})
     run = results.Run(tmp_path, "notebook")
-    paper.draw(run, recorded)
+    for name in paper.FIGURES:
+        paper.draw_one(run, name, recorded)
     steps = recorded["steps"].copy()
     steps.loc[steps["metric"] == "step_ms", "value"] *= 2
     same = paper.same_again(run, {**recorded, "steps": steps})

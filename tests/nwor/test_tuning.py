@@ -4,8 +4,6 @@
 import itertools
 import json
 import logging
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ import torch
 from nwor.attention import configs
 from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row_tiles, tuned
 from nwor.settings import Settings
+from nwor_lab import paths
 from nwor_lab.microbench import tune
 from nwor_lab.microbench.inputs import AttentionShape
 
@@ -24,6 +23,7 @@ A100 = Device("NVIDIA A100-SXM4-80GB", multiprocessors=108, shared_memory=163 <<
 L40S = Device("NVIDIA L40S", multiprocessors=142, shared_memory=99 << 10)
 A10 = Device("NVIDIA A10", multiprocessors=84, shared_memory=99 << 10)
 SMALLER = [pytest.param(device, id=device.name) for device in (A100, L40S, A10)]
+LAYER = AttentionShape(32, 8, 16, 512)
 SHAPE = {"kv_heads": 8, "group": 4, "head_size": 128, "cache_bytes": 2, "max_query_len": 9}
 HERE = Path(__file__).parent
 
@@ -184,16 +184,10 @@ def test_what_is_compiled_fits_the_device(capability, device, kv_cache_dtype, he
 # -- nwor tune -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_in_a_line():
-    done = subprocess.run(
-        [sys.executable, "-m", "nwor_lab.cli", "tune", "--shape", "llama-2-7b"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "nwor tune: no NVIDIA GPU here, and a table is of the GPU it was found on\n"
+def test_without_a_gpu_it_says_so_in_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main(["--shape", "llama-2-7b"]) == 2
+    assert capsys.readouterr() == ("", "nwor tune: no NVIDIA GPU here, and a table is of the GPU it was found on\n")
 
 
 @pytest.mark.parametrize(
@@ -228,3 +222,45 @@ def test_a_table_is_added_to(tmp_path):
     found = configs.read(path)
     assert len(found) == len(tuned(H200)) + 1 and found[0] == entry | {"tile": 32}
     assert json.loads(path.read_text())["gpu"] == H200.name and [*tmp_path.iterdir()] == [path]
+
+
+def test_tuned_configurations_are_what_the_recorded_search_found():
+    """The shipped file follows from the recorded search by the rule of `best`."""
+    knobs = [*Config.__dataclass_fields__]
+    searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet").astype({"cache": str})
+    known = [name for name in searched if name not in (*AttentionShape.__dataclass_fields__, "value", "vanilla")]
+    found = tune.best(searched.rename(columns=dict(zip(known, knobs, strict=True))))
+    assert found == [{name: entry[name] for name in found[0]} for entry in configs.shipped(H200.name)]
+
+
+def searched(times: dict[int, float], vanilla: float = 100.0, **config) -> pd.DataFrame:
+    """One configuration's times by context, beside vLLM's."""
+    rows = [
+        asdict(LAYER) | asdict(Config(**config)) | {"context": context, "value": us} for context, us in times.items()
+    ]
+    return pd.DataFrame(rows).assign(vanilla=vanilla)
+
+
+def test_a_configuration_that_never_loses_comes_first():
+    """Even where another would be faster at most contexts."""
+    fast, never_slow = searched({512: 60, 8192: 105}, tile=64), searched({512: 80, 8192: 97}, tile=32)
+    (entry,) = tune.best(pd.concat([fast, never_slow]))
+    assert entry["tile"] == 32
+    (entry,) = tune.best(pd.concat([fast, never_slow]).assign(vanilla=104))
+    assert entry["tile"] == 64, "no more than 1.02 times vLLM's time"
+
+
+def test_warps_keep_keys_of_their_own_where_windows_have_few_rows():
+    def tried(heads: int, k: int) -> bool:
+        return max(list(asdict(config).values())[-1] for config in tune.kernels(AttentionShape(32, heads, 4, 512, k=k)))
+
+    assert (tried(32, 8), tried(8, 3), tried(8, 8)) == (True, True, False)
+
+
+def test_windows_of_each_length_have_a_configuration_of_their_own():
+    """Two and nine rows of one query head fill the same tile, and are not the same work."""
+    frames = [searched({512: 60}, tile=tile).assign(k=k, heads=8) for k, tile in ((1, 128), (8, 32))]
+    table = tune.best(pd.concat(frames))
+    for query, tile in ((2, 128), (3, 128), (7, 32), (9, 32)):
+        found = configs.nearest(table, 16, 8, 1, 128, 2, query)
+        assert found is not None and found["tile"] == tile, query
