@@ -127,14 +127,14 @@ def plugin() -> list[Finding]:
 
 def data() -> list[Finding]:
     if not paths.CHECKOUT:
-        said = "in the checkout alone: give `bench` and `audit` yours (--model, --draft, --prompts)"
-        return [Finding("pair and prompts", said)]
+        yours = "in the checkout alone: give `bench` and `audit` yours (--model, --draft, --prompts)"
+        return [Finding("pair and prompts", yours)]
     wanted = {"target": paths.PAIR_TARGET, "eagle head": paths.PAIR_EAGLE, "prompts": paths.PROMPTS}
-    there = {name: path.exists() for name, path in wanted.items()}
-    said = {
-        name: f"{path.relative_to(paths.ROOT)}{'' if there[name] else ' is missing'}" for name, path in wanted.items()
-    }
-    return [Finding(name, said[name], there[name], needed=True) for name in wanted]
+    findings = []
+    for name, path in wanted.items():
+        said = f"{path.relative_to(paths.ROOT)}{'' if path.exists() else ' is missing'}"
+        findings.append(Finding(name, said, path.exists(), needed=True))
+    return findings
 
 
 def modes(found: dict[str, list[Finding]]) -> list[Finding]:
