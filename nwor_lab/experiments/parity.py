@@ -3,6 +3,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ class Parity:
         return [{"metric": metric, "value": value, "unit": unit} for (metric, unit, _), value in values]
 
 
-METRICS = (
+METRICS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("equal_requests", "requests", sum),
     ("requests", "requests", sum),
     ("largest_gap", "nats", max),

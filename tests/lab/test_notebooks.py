@@ -17,7 +17,7 @@ from nwor_lab import paths, reproduce
 
 BOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 each = pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-PARAMETER = re.compile(r"[a-z]\w*: (str|int|float|bool|list(\[(str|int|float)\])?) = .+?  # \S.+")
+PARAMETER = re.compile(r"[a-z]\w*: (str|int|float|bool|list\[(str|int|float)\]) = .+?  # \S.+")
 
 
 def read(path: Path) -> nbformat.NotebookNode:

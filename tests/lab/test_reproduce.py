@@ -70,9 +70,9 @@ def ran(place: Path) -> list[int]:
 
 def test_parameters_are_read_as_declared_and_off_stays_a_word() -> None:
     read = {("off", "str"): "off", ("1", "str"): "1", ("2", "int"): 2, ("0.5", "float"): 0.5, ("true", "bool"): True}
-    read |= {("1,2,4", "list[int]"): [1, 2, 4], ("off,cow", "list[str]"): ["off", "cow"], ("8,32", "list"): [8, 32]}
+    read |= {("1,2,4", "list[int]"): [1, 2, 4], ("off,cow", "list[str]"): ["off", "cow"]}
     assert {words: parameters.parse(*words) for words in read} == read
-    with pytest.raises(ValueError, match="not true or false"):
+    with pytest.raises(KeyError):
         parameters.parse("off", "bool")
 
 
@@ -92,6 +92,7 @@ def test_a_grid_is_the_product_of_its_values(place: Path) -> None:
         (["-p", "run_dir", "x"], "no notebook here has a parameter run_dir"),
         (["-p", "k", "two"], "01_book: parameter k='two' is not of type int"),
         (["--grid", "k=1.5"], "parameter k='1.5' is not of type int"),
+        (["-p", "ks", "1,x"], "01_book: parameter ks='1,x' is not of type list[int]"),
         (["--grid", "kk=1"], "has a parameter kk"),
         (["--grid", "k="], "--grid k=: write it as name=value,value"),
         (["--grid", "k=1,1"], "--grid gives k=1 twice"),
