@@ -40,11 +40,10 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     """One line a mode: parity, acceptance, dirty layer-steps, rejected bytes avoided and, beside parity, step time."""
     table = summary(bench, from_options(Plan, report["plan"])).drop(columns=["batch", "spread_ms"], errors="ignore")
-    first = pd.json_normalize([report["ranks"][mode][0] for mode in table["mode"]])
-    table["layer_steps"], table["dirty"] = (
-        first.get(f"audit.{name}", 0) for name in ("layer_steps", "dirty_layer_steps")
-    )
-    table["MB_avoided"] = first.get("counters.bytes_avoided", pd.Series(0.0)).fillna(0) / 1e6
+    counts = ["audit.layer_steps", "audit.dirty_layer_steps", "counters.bytes_avoided"]
+    first = pd.json_normalize([report["ranks"][mode][0] for mode in table["mode"]]).reindex(columns=counts).fillna(0)
+    table["layer_steps"], table["dirty"], table["MB_avoided"] = (first[name] for name in counts)
+    table["MB_avoided"] /= 1e6
     table.insert(0, "tp", report["spec"]["tp"])
     return table
 

@@ -175,23 +175,18 @@ def test_what_draws_the_others_runs_again_after_them(place: Path, monkeypatch: p
     assert len(list(place.glob("0?_book-*"))) == 4
 
 
-def lose_the_notebook(run: Path) -> None:
-    (run / "01_book.ipynb").unlink()
+FAULTS = {
+    "no notebook": lambda run: (run / "01_book.ipynb").unlink(),
+    "no entry": lambda run: results.update_manifest(run, "01_book", whole=None),
+    "another notebook": lambda run: write_notebook(paths.NOTEBOOKS, "01_book", "\n# changed"),
+}
 
 
-def lose_the_entry(run: Path) -> None:
-    results.update_manifest(run, "01_book", whole=None)
-
-
-def change_the_notebook(run: Path) -> None:
-    write_notebook(paths.NOTEBOOKS, "01_book", "\n# changed")
-
-
-@pytest.mark.parametrize("fault", [lose_the_notebook, lose_the_entry, change_the_notebook])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_result_that_is_not_whole_is_made_again(place: Path, fault) -> None:
     assert reproduce.main(["--run", "s"]) == 0
     run = place / "results" / "s"
-    fault(run)
+    FAULTS[fault](run)
     (run / "steps.parquet").write_bytes(b"half")
     assert reproduce.main(["--run", "s", "--resume"]) == 0
     assert ran(place) == [4, 4] and results.read_table("steps", run)["value"].tolist() == [4]
