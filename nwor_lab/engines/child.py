@@ -225,14 +225,11 @@ class Served:
         }
 
     def _spec_counters(self) -> tuple[dict[str, int], list[int]]:
-        counters = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-        accepted_at: list[int] = []
-        for metric in self.llm.get_metrics():
-            if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-                accepted_at = list(metric.values)
-            elif metric.name.startswith("vllm:spec_decode_num_"):
-                counters[metric.name.removeprefix("vllm:spec_decode_num_")] = int(metric.value)
-        return counters, accepted_at
+        """`Generation.counters` and `accepted_at`, since the engine's start."""
+        metrics = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in self.llm.get_metrics()}
+        at = metrics.get("accepted_tokens_per_pos")
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        return {name: int(metrics[name].value) if at else 0 for name in names}, list(at.values) if at else []
 
 
 def start_profiler(worker: Any) -> None:
