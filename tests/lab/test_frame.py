@@ -130,20 +130,11 @@ def test_importing_nwor_loads_neither_vllm_nor_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "nwor.ops",
-        "nwor.manager",
-        "nwor_lab.model.traffic",
-        "nwor_lab.pair.model",
-        "nwor_lab.pair",
-        "nwor_lab.reference",
-        "nwor_lab.results",
-        "nwor_lab.doctor",
-        "nwor_lab.reproduce",
-    ],
-)
+LIGHT = ("nwor.ops", "nwor.manager", *(f"nwor_lab.{name}" for name in ("model.traffic", "pair.model", "pair")))
+LIGHT += ("nwor_lab.reference", "nwor_lab.results", "nwor_lab.doctor", "nwor_lab.reproduce")
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_the_library_loads_without_vllm_and_without_starting_cuda(module: str) -> None:
     code = (
         f"import sys, {module}; torch = sys.modules.get('torch');"
@@ -182,21 +173,19 @@ def test_make_says_that_python_is_wrong(bare: Path, target: str) -> None:
     assert not (bare / ".venv").exists()
 
 
-@pytest.mark.parametrize("target", ["setup", "kernels"])
-def test_make_says_that_there_is_no_compiler(bare: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "compiler", "said"),
+    [
+        ("setup", "no-such-compiler", "no C++ compiler (no-such-compiler): install g++"),
+        ("kernels", "no-such-compiler", "no C++ compiler (no-such-compiler): install g++"),
+        ("setup", "/bin/false", "does not know -std=c++20"),
+    ],
+)
+def test_make_says_what_is_wrong_with_the_compiler(bare: Path, target: str, compiler: str, said: str) -> None:
     (bare / ".venv").mkdir()
     (bare / ".venv" / ".packages").touch()
-    done = make(bare, target, "CXX=no-such-compiler")
-    assert done.returncode != 0
-    assert "no C++ compiler (no-such-compiler): install g++" in done.stderr
-
-
-def test_make_says_that_the_compiler_is_too_old(bare: Path) -> None:
-    (bare / ".venv").mkdir()
-    (bare / ".venv" / ".packages").touch()
-    done = make(bare, "setup", "CXX=/bin/false")
-    assert done.returncode != 0
-    assert "does not know -std=c++20" in done.stderr
+    done = make(bare, target, f"CXX={compiler}")
+    assert done.returncode != 0 and said in done.stderr
 
 
 def test_make_shell_says_that_there_is_no_docker(bare: Path, tmp_path: Path) -> None:
@@ -233,10 +222,10 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
 
 def test_a_command_without_its_packages_says_what_to_install() -> None:
     """`pip install nwor` brings what serving needs, and the command line comes with it."""
-    code = "import sys; sys.modules['pandas'] = None; from nwor_lab import cli; sys.exit(cli.main(['doctor']))"
+    code = "import sys; sys.modules['pandas'] = None; from nwor_lab import cli; sys.exit(cli.main(['bench']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "nwor doctor: no pandas here: pip install 'nwor[lab]'\n"
+    assert done.stderr == "nwor bench: no pandas here: pip install 'nwor[lab]'\n"
 
 
 def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
