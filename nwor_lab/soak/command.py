@@ -15,7 +15,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from nwor_lab.soak.judge import Verdict
 
 RUNS = 60
 """Times that a failing script is run again to shorten it, at most."""
+SHOWN = ("method", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "seed")
+"""Of an episode's configuration, columns of the table."""
 DEFAULTS: dict[str, Any] = {"minutes": 20.0, "seed": 0, "mode": "cow,stage", "tp": 0, "scripts": 64}
 
 
@@ -129,7 +130,10 @@ def soak(directory: Path, options: dict[str, Any]) -> int:
         print(f"{number} episodes are finished", flush=True)
     while not number or time.monotonic() < deadline:
         spec = script.configuration(options["seed"], number, options["tp"])
-        print(f"episode {number}: {_words(spec)}", flush=True)
+        drawn = (
+            f"{name}={getattr(spec, name)}" for name in ("draft", *SHOWN, "max_num_batched_tokens", "prefix_caching")
+        )
+        print(f"episode {number}: {', '.join(drawn)}", flush=True)
         found = episodes.run(number, spec, modes, options["scripts"], deadline, directory, RUNS)
         for mode, verdict in found.verdicts.items():
             print(f"  {mode:6} {found.scripts} scripts, {found.seconds:.0f} s: {verdict}", flush=True)
@@ -150,19 +154,9 @@ def soak(directory: Path, options: dict[str, Any]) -> int:
     return int(every["faults"].sum() > 0)
 
 
-def _words(spec: EngineSpec) -> str:
-    caching = "prefix caching" if spec.prefix_caching else "no prefix caching"
-    return (
-        f"{spec.method} {Path(spec.draft).name}".strip() + f", k={spec.k}, {spec.dtype}, tp={spec.tp}, "
-        f"batch {spec.batch}, {spec.num_blocks} blocks of {spec.block_size}, "
-        f"{spec.max_num_batched_tokens} tokens a step, {caching}"
-    )
-
-
 def _table(found: episodes.Episode, run_id: str) -> pd.DataFrame:
     """Tidy rows of an episode: counts and faults of each mode, scripts and seconds."""
-    spec = asdict(found.spec)
-    common = {name: spec[name] for name in ("tp", "k", "batch", "seed", "method", "dtype", "block_size", "num_blocks")}
+    common = {name: getattr(found.spec, name) for name in SHOWN}
     common |= {"episode": found.number, "model": Path(found.spec.model).parent.name, "run_id": run_id}
     rows: list[dict[str, Any]] = [{"mode": "", "metric": "seconds", "value": found.seconds, "unit": "s"}]
     for mode, verdict in found.verdicts.items():

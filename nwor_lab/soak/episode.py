@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
 
 from nwor_lab import paths, results
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
@@ -26,22 +25,16 @@ Script = tuple[int, Sequence[Event]]
 """Its seed and its events."""
 
 
-class Engines:
+class Engines(ExitStack):
     """Vanilla and the modes of one configuration, started when they are first needed and again when one has died."""
 
     def __init__(self, spec: EngineSpec, modes: Sequence[str]) -> None:
-        self.spec, self.modes = spec, ("off", *modes)
-        self._stack, self._engines = ExitStack(), dict[str, Engine]()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        super().__init__()
+        self.spec, self.modes, self._engines = spec, ("off", *modes), dict[str, Engine]()
 
     def close(self) -> None:
         """End the engines; the next `judge` starts new ones."""
-        self._stack.close()
+        super().close()
         self._engines = {}
 
     def judge(self, script: Script, modes: Sequence[str]) -> dict[str, Verdict]:
@@ -69,7 +62,7 @@ class Engines:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             settings = {mode: replace(settings_of(mode, audit=mode != "off"), debug_sync=False) for mode in self.modes}
             wanted = {mode: (self.spec, one, 0) for mode, one in settings.items()}  # which count, and do not stop
-            self._engines = self._stack.enter_context(started(wanted, ""))
+            self._engines = self.enter_context(started(wanted, ""))
         return self._engines
 
 
