@@ -4,7 +4,7 @@
 import json
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -136,14 +136,8 @@ def test_an_expectation_fails_a_run_at_the_defaults_alone(tmp_path: Path) -> Non
 
 
 def test_many_writers_of_one_manifest_lose_nothing(tmp_path: Path) -> None:
-    threads = [
-        threading.Thread(target=results.update_manifest, args=(tmp_path, f"n{n}"), kwargs={"state": "done"})
-        for n in range(16)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda n: results.update_manifest(tmp_path, f"n{n}", state="done"), range(16)))
     assert len(results.read_manifest(tmp_path)["notebooks"]) == 16
 
 
