@@ -72,35 +72,26 @@ def report(root: Path) -> int:
     """Print a line a function, and return how many are as in no known release: those are refused."""
     print(f"vLLM {version(root)}, beside each known release\n")
     print("  " + "".join(f"{release:19}" for release in releases.RELEASES))
-    unknown, states = 0, [list[str]() for _ in releases.RELEASES]
+    unknown, every = 0, list[list[str]]()
     for name, known in releases.KNOWN.items():
         said = [compare(find(root, name), known.get(release)) for release in releases.RELEASES]
-        columns = [word.partition(" (")[0] for word in said]
-        for state, word in zip(states, columns, strict=True):
-            state.append(word)
+        every.append([word.partition(" (")[0] for word in said])
         unknown += "unchanged" not in said
-        details = {word[len(column) :] for word, column in zip(said, columns, strict=True)}
-        print("  " + "".join(f"{word:19}" for word in columns) + name.removeprefix("vllm.") + "".join(sorted(details)))
+        details = "".join(sorted({word[word.index(" (") :] for word in said if " (" in word}))
+        print("  " + "".join(f"{word:19}" for word in every[-1]) + name.removeprefix("vllm.") + details)
     print()
-    for release, words in zip(releases.RELEASES, states, strict=True):
+    for release, words in zip(releases.RELEASES, zip(*every, strict=True), strict=True):
         print(f"beside {release}: {', '.join(f'{words.count(word)} {word}' for word in sorted({*words}))}")
     print(f"{unknown} of {len(releases.KNOWN)} functions are as in no known release")
     return unknown
 
 
 def record(root: Path) -> None:
-    """Write these sources into `releases.FILE` as a known release, for every function named there."""
-    stored = json.loads(releases.FILE.read_text())
-    for name, known in stored.items():
+    """Write these sources into `releases.FILE` as a known release, a line for every function named there."""
+    parts, stored = [], json.loads(releases.FILE.read_text())
+    for name, known in sorted(stored.items()):
         if (found := find(root, name)) is not None:
             known[releases.release_of(version(root))] = list(found)
-    releases.FILE.write_text(_lines(stored))
-
-
-def _lines(stored: dict[str, dict[str, list[str]]]) -> str:
-    """JSON with a line for each function and release."""
-    parts = []
-    for name, known in sorted(stored.items()):
         inside = ",\n".join(f"    {json.dumps(release)}: {json.dumps(known[release])}" for release in sorted(known))
         parts.append(f"  {json.dumps(name)}: {{\n{inside}\n  }}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    releases.FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n")

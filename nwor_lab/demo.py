@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import pandas as pd
 from nwor.settings import Settings
 from nwor_lab import pair, paths
 from nwor_lab.audit.auditor import AuditReport
-from nwor_lab.engines.engine import Engine, EngineSpec, Generation
-from nwor_lab.experiments.bench import require_served
+from nwor_lab.engines.engine import EngineSpec, Generation
+from nwor_lab.experiments.bench import started
 
 MODES = ("off", "stage")
 
@@ -47,17 +46,12 @@ def side_by_side(
     """
     batch = min(8, len(prompts))
     spec = EngineSpec(str(model), str(draft), k=k, dtype=dtype, batch=batch, num_blocks=17 * batch, block_size=32)
-    print(f"starting {len(modes)} vLLM engines ({', '.join(modes)}), about half a minute", flush=True)
-    with contextlib.ExitStack() as stack:
-        engines = {mode: stack.enter_context(Engine(spec, Settings(mode=mode, audit=True))) for mode in modes}
-        found = {}
+    found = {}
+    with started({mode: (spec, Settings(mode=mode, audit=True), 0) for mode in modes}, "") as engines:
         for mode, engine in engines.items():
-            engine.wait()
-            ids = engine.encode(prompts)
-            print(f"{mode:5} decodes {max_tokens} tokens after each of {len(ids)} prompts, audited", flush=True)
-            generation, ranks = engine.generate(ids, max_tokens), engine.report()
-            require_served(mode, ranks)
-            found[mode] = Audited(generation, ranks[0])
+            print(f"{mode:5} decodes {max_tokens} tokens after each of {len(prompts)} prompts, audited", flush=True)
+            generation = engine.generate(engine.encode(prompts), max_tokens)
+            found[mode] = Audited(generation, engine.report()[0])
     return found
 
 

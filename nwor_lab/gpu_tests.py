@@ -35,17 +35,15 @@ class Outcomes:
     def __init__(self, path: Path) -> None:
         self.path, self.rows = path, list[dict[str, Any]]()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.when == "call" or not report.passed:  # a test is skipped, or its fixtures fail, before it is called
-            self.add(report.nodeid, report.outcome, report.duration)
+            row = {"test": report.nodeid, "outcome": report.outcome, "value": getattr(report, "duration", 0.0)}
+            self.rows.append({**row, "metric": "test_time", "unit": "s"})
+            results.write_table(self.path, results.tidy(self.rows, mode="", model=""))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:  # a file that cannot be read may hold tests
-            self.add(report.nodeid, report.outcome, 0.0)
-
-    def add(self, test: str, outcome: str, seconds: float) -> None:
-        self.rows.append({"test": test, "outcome": outcome, "metric": "test_time", "value": seconds, "unit": "s"})
-        results.write_table(self.path, results.tidy(self.rows, mode="", model=""))
+            self.pytest_runtest_logreport(report)
 
 
 def run(out: Path, tests: Path = paths.ROOT / "tests") -> pd.DataFrame:

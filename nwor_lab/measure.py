@@ -16,7 +16,6 @@ the commit, rows of a table are of different builds (`nwor_lab.builds`), or a se
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -101,28 +100,26 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
         print(f"what is measured now cannot be recorded: {why}", flush=True)
     gpus = torch.cuda.device_count()
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")[:gpus]
-    made = {name: len(attempts(directory, name)) for name in MEASUREMENTS if not only or name in only}
-    needed = {
-        f"{name}@{number + 1}" if number else name: MEASUREMENTS[name].gpus
-        for name, number in made.items()
-        if again or not number
-    }
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in (name for name in needed if gpus and needed[name] == 1):
-        waiting.put(name)
-    done: dict[str, bool] = {}
-    cores = sorted(os.sched_getaffinity(0))
+    needed = {}
+    for name in only or MEASUREMENTS:
+        number = len(attempts(directory, name))
+        if again or not number:
+            needed[f"{name}@{number + 1}" if number else name] = MEASUREMENTS[name].gpus
+    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[int]()
+    for index in range(gpus):
+        free.put(index)
 
-    def run_on(index: int) -> None:
-        share = max(1, len(cores) // gpus)
+    def run_on_one(name: str) -> bool:
+        index, share = free.get(), max(1, len(cores) // gpus)
         os.sched_setaffinity(0, cores[index * share % len(cores) :][:share])  # of this thread and what it starts
-        with contextlib.suppress(queue.Empty):
-            while True:
-                name = waiting.get_nowait()
-                done[name] = run(directory, name, [visible[index]])
+        try:
+            return run(directory, name, [visible[index]])
+        finally:
+            free.put(index)
 
+    of_one = [name for name, number in needed.items() if number == 1 and gpus]
     with ThreadPoolExecutor(max(1, gpus)) as pool:
-        list(pool.map(run_on, range(gpus)))
+        done = dict(zip(of_one, pool.map(run_on_one, of_one), strict=True))
     done |= {name: run(directory, name, visible[:number]) for name, number in needed.items() if 1 < number <= gpus}
     for name in (name for name in needed if name not in done):
         print(f"{name}: left out, {needed[name]} NVIDIA GPUs are needed", flush=True)
@@ -203,13 +200,15 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
         parts.setdefault(measurement.table, []).append(name)
     whole = [name for name in parts if all(attempts(directory, part) for part in parts[name])]
     path, tables, replaced = recorded / "gpu_runs.json", dict[str, pd.DataFrame](), set[str]()
-    runs = list[dict[str, Any]]()
+    runs: list[dict[str, Any]] = []
     for name in whole:
-        read = [read_attempts(directory, part) for part in parts[name]]
-        frames = [frame for frame, _ in read]
+        frames = []
+        for part in parts[name]:
+            frame, made = read_attempts(directory, part)
+            frames.append(frame)
+            runs += made
+            replaced.add(re.split("[-@]", part)[0])
         tables |= gpu_tables(frames) if name == "gpu_steps" else {name: builds.join(frames)}
-        runs += itertools.chain.from_iterable(made for _, made in read)
-        replaced |= {re.split("[-@]", part)[0] for part in parts[name]}
     for name, frame in tables.items():
         results.write_table(recorded / f"{name}.parquet", frame)
     if whole:
@@ -274,21 +273,22 @@ def main(argv: list[str] | None = None) -> int:
         for name, one in MEASUREMENTS.items():
             print(f"{name:32} about {one.minutes:g} minutes on {one.gpus} GPU{'s' * (one.gpus > 1)}, for {one.table}")
         return 0
+    run, missing = options.record, list[str]()
     try:
-        for file, kind in (("manifest.json", record_run), ("soak.json", record_soak)):
-            if options.record and (options.record / file).exists():
-                kind(options.record.resolve())
-                return 0
-        if options.record and not options.record.is_dir():
-            raise FileNotFoundError(f"no folder {options.record}")
-        directory = options.record or results.check_folder(options.directory)
-        missing = (
-            record(directory.resolve()) if options.record else measure(directory.resolve(), options.only, options.again)
-        )
+        if run and not run.is_dir():
+            raise FileNotFoundError(f"no folder {run}")
+        if not run:
+            missing = measure(results.check_folder(options.directory).resolve(), options.only, options.again)
+        elif (run / "manifest.json").exists():
+            record_run(run.resolve())
+        elif (run / "soak.json").exists():
+            record_soak(run.resolve())
+        else:
+            missing = record(run.resolve())
     except (OSError, ValueError) as error:
         print(f"nwor measure: {error}", file=sys.stderr)
         return 2
-    print(f"{'not recorded' if options.record else 'missing'}: {', '.join(missing) or 'none'}")
+    print(f"{'not recorded' if run else 'missing'}: {', '.join(missing) or 'none'}")
     return int(bool(missing))
 
 

@@ -7,6 +7,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nwor_lab import parameters, paths, provenance, results
 
@@ -60,7 +61,7 @@ def run(
 
 
 def _gpus(gpus: str, values: parameters.Values) -> float:
-    given = {name: value for each in values.values() for name, value in each.items()}
+    given: dict[str, Any] = dict(item for each in values.values() for item in each.items())
     try:
         return float(given.get(gpus, gpus))
     except (TypeError, ValueError):

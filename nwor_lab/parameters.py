@@ -7,7 +7,7 @@ import ast
 import contextlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,24 @@ def declared(notebook: Path) -> dict[str, str]:
     return {name: entry["inferred_type_name"] for name, entry in papermill.inspect_notebook(str(notebook)).items()}
 
 
+READ: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": {"true": True, "false": False}.__getitem__,
+}
+"""What reads a parameter of each declared type. A string stays as it was given: `off` is `off`, never YAML's false."""
+
+
 def parse(text: str, kind: str) -> Any:
     """Read a parameter given on the command line as the type its notebook declares; a list is given with commas.
 
-    A string stays as it was given: `off` is `off`, never YAML's false.
-
     Raises:
-        ValueError: the text is not of that type.
+        ValueError, KeyError: the text is not of that type.
     """
-    if kind.startswith("list"):
-        items = [item.strip() for item in text.strip("[]").split(",") if item.strip()]
-        if "[" in kind:
-            return [parse(item, kind[5:-1]) for item in items]
-        return [int(item) if item.lstrip("-").isdigit() else item for item in items]
-    if kind == "bool":
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{text!r} is not true or false")
-        return text.lower() == "true"
-    return float(text) if kind == "float" else int(text) if kind == "int" else text
+    if found := re.fullmatch(r"list\[(\w+)\]", kind):
+        return [parse(item.strip(), found[1]) for item in text.strip("[]").split(",") if item.strip()]
+    return READ[kind](text)
 
 
 def read_points(chosen: list[Path], given: Mapping[str, str], grid: list[str]) -> dict[str, Values]:
@@ -73,18 +73,14 @@ def read_points(chosen: list[Path], given: Mapping[str, str], grid: list[str]) -
         point = re.sub(r"[^\w.,=+-]+", "-", ",".join(f"{name}={at[name]}" for name in axes))[:120]
         if point in points:
             raise ValueError(f"--grid gives {point} twice")
-        points[point] = {notebook: _typed(notebook, kind, at) for notebook, kind in kinds.items()}
+        points[point] = {notebook: {} for notebook in kinds}
+        for notebook, name in ((notebook, name) for notebook in kinds for name in at if name in kinds[notebook]):
+            try:
+                points[point][notebook][name] = parse(at[name], kinds[notebook][name])
+            except (ValueError, KeyError):
+                said = f"{notebook}: parameter {name}={at[name]!r} is not of type {kinds[notebook][name]}"
+                raise ValueError(said) from None
     return points
-
-
-def _typed(notebook: str, kinds: dict[str, str], at: dict[str, str]) -> dict[str, Any]:
-    values = {}
-    for name in (name for name in at if name in kinds):
-        try:
-            values[name] = parse(at[name], kinds[name])
-        except ValueError as error:
-            raise ValueError(f"{notebook}: parameter {name}={at[name]!r} is not of type {kinds[name]}") from error
-    return values
 
 
 # -- in the notebook ---------------------------------------------------------------------------------------------------
@@ -119,12 +115,9 @@ def are_defaults(scope: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
 
 
 def _injected(scope: Mapping[str, Any]) -> set[str]:
-    # papermill puts what it was passed into a cell of its own that begins with this comment.
-    cells = [ast.parse(source) for source in scope.get("In", []) if source.startswith("# Parameters\n")]
-    targets = [
-        target for cell in cells for node in cell.body if isinstance(node, ast.Assign) for target in node.targets
-    ]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+    # papermill puts what it was passed into a cell of its own that begins with this comment, a line each.
+    cells = [source for source in scope.get("In", []) if source.startswith("# Parameters\n")]
+    return {target.id for line in ast.parse("\n".join(cells)).body for target in getattr(line, "targets", ())}
 
 
 def _check_type(notebook: str, parameter: str, value: Any, kind: Any) -> None:

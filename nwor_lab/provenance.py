@@ -41,11 +41,8 @@ def _output(*command: str) -> str:
 
 def sha256(path: Path | str) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cpu() -> dict[str, Any]:

@@ -10,11 +10,8 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from nwor_lab import claim_table, paths, results
-
-STATES = {"done": "done", "failed": "FAILED", "interrupted": "interrupted", "running": "not finished"}
 
 
 def write(directory: Path) -> Path:
@@ -23,17 +20,21 @@ def write(directory: Path) -> Path:
     for name in manifest["notebooks"]:
         if (directory / f"{name}.ipynb").exists():
             results.write_text(directory / f"{name}.html", notebook_page(directory, name))
-    claims = results.claims(directory)
+    claims, points = results.claims(directory), manifest.get("points", [])
     return results.write_text(
         directory / "index.html",
         _render(
             title=f"Reproduction run {directory.name}",
             headline=claim_table.headline(claims),
-            groups=[(said, _rows(claims[claims["origin"] == origin])) for origin, said in claim_table.ORIGINS.items()],
+            groups=[
+                (said, [*claims[claims["origin"] == name].itertuples()]) for name, said in claim_table.ORIGINS.items()
+            ],
             broken=[claim_table.line(claim) for claim in claims.itertuples() if claim.holds is False],
-            figures=_figures(directory),
-            notebooks=_notebooks(directory, manifest),
-            points=_points(directory, manifest),
+            verdict=claim_table.verdict,
+            figures=sorted((directory / "figures").glob("*.png")),
+            notebooks=sorted(manifest["notebooks"].items()),
+            pages={page.stem for page in directory.glob("*.html")},
+            points={point: claim_table.headline(results.claims(directory / point)) for point in points},
             made_by=_made_by(manifest),
         ),
     )
@@ -72,48 +73,8 @@ def _render(**context: Any) -> str:
 
     loader = jinja2.PackageLoader("nwor_lab", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["quote"] = quote
     highlighting = HtmlFormatter(style="default").get_style_defs(".highlight")
     return environment.get_template("report.html.j2").render(highlighting=highlighting, **context)
-
-
-def _rows(claims: Any) -> list[dict[str, str]]:
-    return [
-        {
-            "verdict": claim_table.verdict(claim.kind, claim.holds),
-            "claim": claim.claim,
-            "expected": claim.predicted,
-            "found": claim.measured,
-            "notebook": claim.notebook,
-        }
-        for claim in claims.itertuples()
-    ]
-
-
-def _figures(directory: Path) -> list[dict[str, Any]]:
-    found = []
-    for image in sorted((directory / "figures").glob("*.png")):
-        text = image.with_suffix(".txt")
-        caption = text.read_text(encoding="utf-8").strip() if text.exists() else ""
-        others = [path.name for path in sorted(image.parent.glob(f"{image.stem}.*")) if path.suffix in (".pdf", ".csv")]
-        found.append({"name": image.stem, "caption": caption, "others": others})
-    return found
-
-
-def _notebooks(directory: Path, manifest: dict[str, Any]) -> list[dict[str, str]]:
-    rows = []
-    for name, entry in sorted(manifest["notebooks"].items()):
-        passed = ", ".join(f"{key}={value}" for key, value in entry.get("passed", {}).items())
-        time = f"{entry['seconds']:.0f} s" if entry.get("seconds") else ""
-        state = STATES.get(entry.get("state", ""), "") + (f": {entry['error']}" if entry.get("error") else "")
-        page = f"{name}.html" if (directory / f"{name}.html").exists() else ""
-        rows.append({"name": name, "state": state, "time": time, "passed": passed or "the defaults", "page": page})
-    return rows
-
-
-def _points(directory: Path, manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    points = manifest.get("points", [])
-    return [(point, claim_table.headline(results.claims(directory / point))) for point in points]
 
 
 def _made_by(manifest: dict[str, Any]) -> dict[str, str]:

@@ -39,7 +39,7 @@ COLUMNS = ("run_id", "mode", "model", "tp", "k", "batch", "seed", "repeat", "met
 MUTE = "from nwor_lab.results import mute; mute()"
 ENOUGH = 200e6
 """Bytes that must be free before a run begins; a whole reproduction run leaves about a quarter of that."""
-_DEFAULTS: dict[str, Any] = {"mode": "", "model": "", "tp": 1, "k": 0, "batch": 0, "seed": 0, "repeat": 0}
+_DEFAULTS: dict[str, Any] = {"run_id": "", "mode": "", "model": "", "tp": 1, "k": 0, "batch": 0, "seed": 0, "repeat": 0}
 _INTEGERS = ("tp", "k", "batch", "seed", "repeat")
 
 
@@ -97,11 +97,11 @@ def check_folder(directory: Path | str) -> Path:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(1 << 20))
         free = shutil.disk_usage(directory).free
+        why = f"{free / 1e6:.0f} MB are free where {ENOUGH / 1e6:.0f} are needed" if free < ENOUGH else ""
     except OSError as error:
-        raise OSError(f"cannot write results to {directory}: {error.strerror}; name another folder") from error
-    if free < ENOUGH:
-        said = f"{free / 1e6:.0f} MB are free where {ENOUGH / 1e6:.0f} are needed"
-        raise OSError(f"cannot write results to {directory}: {said}; name another folder")
+        why = str(error.strerror)
+    if why:
+        raise OSError(f"cannot write results to {directory}: {why}; name another folder")
     return directory
 
 
@@ -121,18 +121,12 @@ def tidy(rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.
     frame = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows))
     built = {"build": build()} if build() else {}
     for column, value in {**_DEFAULTS, **built, **common}.items():
-        if column not in frame:
-            frame[column] = value
-        elif frame[column].isna().any():
-            frame[column] = frame[column].where(frame[column].notna(), value)
+        frame[column] = frame[column].where(frame[column].notna(), value) if column in frame else value
     missing = [column for column in ("metric", "value", "unit") if column not in frame or frame[column].isna().any()]
     if missing:
         raise ValueError(f"each tidy row needs metric, value and unit; missing: {', '.join(missing)}")
     frame["value"] = pd.to_numeric(frame["value"]).astype(float)
-    for column in _INTEGERS:
-        frame[column] = frame[column].astype("int64")
-    if "run_id" not in frame:
-        frame["run_id"] = ""
+    frame = frame.astype(dict.fromkeys(_INTEGERS, "int64"))
     return frame[[*COLUMNS, *(column for column in frame if column not in COLUMNS)]]
 
 
@@ -194,15 +188,25 @@ class Run:
         write_table(self.directory / f"{name}.parquet", frame)
         return frame
 
-    def claim(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
+    def claim(
+        self, text: str, expected: object, value: object, holds: bool | None, origin: str = "measured",
+        kind: str = "claim",
+    ) -> bool:  # fmt: skip
         """Record at once one line of the table of claims: what must hold whatever the parameters. Return `holds`.
 
         A claim made again under the same words replaces the earlier one, so a cell may be run twice.
 
         Args:
             origin: where `value` is from: `measured` in this run, `recorded` (data/recorded) or `model` (computed).
+            kind: see `expect`.
         """
-        self._write_claim(text, expected, value, bool(holds), "claim", origin)
+        if origin not in claim_table.ORIGINS:
+            raise ValueError(f"origin is one of {', '.join(claim_table.ORIGINS)}, got {origin!r}")
+        values = map(claim_table.show, (expected, value))
+        said = (self.name, text, *values, None if holds is None else bool(holds), kind, origin)
+        line = dict(zip(claim_table.COLUMNS, said, strict=True))
+        self._claims = [other for other in self._claims if other["claim"] != text] + [line]
+        write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
         return bool(holds)
 
     def expect(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
@@ -210,22 +214,12 @@ class Run:
 
         Where a parameter differs from its default, the table says "not at the defaults" and nothing can fail.
         """
-        self._write_claim(text, expected, value, bool(holds) if self.at_defaults else None, "expectation", origin)
+        self.claim(text, expected, value, holds if self.at_defaults else None, origin, "expectation")
         return bool(holds)
 
     def skip(self, text: str, expected: object, reason: str, origin: str = "measured") -> None:
         """Record that a claim cannot be checked on this machine: in the table it is `skipped`, with the reason."""
-        self._write_claim(text, expected, reason, None, "claim", origin)
-
-    def _write_claim(
-        self, text: str, expected: object, value: object, holds: bool | None, kind: str, origin: str
-    ) -> None:
-        if origin not in claim_table.ORIGINS:
-            raise ValueError(f"origin is one of {', '.join(claim_table.ORIGINS)}, got {origin!r}")
-        said = (self.name, text, *map(claim_table.show, (expected, value)), holds, kind, origin)
-        line = dict(zip(claim_table.COLUMNS, said, strict=True))
-        self._claims = [other for other in self._claims if other["claim"] != text] + [line]
-        write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
+        self.claim(text, expected, reason, None, origin)
 
     def origin(self, frame: pd.DataFrame) -> str:
         """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded`."""

@@ -23,7 +23,7 @@ from nwor_lab.engines.traffic import Event, Traffic, drive, sampling_params
 
 @dataclass
 class Generation:
-    """What one call of `Engine.generate` gave.
+    """What one call of `Served.generate` gave.
 
     tokens: generated token ids by request; step_seconds: duration of every engine step, in order.
     counters: increments of vLLM's speculative counters: drafts (windows), draft_tokens, accepted_tokens.
@@ -54,8 +54,8 @@ def serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection, log: str)
         served = Served(spec)
         pipe.send((True, None))
         while (call := pipe.recv()) is not None:
-            name, arguments = call
-            pipe.send((True, getattr(served, name)(*arguments)))
+            name, arguments, named = call
+            pipe.send((True, getattr(served, name)(*arguments, **named)))
     except EOFError:  # the parent is gone
         return
     except BaseException as error:  # noqa: BLE001  (the parent raises it)
@@ -75,7 +75,7 @@ def status(worker: Any) -> dict[str, Any]:
 
 
 class Served:
-    """The vLLM engine of a spec, and what the parent may call."""
+    """The vLLM engine of a spec, and what the parent may call through its `Engine`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
@@ -85,13 +85,15 @@ class Served:
         self.engine = self.llm.llm_engine
         self.calls = 0
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of the texts, by the model's own tokenizer."""
         tokenizer = self.llm.get_tokenizer()
         return [list(tokenizer.encode(text)) for text in texts]
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, *how: Any) -> Generation:
+    def generate(self, prompts: Sequence[list[int]], *how: Any, **named: Any) -> Generation:
+        """Generate for all prompts (token ids) at once; arguments are those of `add_requests`."""
         before, before_at = self._spec_counters()
-        self.add_requests(prompts, max_tokens, *how)
+        self.add_requests(prompts, *how, **named)
         finished: dict[int, Any] = {}
         step_seconds: list[float] = []
         while self.engine.has_unfinished_requests():
@@ -117,14 +119,21 @@ class Served:
 
     def add_requests(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[list[int]],
         max_tokens: int,
         temperature: float = 0.0,
         seed: int = 0,
         logprobs: int = 0,
         sampling: Sequence[dict[str, Any]] = (),
     ) -> list[str]:
-        """Queue the requests and return their names."""
+        """Queue the requests and return their names.
+
+        Request i draws with seed `seed + i` on a GPU, synthetic acceptance too. On a CPU the engine's own seed has to
+        do: a request's own generator fails there beside a chunked prefill ("CPU Generator does not use offset").
+
+        sampling: further fields of vLLM's `SamplingParams`; the requests use them in rotation. Its
+            `structured_outputs` is a dict here. With `n` the answers of a prompt follow each other.
+        """
         from vllm.sampling_params import RequestOutputKind
 
         from nwor_lab.machine import on_cpu
@@ -145,12 +154,14 @@ class Served:
         return names
 
     def traffic(self, events: Sequence[Event], seed: int) -> Traffic:
+        """Run a script of events to its end, as `nwor_lab.engines.traffic.drive` says."""
         before, made = self.metrics(), drive(self.llm, events, seed)
-        made.ranks = self.on_every_rank(status)
+        made.ranks = self.report()
         made.metrics = {name: int(value - before.get(name, 0)) for name, value in self.metrics().items()}
         return made
 
-    def kernel_times(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
+    def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
+        """Microseconds by kernel name on each rank over a few greedy decode steps, and how many steps those were."""
         self.add_requests(prompts, max_tokens)
         chunks = sum(map(len, prompts)) // self.spec.max_num_batched_tokens
         for _ in range(chunks + 4):  # every request is decoding from then on
@@ -165,18 +176,47 @@ class Served:
         return times, steps
 
     def capacity(self) -> int:
+        """Positions that the cache holds, over all requests."""
         cache = self.engine.vllm_config.cache_config
         return cache.num_gpu_blocks * cache.block_size
 
     def on_every_rank(self, function: Callable[[Any], Any]) -> list[Any]:
-        """What `function` of the worker gives on each rank."""
+        """What a module's `function` of the worker, or a partial of one, gives on each rank."""
         return self.llm.collective_rpc(function)
 
+    def report(self) -> list[dict[str, Any]]:
+        """Every rank's `status`."""
+        return self.on_every_rank(status)
+
+    def stop_audit(self) -> None:
+        """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
+        from nwor_lab.audit import hooks
+
+        self.on_every_rank(hooks.stop_audit)
+
+    def pause(self) -> None:
+        """Let vLLM alone serve, until `resume`; see `nwor_lab.engines.pause`. An audit that is not over counts on."""
+        self._exchange("pause")
+
+    def resume(self) -> None:
+        """Let the mode serve again."""
+        self._exchange("resume")
+
+    def capture_anew(self) -> None:
+        """Capture the graphs that a pause exchanges again."""
+        self._exchange("capture_anew")
+
+    def _exchange(self, how: str) -> None:
+        from nwor_lab.engines import pause
+
+        self.on_every_rank(getattr(pause, how))
+
     def on_scheduler(self, function: Callable[[Any], Any]) -> Any:
-        """What `function` of the scheduler gives."""
+        """What a module's `function` of vLLM's scheduler gives."""
         return function(self.engine.engine_core.engine_core.scheduler)
 
     def metrics(self) -> dict[str, float]:
+        """The values of ``LLM.get_metrics()`` that are NWOR's, speculation's, preemption's and connectors' hits."""
         wanted = ("vllm:nwor_", "vllm:spec_decode_", "vllm:num_preemptions", "vllm:external_prefix_cache_")
         return {
             metric.name.removeprefix("vllm:"): metric.value
@@ -185,14 +225,11 @@ class Served:
         }
 
     def _spec_counters(self) -> tuple[dict[str, int], list[int]]:
-        counters = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-        accepted_at: list[int] = []
-        for metric in self.llm.get_metrics():
-            if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-                accepted_at = list(metric.values)
-            elif metric.name.startswith("vllm:spec_decode_num_"):
-                counters[metric.name.removeprefix("vllm:spec_decode_num_")] = int(metric.value)
-        return counters, accepted_at
+        """`Generation.counters` and `accepted_at`, since the engine's start."""
+        metrics = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in self.llm.get_metrics()}
+        at = metrics.get("accepted_tokens_per_pos")
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        return {name: int(metrics[name].value) if at else 0 for name in names}, list(at.values) if at else []
 
 
 def start_profiler(worker: Any) -> None:

@@ -11,7 +11,8 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,6 @@ from nwor.settings import Settings
 from nwor_lab.engines import child
 from nwor_lab.engines.child import Generation
 from nwor_lab.engines.spec import EngineSpec
-from nwor_lab.engines.traffic import Event, Traffic
 
 __all__ = ["Engine", "EngineError", "EngineSpec", "Generation"]
 
@@ -30,7 +30,7 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """A vLLM engine in a child process.
+    """A vLLM engine in a child process, with the methods of `child.Served`.
 
     Args:
         spec: its configuration.
@@ -76,77 +76,11 @@ class Engine:
             self._receive("start")
             self._ready = True
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        max_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
-        logprobs: int = 0,
-        sampling: Sequence[dict[str, Any]] = (),
-    ) -> Generation:
-        """Generate for all prompts (token ids) at once.
-
-        Request i draws with seed `seed + i` on a GPU, synthetic acceptance too. On a CPU the engine's own seed has to
-        do: a request's own generator fails there beside a chunked prefill ("CPU Generator does not use offset").
-
-        sampling: further fields of vLLM's `SamplingParams`; the requests use them in rotation. Its
-            `structured_outputs` is a dict here. With `n` the answers of a prompt follow each other.
-        """
-        return self._call("generate", list(prompts), max_tokens, temperature, seed, logprobs, list(sampling))
-
-    def traffic(self, events: Sequence[Event], seed: int) -> Traffic:
-        """Run a script of events to its end, as `nwor_lab.engines.traffic.drive` says."""
-        return self._call("traffic", list(events), seed)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of the texts, by the model's own tokenizer."""
-        return self._call("encode", list(texts))
-
-    def capacity(self) -> int:
-        """Positions that the cache holds, over all requests."""
-        return self._call("capacity")
-
-    def report(self) -> list[dict[str, Any]]:
-        """Every rank's `child.status`."""
-        return self.on_every_rank(child.status)
-
-    def on_every_rank(self, function: Callable[[Any], Any]) -> list[Any]:
-        """What a module's `function` of the worker, or a partial of one, gives on each rank."""
-        return self._call("on_every_rank", function)
-
-    def on_scheduler(self, function: Callable[[Any], Any]) -> Any:
-        """What a module's `function` of vLLM's scheduler gives."""
-        return self._call("on_scheduler", function)
-
-    def kernel_times(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[dict[str, float]], int]:
-        """Microseconds by kernel name on each rank over a few decode steps, and how many steps those were.
-
-        From torch's profiler. Greedy; prefill is left out.
-        """
-        return self._call("kernel_times", list(prompts), max_tokens)
-
-    def stop_audit(self) -> None:
-        """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
-        from nwor_lab.audit import hooks
-
-        self.on_every_rank(hooks.stop_audit)
-
-    def pause(self) -> None:
-        """Let vLLM alone serve, until `resume`; see `nwor_lab.engines.pause`. An audit that is not over counts on."""
-        self._pause("pause")
-
-    def resume(self) -> None:
-        """Let the mode serve again."""
-        self._pause("resume")
-
-    def capture_anew(self) -> None:
-        """Capture the graphs that a pause exchanges again; see `nwor_lab.engines.pause`."""
-        self._pause("capture_anew")
-
-    def metrics(self) -> dict[str, float]:
-        """The values of ``LLM.get_metrics()`` that are NWOR's, speculation's, preemption's and connectors' hits."""
-        return self._call("metrics")
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of `child.Served`, which is called in the child; what it is given and returns is pickled."""
+        if not hasattr(child.Served, name):
+            raise AttributeError(f"an engine has no {name}")
+        return partial(self._call, name)
 
     def close(self) -> None:
         if self._process.is_alive():
@@ -160,14 +94,9 @@ class Engine:
         if self._temporary:
             self.log.unlink(missing_ok=True)
 
-    def _pause(self, name: str) -> None:
-        from nwor_lab.engines import pause
-
-        self.on_every_rank(getattr(pause, name))
-
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
         self.wait()
-        self._pipe.send((name, arguments))
+        self._pipe.send((name, arguments, named))
         return self._receive(name)
 
     def _receive(self, doing: str) -> Any:

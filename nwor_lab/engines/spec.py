@@ -184,24 +184,18 @@ def check_checkpoint(folder: Path, weights: bool = True) -> dict[str, Any]:
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json; give a model's folder or its name on the hub")
-    config = _read_json(folder / "config.json")
-    if (folder / "tokenizer.json").is_file():
-        _read_json(folder / "tokenizer.json")
-    if not weights:
-        return config
-    index = folder / "model.safetensors.index.json"
-    names = {path.name for path in folder.glob("*.safetensors")}
-    if index.is_file():
-        names = set(_read_json(index).get("weight_map", {}).values())
-    if not names and not list(folder.glob("*.bin")):
+    texts = ("config.json", "tokenizer.json", "model.safetensors.index.json")
+    read = {name: _read_json(folder / name) for name in texts if (folder / name).is_file()}
+    names = set(read.get(texts[2], {}).get("weight_map", {}).values()) or {p.name for p in folder.glob("*.safetensors")}
+    if weights and not names and not list(folder.glob("*.bin")):
         raise ValueError(f"{folder} holds no weights (*.safetensors)")
-    for name in sorted(names):
+    for name in sorted(names) if weights else ():
         try:
             with safe_open(folder / name, framework="numpy"):
                 pass
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{folder / name} is missing or damaged: {error}") from error
-    return config
+    return read["config.json"]
 
 
 def check_ranks(config: dict[str, Any], tp: int, model: str) -> None:

@@ -340,11 +340,10 @@ def write_results(
     model = given["shape"] or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
     common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch, "seed": spec.seed}
     common |= {"k": spec.k, "kv_cache_dtype": spec.kv_cache_dtype}
-    if given["shape"]:
-        common["kv_heads"] = shapes.SHAPES[given["shape"]]["num_key_value_heads"]
+    if shape := shapes.SHAPES.get(given["shape"]):
+        common["kv_heads"] = shape["num_key_value_heads"]
     frame = results.tidy(rows, **common)
-    if given["shape"]:
-        shape = shapes.SHAPES[given["shape"]]
+    if shape:
         frame = held_out.mark_steps(frame, shape["num_attention_heads"], shape["head_dim"])
     path = results.write_table(directory / f"{given['name']}.parquet", frame)
     made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(dict(given))}

@@ -17,23 +17,22 @@ from nwor_lab.model.ratios import abba_ratio
 
 def measured(generation: Generation) -> list[dict[str, Any]]:
     """Tidy rows of one generation: step times, tokens, acceptance by position."""
-    count = generation.counters
-    rows = [
-        {"metric": "step_ms", "value": 1e3 * seconds, "unit": "ms", "step": step}
-        for step, seconds in enumerate(generation.step_seconds)
+    seconds, count = generation.step_seconds, generation.counters
+    totals = [
+        ("tokens", sum(map(len, generation.tokens)), "tokens"),
+        ("wall", sum(seconds), "s"),
+        ("windows", count["drafts"], "windows"),
+        ("draft_tokens", count["draft_tokens"], "tokens"),
+        ("accepted_tokens", count["accepted_tokens"], "tokens"),
     ]
-    rows += [
-        {"metric": "tokens", "value": sum(map(len, generation.tokens)), "unit": "tokens"},
-        {"metric": "wall", "value": sum(generation.step_seconds), "unit": "s"},
-        {"metric": "windows", "value": count["drafts"], "unit": "windows"},
-        {"metric": "draft_tokens", "value": count["draft_tokens"], "unit": "tokens"},
-        {"metric": "accepted_tokens", "value": count["accepted_tokens"], "unit": "tokens"},
+    return [
+        *({"metric": "step_ms", "value": 1e3 * s, "unit": "ms", "step": step} for step, s in enumerate(seconds)),
+        *({"metric": metric, "value": value, "unit": unit} for metric, value, unit in totals),
+        *(
+            {"metric": "accepted_at", "value": accepted, "unit": "windows", "position": position}
+            for position, accepted in enumerate(generation.accepted_at)
+        ),
     ]
-    rows += [
-        {"metric": "accepted_at", "value": accepted, "unit": "windows", "position": position}
-        for position, accepted in enumerate(generation.accepted_at)
-    ]
-    return rows
 
 
 KINDS = {
@@ -56,15 +55,15 @@ def kernel_rows(ranks: Sequence[dict[str, float]], steps: int) -> list[dict[str,
 
 def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tidy rows of what holds for the whole run: each rank's counters and audit."""
-    rows: list[dict[str, Any]] = []
-    for rank in ranks:
-        for kind in ("counters", "audit"):
-            for name, value in rank[kind].items():
-                if isinstance(value, list):
-                    continue
-                unit = "bytes" if name.startswith("bytes") else "count"
-                rows.append({"metric": f"{kind}.{name}", "value": value, "unit": unit, "rank": rank["rank"]})
-    return rows
+    counts = [
+        (f"{kind}.{name}", value, rank["rank"])
+        for rank in ranks
+        for kind in ("counters", "audit")
+        for name, value in rank[kind].items()
+        if not isinstance(value, list)
+    ]
+    units = {True: "bytes", False: "count"}
+    return [{"metric": m, "value": v, "unit": units[".bytes" in m], "rank": rank} for m, v, rank in counts]
 
 
 def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:

@@ -40,10 +40,10 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     """One line a mode: parity, acceptance, dirty layer-steps, rejected bytes avoided and, beside parity, step time."""
     table = summary(bench, from_options(Plan, report["plan"])).drop(columns=["batch", "spread_ms"], errors="ignore")
-    ranks = [report["ranks"][mode][0] for mode in table["mode"]]
-    table["layer_steps"] = [rank["audit"].get("layer_steps", 0) for rank in ranks]
-    table["dirty"] = [rank["audit"].get("dirty_layer_steps", 0) for rank in ranks]
-    table["MB_avoided"] = [rank["counters"].get("bytes_avoided", 0) / 1e6 for rank in ranks]
+    counts = ["audit.layer_steps", "audit.dirty_layer_steps", "counters.bytes_avoided"]
+    first = pd.json_normalize([report["ranks"][mode][0] for mode in table["mode"]]).reindex(columns=counts).fillna(0)
+    table["layer_steps"], table["dirty"], table["MB_avoided"] = (first[name] for name in counts)
+    table["MB_avoided"] /= 1e6
     table.insert(0, "tp", report["spec"]["tp"])
     return table
 
@@ -72,23 +72,19 @@ def step_rows(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
 
 def audit_rows(report: Report) -> pd.DataFrame:
     """What the audit counted, one line a mode and rank."""
-    lines = [
-        {"mode": mode, "rank": rank["rank"], **rank["audit"]}
-        for mode, ranks in report["ranks"].items()
-        for rank in ranks
-    ]
-    return pd.DataFrame(lines).drop(columns="dirty_by_step")
+    return _audits(report).drop(columns="dirty_by_step")
 
 
 def dirty_rows(report: Report) -> pd.DataFrame:
     """Rows `dirty_slots` for the figure: slots that each step left dirty, all layers, by mode and rank."""
-    lines = [
-        {"mode": mode, "rank": rank["rank"], "step": step, "metric": "dirty_slots", "value": dirty, "unit": "slots"}
-        for mode, ranks in report["ranks"].items()
-        for rank in ranks
-        for step, dirty in enumerate(rank["audit"]["dirty_by_step"])
-    ]
-    return pd.DataFrame(lines)
+    rows = _audits(report)[["mode", "rank", "dirty_by_step"]].explode("dirty_by_step")
+    rows["step"] = rows.groupby(["mode", "rank"]).cumcount()
+    return rows.rename(columns={"dirty_by_step": "value"}).assign(metric="dirty_slots", unit="slots")
+
+
+def _audits(report: Report) -> pd.DataFrame:
+    ranks = report["ranks"].items()
+    return pd.DataFrame([{"mode": mode, "rank": r["rank"], **r["audit"]} for mode, found in ranks for r in found])
 
 
 def audited(report: Report) -> pd.DataFrame:

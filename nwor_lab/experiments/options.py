@@ -32,19 +32,13 @@ def parser(command: str, description: str, **defaults: Any) -> argparse.Argument
     made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
     made.add_argument("--shape", default="", help=f"random weights of a shape instead: {', '.join(shapes.SHAPES)}")
     made.add_argument("--run-dir", default="", help="folder to write to (default: results/NAME)")
-    made.add_argument(
-        "--name", default=defaults.get("name", command), help="name of the table and report (default: %(default)s)"
-    )
-    _add_fields(made, EngineSpec, {**DEFAULTS, **defaults})
-    _add_fields(made, Plan, {**DEFAULTS, **defaults})
-    return made
-
-
-def _add_fields(made: argparse.ArgumentParser, kind: type, defaults: Mapping[str, Any]) -> None:
-    """An option for each field of a dataclass, but for the spec's k: the plan has a list of them."""
-    hints, sentences = get_type_hints(kind), _sentences(kind)
-    for field in fields(kind):
-        if field.name == "k":
+    name = defaults.get("name", command)
+    made.add_argument("--name", default=name, help="name of the table and report (default: %(default)s)")
+    defaults = {**DEFAULTS, **defaults}
+    hints = {**get_type_hints(EngineSpec), **get_type_hints(Plan)}
+    sentences = {**_sentences(EngineSpec), **_sentences(Plan)}
+    for field in (*fields(EngineSpec), *fields(Plan)):
+        if field.name == "k":  # the plan has a list of them
             continue
         option = OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
         default, hint = defaults.get(field.name, field.default), hints[field.name]
@@ -58,11 +52,10 @@ def _add_fields(made: argparse.ArgumentParser, kind: type, defaults: Mapping[str
             how |= {"type": hint, "metavar": hint.__name__.upper()}
             how["help"] += " (default: %(default)s)" if default != "" else ""
         made.add_argument(option, **how)
+    return made
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """What reads a comma-separated list of values."""
-
     def values(text: str) -> tuple[Any, ...]:
         return tuple(kind(value) for value in text.split(",") if value)
 
@@ -83,10 +76,12 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
     """
+    import torch
+
     given = vars(arguments) | {"dtype": machine.model_dtype(arguments.dtype)}
     if refused := machine.refuse_cache(given["kv_cache_dtype"]):
         raise ValueError(f"--kv-cache-dtype {given['kv_cache_dtype']}: {refused}")
-    if not machine.on_cpu() and given["tp"] > (gpus := _gpus()):
+    if not machine.on_cpu() and given["tp"] > (gpus := torch.cuda.device_count()):
         raise ValueError(f"--tp {given['tp']}: there {'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)} here")
     if given["profile"] and machine.on_cpu():
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
@@ -101,9 +96,10 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
     given["tolerance"] = given["tolerance"] or usual
     plan = from_options(Plan, given)
     spec = from_options(EngineSpec, given | {"k": plan.ks[0]})
-    prompts = (
-        random_prompts(plan) if plan.random_prompts else tokenized(spec, plan, pair.load_prompts(given["prompts"]))
-    )
+    if plan.random_prompts:
+        prompts = random_prompts(plan)
+    else:
+        prompts = tokenized(spec, plan, pair.load_prompts(given["prompts"]))
     return spec, replace(plan, num_prompts=plan.num_prompts or len(prompts)), prompts
 
 
@@ -136,9 +132,3 @@ def tokenized(spec: EngineSpec, plan: Plan, texts: Sequence[str]) -> list[list[i
             limit = f"max_model_len {spec.max_model_len} leaves room for {room}"
             raise ValueError(f"a prompt has {longest} tokens, {limit}")
     return prompts
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

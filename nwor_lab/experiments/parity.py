@@ -3,7 +3,8 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import pandas as pd
@@ -73,39 +74,31 @@ class Parity:
 
     def __add__(self, other: "Parity") -> "Parity":
         """Of both comparisons together."""
-        return Parity(
-            self.equal + other.equal,
-            self.requests + other.requests,
-            max(self.largest_gap, other.largest_gap),
-            max(self.largest_shift, other.largest_shift),
-            self.places + other.places,
-            self.fourth_powers + other.fourth_powers,
-        )
+        both = zip(astuple(self), astuple(other), strict=True)
+        return Parity(*(how(pair) for (_, _, how), pair in zip(METRICS, both, strict=True)))
 
     def rows(self) -> list[dict[str, Any]]:
         """It as tidy rows."""
-        return [
-            {"metric": "equal_requests", "value": self.equal, "unit": "requests"},
-            {"metric": "requests", "value": self.requests, "unit": "requests"},
-            {"metric": "largest_gap", "value": self.largest_gap, "unit": "nats"},
-            {"metric": "largest_shift", "value": self.largest_shift, "unit": "nats"},
-            {"metric": "places", "value": self.places, "unit": "tokens"},
-            {"metric": "fourth_powers", "value": self.fourth_powers, "unit": "nats^4"},
-        ]
+        values = zip(METRICS, astuple(self), strict=True)
+        return [{"metric": metric, "value": value, "unit": unit} for (metric, unit, _), value in values]
+
+
+METRICS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("equal_requests", "requests", sum),
+    ("requests", "requests", sum),
+    ("largest_gap", "nats", max),
+    ("largest_shift", "nats", max),
+    ("places", "tokens", sum),
+    ("fourth_powers", "nats^4", sum),
+)
+"""Of each field of a `Parity`: its metric and unit in tables, and what is made of several."""
 
 
 def of_rows(rows: pd.DataFrame) -> Parity:
     """What all of `Parity.rows` among these say together."""
-    values = rows.groupby("metric")["value"]
-    total, most = values.sum(), values.max()
-    return Parity(
-        int(total.get("equal_requests", 0)),
-        int(total.get("requests", 0)),
-        float(most.get("largest_gap", 0.0)),
-        float(most.get("largest_shift", 0.0)),
-        int(total.get("places", 0)),
-        float(total.get("fourth_powers", 0.0)),
-    )
+    values = {metric: found.tolist() for metric, found in rows.groupby("metric")["value"]}
+    kinds = map(type, astuple(Parity()))
+    return Parity(*(kind(how(values.get(metric, [0]))) for kind, (metric, _, how) in zip(kinds, METRICS, strict=True)))
 
 
 def compare(baseline: Generation, other: Generation, drafted: bool = False) -> Parity:

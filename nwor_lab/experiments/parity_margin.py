@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from nwor.settings import Settings
 from nwor_lab import machine, pair, paths, results
@@ -126,14 +126,13 @@ def main(argv: list[str] | None = None) -> int:
     if on_cpu:
         kinds = [partial(of_pair, "float32", "auto"), *(partial(of_pair, "bfloat16", cache) for cache in caches)]
         kinds += [partial(small, cache) for cache in caches]
-    one_more = threading.Lock()
 
-    def measured(make: Callable[[], tuple[EngineSpec, list[list[int]]]]) -> None:
+    def measured(make: Callable[[], tuple[EngineSpec, list[list[int]]]]) -> pd.DataFrame:
         spec, prompts = make()
         batches = (1, GROUP) if on_cpu else (1, 2 * GROUP)
-        table = results.tidy(
+        return results.tidy(
             measure(spec, prompts, 32, batches, batches[1:] if on_cpu else batches),
-            device="CPU" if on_cpu else _gpu(),
+            device="CPU" if on_cpu else torch.cuda.get_device_name(),
             weights="random weights" if spec.load_format == FORMAT else "shipped pair",
             model=Path(spec.model).parent.name,
             dtype=spec.dtype,
@@ -141,12 +140,11 @@ def main(argv: list[str] | None = None) -> int:
             k=spec.k,
             prompt=max(map(len, prompts)),
         )
-        with one_more:
-            write(path, table)
 
     try:
         with ThreadPoolExecutor(1 if on_cpu else len(kinds)) as pool:
-            list(pool.map(measured, kinds))
+            for table in pool.map(measured, kinds):
+                write(path, table)
     except EngineError as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 1
@@ -163,12 +161,6 @@ def write(path: Path, table: pd.DataFrame) -> None:
     if "build" in table:  # rows made on a CPU are of none
         table["build"] = table["build"].fillna("")
     results.write_table(path, table)
-
-
-def _gpu() -> str:
-    import torch
-
-    return torch.cuda.get_device_name()
 
 
 if __name__ == "__main__":

@@ -13,9 +13,13 @@ import datetime
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from nwor.settings import CLEAN
 from nwor_lab import paths, results
@@ -26,33 +30,32 @@ from nwor_lab.soak.judge import Verdict
 
 RUNS = 60
 """Times that a failing script is run again to shorten it, at most."""
+SHOWN = ("method", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "seed")
+"""Of an episode's configuration, columns of the table."""
 DEFAULTS: dict[str, Any] = {"minutes": 20.0, "seed": 0, "mode": "cow,stage", "tp": 0, "scripts": 64}
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 without a fault, 1 with one, 2 for wrong input."""
-    parser = _parser()
-    given = parser.parse_args(argv)
-    asked = {name: value for name in DEFAULTS if (value := getattr(given, name)) is not None}
+    given = _parser().parse_args(argv)
+    again = ""
     try:
         if given.replay:
-            verdict = episodes.replay(Path(given.replay))
-            print("\n".join([str(verdict), *verdict.examples]))
-            return int(bool(verdict.faults))
-        directory, options = _open_run(given.resume, asked)
+            run = partial(replay, *episodes.read_replay(Path(given.replay)))
+        else:
+            asked = {name: value for name in DEFAULTS if (value := getattr(given, name)) is not None}
+            directory, options = _open_run(given.resume, asked)
+            run, again = partial(soak, directory, options), f"; `nwor soak --resume {directory.name}` goes on"
     except (ValueError, OSError) as error:
         print(f"nwor soak: {error}", file=sys.stderr)
         return 2
-    except EngineError as error:
-        print(f"nwor soak: {error}", file=sys.stderr)
-        return 1
     try:
-        return soak(directory, options)
+        return run()
     except EngineError as error:
         print(f"nwor soak: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"nwor soak: stopped; `nwor soak --resume {directory.name}` goes on", file=sys.stderr)
+        print(f"nwor soak: stopped{again}", file=sys.stderr)
         return 130
 
 
@@ -105,71 +108,63 @@ def _open_run(resume: str, asked: dict[str, Any]) -> tuple[Path, dict[str, Any]]
     return directory, options
 
 
+def replay(spec: EngineSpec, mode: str, scripts: Sequence[episodes.Script]) -> int:
+    """Serve the scripts of a failure once more; returns the exit status."""
+    verdict = episodes.serve_once(spec, mode, scripts)
+    print("\n".join([str(verdict), *verdict.examples]))
+    return int(bool(verdict.faults))
+
+
 def soak(directory: Path, options: dict[str, Any]) -> int:
-    """Run episodes until the minutes are over, at least one; returns the exit status."""
-    modes = options["mode"].split(",")
-    finished = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(directory.glob("episodes/*.json"))]
-    spent = sum(one["seconds"] for one in finished)
+    """Run episodes until the minutes are over, at least one; returns the exit status.
+
+    What the finished ones found is in `soak.parquet`, by which a run that is resumed goes on.
+    """
+    modes, path = options["mode"].split(","), directory / "soak.parquet"
+    tables = [pd.read_parquet(path)] if path.exists() else []
+    number = sum(table["episode"].nunique() for table in tables)
+    spent = sum(table.loc[table["metric"] == "seconds", "value"].sum() for table in tables)
     deadline = time.monotonic() + 60 * options["minutes"] - spent
     print(f"soak of {options['minutes']:g} minutes, seed {options['seed']}, in {directory}", flush=True)
-    for one in finished:
-        print(f"episode {one['number']} is finished", flush=True)
-    while not finished or time.monotonic() < deadline:
-        number = len(finished)
+    if number:
+        print(f"{number} episodes are finished", flush=True)
+    while not number or time.monotonic() < deadline:
         spec = script.configuration(options["seed"], number, options["tp"])
-        print(f"episode {number}: {_words(spec)}", flush=True)
+        drawn = (
+            f"{name}={getattr(spec, name)}" for name in ("draft", *SHOWN, "max_num_batched_tokens", "prefix_caching")
+        )
+        print(f"episode {number}: {', '.join(drawn)}", flush=True)
         found = episodes.run(number, spec, modes, options["scripts"], deadline, directory, RUNS)
-        one = found.as_json()
-        results.write_json(directory / "episodes" / f"{number:04d}.json", one)
-        finished.append(one)
-        _show(found.verdicts, f"{found.scripts} scripts, {found.seconds:.0f} s: ")
+        for mode, verdict in found.verdicts.items():
+            print(f"  {mode:6} {found.scripts} scripts, {found.seconds:.0f} s: {verdict}", flush=True)
+            print("".join(f"         {example}\n" for example in verdict.examples), end="")
         for file in found.replays:
             print(f"  replay: nwor soak --replay {directory / file}", flush=True)
-        table = results.write_table(directory / "soak.parquet", results.tidy(_rows(finished), run_id=directory.name))
-        results.write_provenance(table, options)
-    total = {mode: Verdict() for mode in modes}
-    for one in finished:
-        for mode in modes:
-            total[mode].add(Verdict(**one["verdicts"][mode]))
-    seconds = sum(one["seconds"] for one in finished)
-    layer_steps = sum(verdict.counts["layer-steps"] for verdict in total.values())
-    print(f"total: {len(finished)} episodes, {layer_steps:,} layer-steps audited in {seconds:.0f} s")
-    _show(total)
-    return int(any(verdict.faults for verdict in total.values()))
+        tables = [pd.concat([*tables, _table(found, directory.name)], ignore_index=True)]
+        results.write_provenance(results.write_table(path, tables[0]), options)
+        number += 1
+    every = tables[0].groupby(["metric", "unit", "mode"], sort=False)["value"].sum()
+    layer_steps, seconds = int(every["layer-steps"].sum()), every["seconds"].sum()
+    print(f"total: {number} episodes, {layer_steps:,} layer-steps audited in {seconds:.0f} s")
+    for mode in modes:
+        sums = every.xs(mode, level="mode").astype(int)
+        counts, faults = (sums.xs(unit, level="unit").to_dict() for unit in ("count", "faults"))
+        scripts, _ = counts.pop("scripts"), faults.pop("faults")
+        print(f"  {mode:6} {scripts} scripts: {Verdict(Counter(counts), Counter(faults))}")
+    return int(every["faults"].sum() > 0)
 
 
-def _words(spec: EngineSpec) -> str:
-    caching = "prefix caching" if spec.prefix_caching else "no prefix caching"
-    return (
-        f"{spec.method} {Path(spec.draft).name}".strip() + f", k={spec.k}, {spec.dtype}, tp={spec.tp}, "
-        f"batch {spec.batch}, {spec.num_blocks} blocks of {spec.block_size}, "
-        f"{spec.max_num_batched_tokens} tokens a step, {caching}"
-    )
-
-
-def _show(verdicts: dict[str, Verdict], before: str = "") -> None:
-    for mode, verdict in verdicts.items():
-        print(f"  {mode:6} {before}{verdict}", flush=True)
-        for example in verdict.examples:
-            print(f"         {example}")
-
-
-def _rows(finished: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tidy rows of all episodes: counts and faults of each mode, scripts and seconds."""
-    rows = []
-    for one in finished:
-        spec = one["spec"]
-        common = {name: spec[name] for name in ("tp", "k", "batch", "seed", "dtype", "block_size", "num_blocks")}
-        common |= {"episode": one["number"], "model": Path(spec["model"]).parent.name, "method": spec["method"]}
-        for mode, verdict in one["verdicts"].items():
-            for unit, counts in (("count", verdict["counts"]), ("faults", verdict["faults"])):
-                rows += [common | {"mode": mode, "metric": m, "value": v, "unit": unit} for m, v in counts.items()]
-            rows.append(
-                common | {"mode": mode, "metric": "faults", "value": sum(verdict["faults"].values()), "unit": "faults"}
-            )
-            rows.append(common | {"mode": mode, "metric": "scripts", "value": one["scripts"], "unit": "count"})
-        rows.append(common | {"mode": "", "metric": "seconds", "value": one["seconds"], "unit": "s"})
-    return rows
+def _table(found: episodes.Episode, run_id: str) -> pd.DataFrame:
+    """Tidy rows of an episode: counts and faults of each mode, scripts and seconds."""
+    common = {name: getattr(found.spec, name) for name in SHOWN}
+    common |= {"episode": found.number, "model": Path(found.spec.model).parent.name, "run_id": run_id}
+    rows: list[dict[str, Any]] = [{"mode": "", "metric": "seconds", "value": found.seconds, "unit": "s"}]
+    for mode, verdict in found.verdicts.items():
+        counts = {**verdict.counts, "scripts": found.scripts}
+        faults = {**verdict.faults, "faults": verdict.faults.total()}
+        rows += [{"mode": mode, "metric": name, "value": value, "unit": "count"} for name, value in counts.items()]
+        rows += [{"mode": mode, "metric": name, "value": value, "unit": "faults"} for name, value in faults.items()]
+    return results.tidy(rows, **common)
 
 
 if __name__ == "__main__":

@@ -11,89 +11,59 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
 
 from nwor_lab import paths, results
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
-from nwor_lab.engines.traffic import Event, Traffic
-from nwor_lab.experiments.bench import require_served
+from nwor_lab.engines.traffic import Event
+from nwor_lab.experiments.bench import started
 from nwor_lab.experiments.plan import settings_of
 from nwor_lab.soak import script
 from nwor_lab.soak.judge import Verdict, judge
 from nwor_lab.soak.shrink import shrink
 
-CHUNK = 4
-"""Scripts that each engine serves before they are compared."""
 Script = tuple[int, Sequence[Event]]
 """Its seed and its events."""
 
 
-class Engines:
+class Engines(ExitStack):
     """Vanilla and the modes of one configuration, started when they are first needed and again when one has died."""
 
     def __init__(self, spec: EngineSpec, modes: Sequence[str]) -> None:
-        self.spec, self.modes = spec, ("off", *modes)
-        self._stack, self._engines = ExitStack(), dict[str, Engine]()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        super().__init__()
+        self.spec, self.modes, self._engines = spec, ("off", *modes), dict[str, Engine]()
 
     def close(self) -> None:
         """End the engines; the next `judge` starts new ones."""
-        self._stack.close()
+        super().close()
         self._engines = {}
 
-    def judge(self, scripts: Sequence[Script], modes: Sequence[str]) -> list[dict[str, Verdict]]:
-        """Verdicts by mode on each script, up to the first that fails. An engine that fails is a fault of its mode."""
-        engines = self._started()
+    def judge(self, script: Script, modes: Sequence[str]) -> dict[str, Verdict]:
+        """Verdicts by mode on a script. An engine that fails is a fault of its mode."""
+        engines, (seed, events) = self._started(), script
         served = ("off", *modes)
         # On a CPU each rank has a core of its own; engines that would share them all follow each other.
         cores = len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(1 if 2 * self.spec.tp > cores else len(served)) as pool:
-            made = dict(zip(served, pool.map(lambda mode: _serve(engines[mode], scripts), served), strict=True))
-        found: list[dict[str, Verdict]] = []
-        for number, (_, events) in enumerate(scripts):
-            verdicts = {}
-            for mode in modes:
-                vanilla, traffic = made["off"][number], made[mode][number]
-                if isinstance(vanilla, Traffic) and isinstance(traffic, Traffic):
-                    verdicts[mode] = judge(events, vanilla, traffic, mode, self.spec.dtype)
-                    continue
+            made = {mode: pool.submit(engines[mode].traffic, events, seed) for mode in served}
+        verdicts = {}
+        for mode in modes:
+            try:
+                verdicts[mode] = judge(events, made["off"].result(), made[mode].result(), mode, self.spec.dtype)
+            except EngineError as error:
                 verdicts[mode] = Verdict()
-                verdicts[mode].blame("died", 1, str(traffic if isinstance(vanilla, Traffic) else vanilla))
-            found.append(verdicts)
-            if any(verdict.faults for verdict in verdicts.values()):
-                break
-        if any(verdict.faults["died"] for verdict in found[-1].values()):
+                verdicts[mode].blame("died", 1, str(error))
+        if any(verdict.faults["died"] for verdict in verdicts.values()):
             self.close()
-        return found
+        return verdicts
 
     def _started(self) -> dict[str, Engine]:
         if not self._engines:
-            begin = time.monotonic()
             # Engines share the cores, and threads that wait for each other there would spin.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            for mode in self.modes:
-                settings = replace(settings_of(mode, audit=mode != "off"), debug_sync=False)  # count, do not stop
-                self._engines[mode] = self._stack.enter_context(Engine(self.spec, settings))
-            for mode, engine in self._engines.items():
-                require_served(mode, engine.report())
-            print(f"  engines are up after {time.monotonic() - begin:.0f} s", flush=True)
+            settings = {mode: replace(settings_of(mode, audit=mode != "off"), debug_sync=False) for mode in self.modes}
+            wanted = {mode: (self.spec, one, 0) for mode, one in settings.items()}  # which count, and do not stop
+            self._engines = self.enter_context(started(wanted, ""))
         return self._engines
-
-
-def _serve(engine: Engine, scripts: Sequence[Script]) -> list[Traffic | EngineError]:
-    """Its traffic by script, or from the first on at which it failed the error."""
-    made: list[Traffic | EngineError] = []
-    try:
-        for seed, events in scripts:
-            made.append(engine.traffic(events, seed))
-    except EngineError as error:
-        made += [error] * (len(scripts) - len(made))
-    return made
 
 
 @dataclass
@@ -106,10 +76,6 @@ class Episode:
     scripts: int = 0
     seconds: float = 0.0
     replays: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        verdicts = {mode: vars(verdict) for mode, verdict in self.verdicts.items()}
-        return {**vars(self), "spec": asdict(self.spec), "verdicts": verdicts}
 
 
 def run(
@@ -124,23 +90,21 @@ def run(
     served: list[Script] = []
     with Engines(spec, modes) as engines:
         failed: dict[str, Verdict] = {}
-        while not failed and episode.scripts < scripts and (not served or time.monotonic() < deadline):
-            seeds = [spec.seed * 10**6 + number * 10**3 + len(served) + n for n in range(CHUNK)]
-            chunk = [(seed, script.script(seed, spec)) for seed in seeds][: scripts - episode.scripts]
-            found = engines.judge(chunk, modes)
-            served += chunk[: len(found)]
-            episode.scripts += len(found)
-            for verdicts in found:
-                for mode, verdict in verdicts.items():
-                    episode.verdicts[mode].add(verdict)
-            failed = {mode: verdict for mode, verdict in found[-1].items() if verdict.faults}
+        while not failed and len(served) < scripts and (not served or time.monotonic() < deadline):
+            seed = spec.seed * 10**6 + number * 10**3 + len(served)
+            served.append((seed, script.script(seed, spec)))
+            verdicts = engines.judge(served[-1], modes)
+            for mode, verdict in verdicts.items():
+                episode.verdicts[mode].add(verdict)
+            failed = {mode: verdict for mode, verdict in verdicts.items() if verdict.faults}
+        episode.scripts = len(served)
         for mode, verdict in failed.items():
             short = shorten(engines, mode, served[-1], verdict, runs)
             engines.close()  # what a failure needs beyond its script is not there in new engines
             file = directory / f"replay-{number}-{mode}.json"
             for scripts_of_it in ([short], served):
                 write_replay(file, spec, mode, scripts_of_it, verdict)
-                if _same(replay(file), verdict):
+                if _same(serve_once(spec, mode, scripts_of_it), verdict):
                     break
             episode.replays.append(file.name)
     episode.seconds = time.monotonic() - begin
@@ -152,7 +116,7 @@ def shorten(engines: Engines, mode: str, failed: Script, verdict: Verdict, runs:
     seed, events = failed
 
     def fails(fewer: list[Event]) -> bool:
-        return _same(engines.judge([(seed, fewer)], [mode])[0][mode], verdict)
+        return _same(engines.judge((seed, fewer), [mode])[mode], verdict)
 
     # Each time that an engine dies, all start again.
     return seed, shrink(list(events), fails, runs // 10 if verdict.faults["died"] else runs)
@@ -164,7 +128,7 @@ def _same(found: Verdict, wanted: Verdict) -> bool:
 
 
 def write_replay(file: Path, spec: EngineSpec, mode: str, scripts: Sequence[Script], verdict: Verdict) -> None:
-    """Write what `replay` reads: the configuration, the mode, the scripts, and what failed."""
+    """Write what `read_replay` reads: the configuration, the mode, the scripts, and what failed."""
     ours = asdict(spec) | {"model": _relative(spec.model), "draft": _relative(spec.draft)}
     said = {
         "command": f"nwor soak --replay {file}",
@@ -176,28 +140,30 @@ def write_replay(file: Path, spec: EngineSpec, mode: str, scripts: Sequence[Scri
     results.write_json(file, {**said, "spec": ours, "scripts": written})
 
 
-def replay(file: Path) -> Verdict:
-    """Run what `write_replay` wrote on engines of its own.
+def read_replay(file: Path) -> tuple[EngineSpec, str, list[Script]]:
+    """What `write_replay` wrote: the configuration, the mode and the scripts.
 
     Raises:
-        ValueError: it is no such file. EngineError: an engine does not start.
+        ValueError: it is no such file.
     """
     script.contrary()  # a drafter that may not be there in this checkout yet
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
-        ours: dict[str, Any] = given["spec"] | {
-            "cudagraph_capture_sizes": tuple(given["spec"]["cudagraph_capture_sizes"])
-        }
+        ours = given["spec"] | {"cudagraph_capture_sizes": tuple(given["spec"]["cudagraph_capture_sizes"])}
         ours |= {name: str(paths.ROOT / ours[name]) for name in ("model", "draft") if ours[name]}
-        spec = EngineSpec(**ours)
-        scripts = [(one["seed"], [Event(**event) for event in one["events"]]) for one in given["scripts"]]
-        mode = given["mode"]
+        scripts: list[Script] = [(one["seed"], [Event(**event) for event in one["events"]]) for one in given["scripts"]]
+        return EngineSpec(**ours), given["mode"], scripts
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no replay of a soak ({type(error).__name__}: {error}); name one") from error
+
+
+def serve_once(spec: EngineSpec, mode: str, scripts: Sequence[Script]) -> Verdict:
+    """The verdict on a mode, of these scripts up to the first that fails, on engines of their own."""
     total = Verdict()
     with Engines(spec, [mode]) as engines:
-        for verdicts in engines.judge(scripts, [mode]):
-            total.add(verdicts[mode])
+        for one in scripts:
+            if not total.faults:
+                total.add(engines.judge(one, [mode])[mode])
     return total
 
 

@@ -25,7 +25,7 @@ class FakeEngine:
     dies: ClassVar[bool]
     dirty: ClassVar[int]
 
-    def __init__(self, spec: EngineSpec, settings: Any) -> None:
+    def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
         self.mode = settings.mode
         self.started.append(self.mode)
 
@@ -37,6 +37,9 @@ class FakeEngine:
         return self
 
     def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
     def report(self) -> list[dict[str, Any]]:

@@ -124,6 +124,14 @@ def test_vllm_without_the_plugin_runs_beside_the_modes(engines, monkeypatch):  #
         bench.run(SPEC, plan, [[1, 2, 3]])
 
 
+def test_a_mode_that_does_not_serve_stops_the_run_before_anything_is_measured(engines, monkeypatch):  # noqa: F811
+    rank = {"rank": 0, "mode": "stage", "serving": "off", "reason": "MLA"}
+    monkeypatch.setattr(FakeEngine, "report", lambda self: [rank])
+    with pytest.raises(EngineError, match="mode stage is not active on every rank.*MLA"):
+        bench.run(SPEC, Plan(modes=("stage",)), [[1, 2, 3]])
+    assert not any("generate" in call for call in engines.calls) and (engines.calls[-1] == ("stage", "close"))
+
+
 def test_a_ratio_is_of_both_orders():
     """The variant that comes second takes a tenth longer, whichever it is; `stage` takes 0.9 times vanilla's."""
     plan = Plan(modes=("stage",), paused=True, repeats=3)

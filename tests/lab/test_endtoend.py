@@ -4,7 +4,6 @@
 The predicted bytes of 04 come from the model's own config, not from the counters they are held against.
 """
 
-import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,8 @@ from nwor_lab.experiments.parity import Parity
 from nwor_lab.plots import steps as step_plots
 from nwor_lab.plots import style
 
+LEFT = "slots that vanilla leaves dirty are its rejected rows"
+
 
 @pytest.fixture
 def report() -> dict:
@@ -27,16 +28,10 @@ def report() -> dict:
     vanilla = AuditReport(3, 6, 4, 8, 20, dirty_by_step=[0, 6, 2])
     clean = AuditReport(3, 6, 0, 0, 20, dirty_by_step=[0, 0, 0])
     counters = {"off": {}, "cow": {"rejected_tokens": 4}, "direct": {}, "stage": {"windows": 5}}
+    audits = {"off": vanilla, "cow": clean, "direct": vanilla, "stage": clean}
     ranks = {
-        mode: [
-            {
-                "rank": rank,
-                "audit": asdict(audit),
-                "counters": counters[mode],
-            }
-            for rank in (0, 1)
-        ]
-        for mode, audit in (("off", vanilla), ("cow", clean), ("direct", vanilla), ("stage", clean))
+        mode: [{"rank": rank, "audit": asdict(audit), "counters": counters[mode]} for rank in (0, 1)]
+        for mode, audit in audits.items()
     }
     scheduled = {"draft_tokens": 10.0, "accepted_tokens": 6.0, "drafts": 5.0}
     metrics = {mode: {f"spec_decode_num_{name}": value for name, value in scheduled.items()} for mode in ranks}
@@ -56,28 +51,14 @@ def test_an_audit_that_shows_what_it_must(report, tmp_path):
         "here: stage leaves no layer-step dirty, of 12": True,
         "here: vanilla leaves dirty layer-steps behind": True,
         "here: direct, the control, leaves dirty layer-steps behind": True,
-        "here: slots that vanilla leaves dirty are its rejected rows": True,
+        f"here: {LEFT}": True,
     }
 
 
-@pytest.mark.parametrize(
-    ("mode", "changed", "broken"),
-    [
-        ("cow", {"dirty_layer_steps": 1}, {"cow leaves no layer-step dirty, of 12"}),
-        ("stage", {"unwritten_rows": 1}, {"stage leaves no layer-step dirty, of 12"}),
-        ("cow", {"wrong_rows": 1}, {"cow leaves no layer-step dirty, of 12"}),
-        ("stage", {"stray_slots": 1}, {"stage leaves no layer-step dirty, of 12"}),
-        ("stage", {"layer_steps": -6}, {"stage leaves no layer-step dirty, of 0"}),
-        ("off", {"dirty_slots": 1}, {"slots that vanilla leaves dirty are its rejected rows"}),
-    ],
-)
-def test_each_claim_of_the_audit_can_fail(report, tmp_path, mode, changed, broken):
-    for name, by in changed.items():
-        report["ranks"][mode][1]["audit"][name] += by
-        if by < 0:
-            report["ranks"][mode][0]["audit"][name] += by
+def test_a_dirty_slot_more_is_no_rejected_row(report, tmp_path):
+    report["ranks"]["off"][1]["audit"]["dirty_slots"] += 1
     found = claims(results.Run(tmp_path, "05"), report)
-    assert {claim.removeprefix("here: ") for claim, holds in found.items() if not holds} == broken
+    assert [claim for claim, holds in found.items() if not holds] == [f"here: {LEFT}"]
 
 
 def test_vanilla_is_held_to_the_rows_that_its_own_scheduler_counts(report, tmp_path):
@@ -96,7 +77,7 @@ def test_windows_of_which_no_scheduler_hears_are_counted_on_the_device(report, t
     for rank in report["ranks"]["cow"]:
         rank["counters"]["rejected_tokens"] = counted
     found = claims(results.Run(tmp_path, "05"), report)
-    assert found["here: slots that vanilla leaves dirty are its rejected rows"] is holds
+    assert found[f"here: {LEFT}"] is holds
 
 
 @pytest.fixture
@@ -153,6 +134,10 @@ NULLS: list[tuple[str, dict[str, object], set[str]]] = [
      {"cow's commits are the scheduler's in every step"}),
     ("cow restores nothing", {"ranks cow 0 audit dirty_layer_steps": 4}, {"cow leaves no layer-step dirty, of 12"}),
     ("stage commits nothing", {"ranks stage 0 audit unwritten_rows": 9}, {"stage leaves no layer-step dirty, of 12"}),
+    ("cow keeps other bytes", {"ranks cow 1 audit wrong_rows": 1}, {"cow leaves no layer-step dirty, of 12"}),
+    ("stage writes between steps", {"ranks stage 1 audit stray_slots": 1}, {"stage leaves no layer-step dirty, of 12"}),
+    ("stage is not audited", {"ranks stage 0 audit layer_steps": 0, "ranks stage 1 audit layer_steps": 0},
+     {"stage leaves no layer-step dirty, of 0"}),
     ("vanilla cleans up", {"ranks off 0 audit dirty_layer_steps": 0, "ranks off 1 audit dirty_layer_steps": 0},
      {"vanilla leaves dirty layer-steps behind"}),
     ("stage writes the drafts, too", dict.fromkeys(
@@ -187,7 +172,8 @@ def test_a_null_model_breaks_its_claims(whole, tmp_path, world, broken):
 def test_every_claim_has_a_null_model(whole, tmp_path):
     found = claims_in({}, whole, tmp_path)
     assert found.holds.all() and set(found.origin) == {"measured"}
-    assert set(found.claim) == set().union(*(broken for _, _, broken in NULLS))
+    broken = set().union(*(broken for _, _, broken in NULLS)) - {"stage leaves no layer-step dirty, of 0"}
+    assert set(found.claim) == broken
 
 
 def test_one_rank_is_not_compared_with_itself(whole, tmp_path):
@@ -203,13 +189,6 @@ def test_rejected_rows_that_the_scheduler_never_hears_of(report):
     assert endtoend.rejected_bytes(report) == (4 * row, 4 * row)
     report["ranks"]["stage"][0]["counters"]["windows"] += 3
     assert endtoend.rejected_bytes(report) == (4 * row, 10 * row)
-
-
-def test_a_vanilla_that_cleans_up_is_no_control(report, tmp_path):
-    report["ranks"]["off"] = copy.deepcopy(report["ranks"]["cow"])
-    found = claims(results.Run(tmp_path, "05"), report)
-    assert not found["here: vanilla leaves dirty layer-steps behind"]
-    assert not found["here: slots that vanilla leaves dirty are its rejected rows"]
 
 
 def test_what_is_counted_by_step_is_no_row_of_the_benchs_table(report):

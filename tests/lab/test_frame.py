@@ -2,7 +2,6 @@
 """The frame of the kit: pins, what is tracked, light imports, make, commands and the doctor."""
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -131,20 +130,11 @@ def test_importing_nwor_loads_neither_vllm_nor_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "nwor.ops",
-        "nwor.manager",
-        "nwor_lab.model.traffic",
-        "nwor_lab.pair.model",
-        "nwor_lab.pair",
-        "nwor_lab.reference.compare",
-        "nwor_lab.results",
-        "nwor_lab.doctor",
-        "nwor_lab.reproduce",
-    ],
-)
+LIGHT = ("nwor.ops", "nwor.manager", *(f"nwor_lab.{name}" for name in ("model.traffic", "pair.model", "pair")))
+LIGHT += ("nwor_lab.reference", "nwor_lab.results", "nwor_lab.doctor", "nwor_lab.reproduce")
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_the_library_loads_without_vllm_and_without_starting_cuda(module: str) -> None:
     code = (
         f"import sys, {module}; torch = sys.modules.get('torch');"
@@ -183,21 +173,19 @@ def test_make_says_that_python_is_wrong(bare: Path, target: str) -> None:
     assert not (bare / ".venv").exists()
 
 
-@pytest.mark.parametrize("target", ["setup", "kernels"])
-def test_make_says_that_there_is_no_compiler(bare: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "compiler", "said"),
+    [
+        ("setup", "no-such-compiler", "no C++ compiler (no-such-compiler): install g++"),
+        ("kernels", "no-such-compiler", "no C++ compiler (no-such-compiler): install g++"),
+        ("setup", "/bin/false", "does not know -std=c++20"),
+    ],
+)
+def test_make_says_what_is_wrong_with_the_compiler(bare: Path, target: str, compiler: str, said: str) -> None:
     (bare / ".venv").mkdir()
     (bare / ".venv" / ".packages").touch()
-    done = make(bare, target, "CXX=no-such-compiler")
-    assert done.returncode != 0
-    assert "no C++ compiler (no-such-compiler): install g++" in done.stderr
-
-
-def test_make_says_that_the_compiler_is_too_old(bare: Path) -> None:
-    (bare / ".venv").mkdir()
-    (bare / ".venv" / ".packages").touch()
-    done = make(bare, "setup", "CXX=/bin/false")
-    assert done.returncode != 0
-    assert "does not know -std=c++20" in done.stderr
+    done = make(bare, target, f"CXX={compiler}")
+    assert done.returncode != 0 and said in done.stderr
 
 
 def test_make_shell_says_that_there_is_no_docker(bare: Path, tmp_path: Path) -> None:
@@ -234,10 +222,10 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
 
 def test_a_command_without_its_packages_says_what_to_install() -> None:
     """`pip install nwor` brings what serving needs, and the command line comes with it."""
-    code = "import sys; sys.modules['pandas'] = None; from nwor_lab import cli; sys.exit(cli.main(['doctor']))"
+    code = "import sys; sys.modules['pandas'] = None; from nwor_lab import cli; sys.exit(cli.main(['bench']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "nwor doctor: no pandas here: pip install 'nwor[lab]'\n"
+    assert done.stderr == "nwor bench: no pandas here: pip install 'nwor[lab]'\n"
 
 
 def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,21 +238,12 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
 # -- doctor ------------------------------------------------------------------------------------------------------
 
 
-def test_the_doctor_reports_every_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    doctor.main(["--json", str(tmp_path / "findings.json")])
-    said = capsys.readouterr().out
-    found = json.loads((tmp_path / "findings.json").read_text())
-    assert {one["section"] for one in found} == {
-        "environment",
-        "versions",
-        "this machine",
-        "operators",
-        "plugin",
-        "data",
-        "modes",
-    }
-    assert [one["name"] for one in found if one["section"] == "modes"] == ["off", "cow", "direct", "stage"]
-    assert all(one["name"] in said for one in found)
+def test_the_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.main([])
+    said, found = capsys.readouterr().out, doctor.examine()
+    assert list(found) == ["environment", "versions", "this machine", "operators", "plugin", "data", "modes"]
+    assert [one.name for one in found["modes"]] == ["off", "cow", "direct", "stage"]
+    assert all(f"\n{section}\n" in said and one.name in said for section in found for one in found[section])
 
 
 def test_a_probe_that_breaks_is_a_finding_and_is_an_error(
@@ -273,8 +252,7 @@ def test_a_probe_that_breaks_is_a_finding_and_is_an_error(
     def operators() -> list[doctor.Finding]:
         raise ImportError("_C is broken")
 
-    sections = tuple(operators if section is doctor.operators else section for section in doctor.SECTIONS)
-    monkeypatch.setattr(doctor, "SECTIONS", sections)
+    monkeypatch.setitem(doctor.SECTIONS, "operators", operators)
     assert doctor.main([]) == 1
     said = capsys.readouterr().out
     assert re.search(r"MISSING\s+probe\s+unavailable: ImportError: _C is broken", said)

@@ -62,14 +62,16 @@ def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode
 
 
 @HOLD
-def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs, hold, monkeypatch):
+@pytest.mark.parametrize("paused_before", [True, False])
+def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs, hold, paused_before, monkeypatch):
     """Where one capture put its buffers must not pass for what a mode takes or saves."""
     worker = Worker(monkeypatch, mode, full_graphs)
     manager, layers, _ = worker.state
-    pause.pause(worker)
-    with pytest.raises(RuntimeError, match="paused already"):
-        pause.capture_anew(worker)
-    pause.resume(worker)
+    if paused_before:
+        pause.pause(worker)
+        with pytest.raises(RuntimeError, match="paused already"):
+            pause.capture_anew(worker)
+        pause.resume(worker)
     vanilla = getattr(worker.model_runner, "nwor_graphs", {}).get("off")
     worker.captured.clear()
     pause.capture_anew(worker)
@@ -78,15 +80,6 @@ def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs,
     assert not hold or worker.model_runner.nwor_graphs["off"] is not vanilla
     pause.pause(worker)
     assert worker.state == (None, [None, None], {"a batch": "vanilla" if hold else "the start-up's"})
-
-
-@HOLD
-def test_captured_anew_before_the_first_pause(mode, full_graphs, hold, monkeypatch):
-    worker = Worker(monkeypatch, mode, full_graphs)
-    manager, layers, _ = worker.state
-    pause.capture_anew(worker)
-    assert worker.state == (manager, layers, {"a batch": "treated" if hold else "the start-up's"})
-    assert worker.captured == ([[manager, *layers], [None, None, None]] if hold else [])
 
 
 def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):

@@ -70,9 +70,9 @@ def ran(place: Path) -> list[int]:
 
 def test_parameters_are_read_as_declared_and_off_stays_a_word() -> None:
     read = {("off", "str"): "off", ("1", "str"): "1", ("2", "int"): 2, ("0.5", "float"): 0.5, ("true", "bool"): True}
-    read |= {("1,2,4", "list[int]"): [1, 2, 4], ("off,cow", "list[str]"): ["off", "cow"], ("8,32", "list"): [8, 32]}
+    read |= {("1,2,4", "list[int]"): [1, 2, 4], ("off,cow", "list[str]"): ["off", "cow"]}
     assert {words: parameters.parse(*words) for words in read} == read
-    with pytest.raises(ValueError, match="not true or false"):
+    with pytest.raises(KeyError):
         parameters.parse("off", "bool")
 
 
@@ -92,6 +92,7 @@ def test_a_grid_is_the_product_of_its_values(place: Path) -> None:
         (["-p", "run_dir", "x"], "no notebook here has a parameter run_dir"),
         (["-p", "k", "two"], "01_book: parameter k='two' is not of type int"),
         (["--grid", "k=1.5"], "parameter k='1.5' is not of type int"),
+        (["-p", "ks", "1,x"], "01_book: parameter ks='1,x' is not of type list[int]"),
         (["--grid", "kk=1"], "has a parameter kk"),
         (["--grid", "k="], "--grid k=: write it as name=value,value"),
         (["--grid", "k=1,1"], "--grid gives k=1 twice"),
@@ -174,23 +175,18 @@ def test_what_draws_the_others_runs_again_after_them(place: Path, monkeypatch: p
     assert len(list(place.glob("0?_book-*"))) == 4
 
 
-def lose_the_notebook(run: Path) -> None:
-    (run / "01_book.ipynb").unlink()
+FAULTS = {
+    "no notebook": lambda run: (run / "01_book.ipynb").unlink(),
+    "no entry": lambda run: results.update_manifest(run, "01_book", whole=None),
+    "another notebook": lambda run: write_notebook(paths.NOTEBOOKS, "01_book", "\n# changed"),
+}
 
 
-def lose_the_entry(run: Path) -> None:
-    results.update_manifest(run, "01_book", whole=None)
-
-
-def change_the_notebook(run: Path) -> None:
-    write_notebook(paths.NOTEBOOKS, "01_book", "\n# changed")
-
-
-@pytest.mark.parametrize("fault", [lose_the_notebook, lose_the_entry, change_the_notebook])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_result_that_is_not_whole_is_made_again(place: Path, fault) -> None:
     assert reproduce.main(["--run", "s"]) == 0
     run = place / "results" / "s"
-    fault(run)
+    FAULTS[fault](run)
     (run / "steps.parquet").write_bytes(b"half")
     assert reproduce.main(["--run", "s", "--resume"]) == 0
     assert ran(place) == [4, 4] and results.read_table("steps", run)["value"].tolist() == [4]

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from nwor_lab import paths
 from nwor_lab.engines import child
 from nwor_lab.engines.traffic import Answer, Event, Traffic
-from nwor_lab.soak import command, episode, script
+from nwor_lab.experiments import bench
+from nwor_lab.soak import command, script
 from nwor_lab.soak.judge import judge
 from nwor_lab.soak.shrink import shrink
 from tests.lab.soak_engines import FakeEngine, serve_without_restore
@@ -31,7 +32,7 @@ def results_of_its_own(monkeypatch, tmp_path):
 @pytest.fixture
 def fake(monkeypatch):
     FakeEngine.forget()
-    monkeypatch.setattr(episode, "Engine", FakeEngine)
+    monkeypatch.setattr(bench, "Engine", FakeEngine)
     monkeypatch.setattr(script, "contrary", lambda: paths.PAIR_EAGLE)
     return FakeEngine
 
@@ -144,21 +145,22 @@ def test_an_aborted_request_needs_no_end_and_stage_no_more_tokens_than_vanilla()
 def test_a_soak_without_a_fault_ends_well_and_goes_on_where_it_stopped(fake, tmp_path, capsys):
     assert command.main(["--minutes", "1e-6", "--scripts", "3", "--seed", "5"]) == 0
     [run] = tmp_path.glob("soak-*")
-    assert fake.started == ["off", "cow", "stage"] and len(fake.served) == 9
+    assert fake.started == ["off", "cow", "stage"] and len(fake.served) == 3
     said = capsys.readouterr().out
-    assert "36 layer-steps audited" in said and said.count("faults: none") == 4
+    assert "12 layer-steps audited" in said and said.count("faults: none") == 4
     frame = pd.read_parquet(run / "soak.parquet")
     assert (run / "soak.json").exists() and set(frame["mode"]) == {"", "cow", "stage"}
-    assert frame.query("mode == 'stage' and metric == 'layer-steps'")["value"].sum() == 18
+    assert frame.query("mode == 'stage' and metric == 'layer-steps'")["value"].sum() == 6
     fake.forget()
     assert command.main(["--resume", run.name]) == 0  # by its minutes it is over
     assert not fake.served
-    file = run / "episodes" / "0000.json"
-    first = file.read_bytes()
-    file.write_text(json.dumps(json.loads(first) | {"seconds": -1.0}))
+    frame["value"] = frame["value"].mask(frame["metric"] == "seconds", -1.0)
+    frame.to_parquet(run / "soak.parquet")
     fake.forget()
     assert command.main(["--resume", run.name, "--minutes", "0.016"]) == 0
     assert {seed // 1000 % 1000 for _, seed in fake.served} >= {1} and not [s for _, s in fake.served if s < 5001000]
+    more = pd.read_parquet(run / "soak.parquet")
+    assert more["episode"].nunique() > 1 and len(more) > len(frame)
 
 
 def test_a_failure_leaves_the_shortest_script_that_replays_it(fake, tmp_path, capsys):
