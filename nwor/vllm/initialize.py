@@ -58,7 +58,7 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
 
 
 def _log(mode: str, manager: DraftCommitManager | None, reason: str) -> None:
-    """One line of what serves, by a logger of vLLM's: it shows others' lines from warnings on alone."""
+    """One line of what serves and what it holds, by a logger of vLLM's: others' lines it shows from warnings on."""
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.nwor")
@@ -66,8 +66,8 @@ def _log(mode: str, manager: DraftCommitManager | None, reason: str) -> None:
         logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, reason)
         return
     logger.info_once(
-        "NWOR mode %s serves %d layers, for %d requests of %d drafts",
-        mode, manager.layout.num_layers, len(manager.slots), manager.max_drafts,
+        "NWOR mode %s serves %d layers, for %d requests of %d drafts, and holds %.1f MiB beside the cache",
+        mode, manager.layout.num_layers, len(manager.slots), manager.max_drafts, manager.rows.numel() / 2**20,
     )  # fmt: skip
 
 

@@ -72,7 +72,11 @@ def counted(steps: pd.DataFrame) -> dict[str, list[float]]:
     operations: list[float] = []
     tokens: list[float] = []
     for _, where in sums.reset_index().iterrows():
-        held = (where["counters.bytes_written"] + where["counters.bytes_avoided"]) / shape_of(where, {}).row
+        if pd.isna(where.get("counters.bytes_read")):  # a table of before these were counted: page writes alone
+            held = (where["counters.bytes_written"] + where["counters.bytes_avoided"]) / shape_of(where, {}).row
+        else:
+            decided = where["counters.committed_tokens"] + where["counters.rejected_tokens"]
+            held = decided * shape_of(where, {}).num_layers
         operations.append(where["counters.stage_operations"] / held)
         tokens.append(where["counters.staged_tokens"] / (where["k"] * where["counters.windows"]))
     return {"here: stage operations": operations, "here: staged tokens": tokens}

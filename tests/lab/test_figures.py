@@ -15,7 +15,6 @@ import pytest
 
 from nwor_lab import paths, results
 from nwor_lab.model import breakeven
-from nwor_lab.model.traffic import Shape
 from nwor_lab.plots import breakeven as breakeven_plots
 from nwor_lab.plots import paper, steps, style
 
@@ -41,9 +40,9 @@ def gpu_steps(slower: dict[str, float], **settings: list) -> pd.DataFrame:
                 rows += [{**common, "metric": "step_ms", "value": step, "step": n} for n in range(4)]
                 for metric, value in (("windows", 4), ("draft_tokens", 4 * where["k"]), ("accepted_tokens", 4)):
                     rows.append({**common, "metric": metric, "value": value * where["batch"]})
-                drafts, slot = 4 * where["k"], 32 * Shape(32, where["kv_heads"], 128).row
+                drafts = 4 * where["k"]
                 counted = {"windows": 4, "staged_tokens": drafts, "stage_operations": 32 * drafts}
-                counted |= {"bytes_written": 4 * slot, "bytes_avoided": (drafts - 4) * slot}
+                counted |= {"committed_tokens": 4, "rejected_tokens": drafts - 4, "bytes_read": 4 * 32 * 4096}
                 for name, value in counted.items():
                     rows.append({**common, "metric": f"counters.{name}", "value": value * where["batch"]})
     return results.tidy(pd.DataFrame(rows), run_id="h200")
