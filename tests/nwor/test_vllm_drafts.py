@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts of every length and fate in real vLLM on the CPU: k up to 48, all accepted, none accepted, or none at all."""
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +11,7 @@ from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.soak.script import contrary
 from tests.engines import PROMPTS, Outcome
 from tests.nwor.on_cpu import spec_of
+from tests.nwor.specs import LENGTHS, SCHEDULES, ByBatch
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -73,29 +73,12 @@ def test_a_drafter_that_has_nothing_to_propose(engines, model):
         assert 0 < windows < 4 * 12 and staged >= windows and committed >= 0
 
 
-@dataclass(frozen=True)
-class ByBatch(EngineSpec):
-    """An engine whose drafts vLLM shortens as the batch grows: (least requests, most requests, drafts)."""
-
-    schedule: tuple[tuple[int, int, int], ...] = ()
-
-    def llm_arguments(self) -> dict[str, Any]:
-        arguments = super().llm_arguments()
-        arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = list(self.schedule)
-        return arguments
-
-
-@pytest.mark.parametrize(
-    ("schedule", "least", "most"),
-    [(((1, 2, 4), (3, 8, 2)), 2, 4), (((1, 2, 4), (3, 8, 0)), 0, 4)],
-    ids=["fewer drafts in larger batches", "no drafts in larger batches"],
-)
-def test_draft_lengths_that_follow_the_batch(engines, model, schedule, least, most):
-    """Requests of four lengths end one after the other: windows grow from `least` to `most` drafts, or begin at all."""
-    plain = spec_of(model, batch=4)
-    spec = ByBatch(**{field.name: getattr(plain, field.name) for field in fields(plain)}, schedule=schedule)
-    sampling = [{"max_tokens": length} for length in (12, 24, 60, 60)]
-    full = engines.run(plain, settings_of("stage"), prompts=PROMPTS[:4], sampling=sampling)
-    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=PROMPTS[:4], sampling=sampling):
-        assert max(least, 1) < staged / windows < most and 0 < committed < staged
-        assert least or windows < full.ranks[0]["counters"]["windows"] / 2, "the larger batches had none"
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_draft_lengths_that_follow_the_batch(engines, model, schedule):
+    """Windows grow from two drafts to four as the batch shrinks, or there are none before."""
+    plain, least = spec_of(model, batch=4), SCHEDULES[schedule][-1][-1]
+    spec = ByBatch(**vars(plain), schedule=SCHEDULES[schedule])
+    full = engines.run(plain, settings_of("stage"), prompts=PROMPTS[:4], sampling=LENGTHS).ranks[0]["counters"]
+    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=PROMPTS[:4], sampling=LENGTHS):
+        assert 0 < committed < staged < full["staged_tokens"]
+        assert (2 < staged / windows < 4) if least else (windows < full["windows"] / 2)

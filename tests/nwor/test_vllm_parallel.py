@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from nwor_lab.engines.child import status
 from nwor_lab.engines.spec import EngineSpec
 from tests.engines import PROMPTS, Outcome
 from tests.nwor.on_cpu import spec_of
+from tests.nwor.specs import MicroBatched, OnRay
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 both = pytest.mark.parametrize("mode", ["cow", "stage"])
@@ -130,14 +130,6 @@ def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines,
 # -- Ray's actors ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OnRay(EngineSpec):
-    """An engine whose ranks are Ray's actors."""
-
-    def llm_arguments(self) -> dict[str, Any]:
-        return {**super().llm_arguments(), "distributed_executor_backend": "ray"}
-
-
 def serve_on_ray(spec: EngineSpec, settings: Settings) -> Outcome:
     """Two actors of a cluster that was up before the settings were made: only vLLM can bring them there."""
     import ray
@@ -176,14 +168,6 @@ def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, mode, mo
 
 
 # -- micro-batches -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MicroBatched(EngineSpec):
-    """An engine that vLLM takes to split its batches in two; the transport between experts is named and not used."""
-
-    def llm_arguments(self) -> dict[str, Any]:
-        return {**super().llm_arguments(), "ubatch_size": 2, "all2all_backend": "deepep_low_latency"}
 
 
 def splits_every_batch(patch: Any) -> None:
