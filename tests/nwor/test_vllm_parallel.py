@@ -175,9 +175,9 @@ def splits_every_batch(patch: Any) -> None:
 
     VLLM itself splits mixtures of experts alone, where data-parallel ranks agree to, on two streams of a GPU.
     """
-    import torch
     from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_ubatch_wrapper import _cat_ubatch_outputs
 
     allow, forward = GPUModelRunner._allow_microbatching, GPUModelRunner._model_forward
     decide = GPUModelRunner._determine_batch_execution_and_padding
@@ -208,7 +208,7 @@ def splits_every_batch(patch: Any) -> None:
                 outputs.append(forward(self, input_ids=input_ids[rows], positions=positions[rows], **kwargs))
         first, second = (part.request_slice for part in whole.ubatch_slices)
         inside.append("a query" if first.stop > second.start else "between queries")
-        return tuple(map(torch.cat, zip(*outputs, strict=True)))
+        return _cat_ubatch_outputs(outputs)
 
     patch.setattr(tests.engines, "_loaded", lambda: inside)  # the one list of words that an outcome brings back
     patch.setattr(GPUModelRunner, "_allow_microbatching", _allow_microbatching)
