@@ -14,6 +14,20 @@ class Counters:
     """What one rank has done since start-up, in tokens, rows or bytes; drafts only, where it says tokens.
 
     A held row is counted once, whatever the number of layers; `stage_operations` counts it once a layer.
+
+    Bytes are those of windows' rows in all layers, as the cache holds them: what must be moved, once each. The context
+    and what the model computes, which every mode reads once, are left out. With W rows, D of them drafts, A of these
+    accepted and R rejected, bytes are a row's times
+
+        mode        bytes_written   bytes_read   bytes_avoided
+        vanilla     W               W
+        cow         W + D + R       W + D + R    -2 (D + R)
+        stage       W + A           A            W - 2 A
+        on a CPU    W + A           W + A        -2 A
+
+    Vanilla's attention reads the window's rows back from the pages. That of `stage` has them at hand; on a CPU alone it
+    reads them back, drafts from staging. `bytes_avoided` is vanilla's bytes less the mode's, below 0 where the mode
+    moves more. `cow` logs D rows at most: in a batch that stays the same most are logged already.
     """
 
     windows: int = 0
@@ -22,6 +36,7 @@ class Counters:
     rejected_tokens: int = 0
     stage_operations: int = 0
     bytes_written: int = 0
+    bytes_read: int = 0
     bytes_avoided: int = 0
     fallbacks: int = 0
     cancelled: int = 0
@@ -75,10 +90,9 @@ class DeviceCounters:
     def counters_from(self, totals: list[int]) -> Counters:
         """Counters from the five totals."""
         kept, rejected, windows, drafts, fallbacks = totals
-        if self.mode == "cow":  # vLLM wrote every draft, and the rejected ones were written once more
-            written, avoided = kept + 2 * rejected, 0
-        else:
-            written, avoided = kept, rejected
+        rows, copied = windows + drafts, drafts + rejected if self.mode == "cow" else kept
+        read_back = 0 if self.mode == "stage" and self._buffer.device.type != "cpu" else rows
+        written, read = rows + copied, read_back + copied
         return Counters(
             windows=windows,
             staged_tokens=drafts,
@@ -86,7 +100,8 @@ class DeviceCounters:
             rejected_tokens=rejected,
             stage_operations=self.num_layers * drafts,
             bytes_written=written * self.row_bytes,
-            bytes_avoided=avoided * self.row_bytes,
+            bytes_read=read * self.row_bytes,
+            bytes_avoided=(2 * rows - written - read) * self.row_bytes,
             fallbacks=fallbacks,
             cancelled=self.cancelled,
         )

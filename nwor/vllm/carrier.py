@@ -35,17 +35,18 @@ def take_from_output(output: Any) -> tuple[dict[str, int], dict[str, int]] | Non
     return vars(output).pop("nwor_commit", None)
 
 
-def add_to_statistics(outputs: dict[int, Any], counters: dict[str, int]) -> None:
-    """Put counters on a step's scheduler statistics, which cross to the front end as a fixed schema.
+def add_to_statistics(outputs: dict[int, Any], counters: dict[str, int]) -> bool:
+    """Put counters on a step's scheduler statistics, which cross to one front end as a fixed schema.
 
-    One of their fields is an open dict of whole numbers: there they go, each with a prefix.
+    One of their fields is an open dict of whole numbers: there they go, each with a prefix. False: there are none.
     """
     for output in outputs.values():
         if output.scheduler_stats is not None:
             output.scheduler_stats.num_kv_fetch_reqs_by_stage.update(
                 {_PREFIX + name: value for name, value in counters.items()}
             )
-            return
+            return True
+    return False
 
 
 def take_from_statistics(scheduler_stats: Any) -> dict[str, int]:

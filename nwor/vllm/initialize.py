@@ -67,7 +67,7 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
 
 
 def _log(mode: str, context: RunnerContext) -> None:
-    """One line of what serves, by a logger of vLLM's: it shows others' lines from warnings on alone."""
+    """One line of what serves and what it holds, by a logger of vLLM's: others' lines it shows from warnings on."""
     from vllm.logger import init_logger
 
     logger, manager = init_logger("vllm.nwor"), context.manager
@@ -75,8 +75,9 @@ def _log(mode: str, context: RunnerContext) -> None:
         logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, context.reason)
         return
     logger.info_once(
-        "NWOR mode %s serves %d layers, for %d requests of %d drafts",
+        "NWOR mode %s serves %d layers, for %d requests of %d drafts, and holds %.1f MiB beside the cache",
         mode, manager.counters.num_layers, len(manager.slots), manager.max_drafts,
+        sum(group.manager.rows.numel() for group in context.groups) / 2**20,
     )  # fmt: skip
 
 

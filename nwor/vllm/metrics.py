@@ -2,12 +2,13 @@
 """Patch of the front end's statistics: ``vllm:nwor_*`` beside vLLM's own, for `/metrics` and `LLM.get_metrics`.
 
 Why: worker counts have no way into vLLM's metrics of their own.
-How: the output rank's cumulative counters come along with the scheduler's statistics (`carrier`). Where these arrive,
-before any of vLLM's loggers sees them, the counters are taken off again and become the increments of Prometheus
-counters and a gauge.
+How: what the output rank's counters rose by comes along with the scheduler's statistics (`carrier`), which go to one
+front end of perhaps several. Where these arrive, before any of vLLM's loggers sees them, it is taken off again and
+added to Prometheus counters and gauges. Whenever vLLM logs its statistics, a line says how many drafts were committed.
 When it can go: when vLLM carries a plugin's worker metrics.
 """
 
+import collections
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -16,20 +17,25 @@ from nwor.counters import Counters
 from nwor.vllm.carrier import take_from_statistics
 from nwor.vllm.patch import wrap
 
-HELP = {
+COUNTERS = {
     "windows": "Verify windows opened, one a request and step.",
     "staged_tokens": "Draft tokens held back.",
     "committed_tokens": "Draft tokens accepted and kept.",
     "rejected_tokens": "Draft tokens rejected, whose slots hold what they held before.",
     "stage_operations": "Rows held back, counted once a layer.",
-    "bytes_written": "Bytes written to cache pages for held rows, on one rank.",
-    "bytes_avoided": "Bytes vLLM would have written for rows that were rejected, on one rank.",
+    "bytes_written": "Bytes of windows' rows written to pages, staging and log, on one rank.",
+    "bytes_read": "Bytes of windows' rows read from pages, staging and log, on one rank.",
     "fallbacks": "Windows that vLLM's own write served.",
     "cancelled": "Windows closed without a commit.",
     "scheduler_checks": "Steps in which commits were held against the scheduler's accepted drafts.",
     "scheduler_mismatches": "Requests whose commits and accepted drafts differed.",
 }
-assert {field.name for field in fields(Counters)} <= HELP.keys()
+GAUGES = {  # each with how several front ends are one
+    "bytes_avoided": ("sum", "Bytes vanilla would have read and written for windows' rows, less the mode's; may fall."),
+    "unique_tokens": ("mostrecent", "Draft tokens held back in the last step that had drafts."),
+    "acceptance_rate": ("mostrecent", "Committed over staged draft tokens since start-up, as this front end saw them."),
+}
+assert {field.name for field in fields(Counters)} <= COUNTERS.keys() | GAUGES.keys()
 
 
 def install() -> None:
@@ -42,20 +48,19 @@ def install() -> None:
 def _make_init(original: Callable) -> Callable:
     def __init__(self: Any, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         original(self, vllm_config, engine_indexes)
-        labels = ["model_name", "engine"]
-        self.nwor_counters = {
-            name: self._counter_cls(name=f"vllm:nwor_{name}", documentation=text, labelnames=labels)
-            for name, text in HELP.items()
+        common = {"labelnames": ["model_name", "engine"]}
+        self.nwor_metrics = {
+            name: self._counter_cls(name=f"vllm:nwor_{name}", documentation=text, **common)
+            for name, text in COUNTERS.items()
+        } | {
+            name: self._gauge_cls(name=f"vllm:nwor_{name}", documentation=text, multiprocess_mode=mode, **common)
+            for name, (mode, text) in GAUGES.items()
         }
-        self.nwor_acceptance_rate = self._gauge_cls(
-            name="vllm:nwor_acceptance_rate",
-            documentation="Committed over staged draft tokens since start-up.",
-            labelnames=labels,
-        )
-        self.nwor_last = {engine: dict.fromkeys(HELP, 0) for engine in self.engine_indexes}
         for values in self.per_engine_labelvalues.values():
-            for counter in self.nwor_counters.values():
-                counter.labels(*values)
+            for metric in self.nwor_metrics.values():
+                metric.labels(*values)
+        self.nwor_sums = {engine: collections.Counter() for engine in self.engine_indexes}
+        self.log = _and_log(self, self.log)
 
     return __init__
 
@@ -65,25 +70,46 @@ def _make_record(original: Callable) -> Callable:
         self: Any, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int | None = None
     ) -> None:
         if scheduler_stats is not None:
-            counters = take_from_statistics(scheduler_stats)
+            risen = take_from_statistics(scheduler_stats)
             for logger in self.stat_loggers:
-                if hasattr(logger, "nwor_counters"):  # vLLM's Prometheus logger, or a kind of it
-                    _observe(logger, counters, engine_idx or 0)
+                if hasattr(logger, "nwor_metrics"):  # vLLM's Prometheus logger, or a kind of it
+                    _observe(logger, risen, engine_idx or 0)
         original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
     return record
 
 
-def _observe(logger: Any, counters: dict[str, int], engine: int) -> None:
-    if not counters:
+def _observe(logger: Any, risen: dict[str, int], engine: int) -> None:
+    if not risen:
         return
-    labels, last = logger.per_engine_labelvalues[engine], logger.nwor_last[engine]
-    for name, value in counters.items():
-        if (
-            value > last[name]
-        ):  # one that fell is a fault that the scheduler's check reports: a server must not die of it
-            logger.nwor_counters[name].labels(*labels).inc(value - last[name])
-            last[name] = value
-    if last["staged_tokens"]:
-        rate = last["committed_tokens"] / last["staged_tokens"]
-        logger.nwor_acceptance_rate.labels(*labels).set(rate)
+    sums, labels = logger.nwor_sums[engine], logger.per_engine_labelvalues[engine]
+    sums.update(risen)
+    for name in COUNTERS.keys() & risen.keys():
+        if risen[name] > 0:  # one that fell is a fault that the scheduler's check reports: no server must die of it
+            logger.nwor_metrics[name].labels(*labels).inc(risen[name])
+    gauges = {"bytes_avoided": sums["bytes_avoided"], "unique_tokens": risen["staged_tokens"]}
+    if sums["staged_tokens"]:
+        gauges["acceptance_rate"] = sums["committed_tokens"] / sums["staged_tokens"]
+    for name, value in gauges.items():
+        logger.nwor_metrics[name].labels(*labels).set(value)
+
+
+def _and_log(logger: Any, original: Callable) -> Callable:
+    """A logger's own `log`, which vLLM calls whenever it logs its statistics, and a line of ours if there were drafts.
+
+    It says what was committed since the last such line, of all engines behind this front end.
+    """
+    from vllm.logger import init_logger
+
+    then = [0, 0]
+
+    def log() -> None:
+        original()
+        now = [sum(sums[name] for sums in logger.nwor_sums.values()) for name in ("committed_tokens", "staged_tokens")]
+        committed, drafts = now[0] - then[0], now[1] - then[1]
+        if drafts > 0:
+            then[:] = now
+            text = "NWOR: committed %d of %d drafts (acceptance %.1f %%)"
+            init_logger("vllm.nwor").info(text, committed, drafts, 100 * committed / drafts)
+
+    return log

@@ -3,10 +3,12 @@
 
 Why: vLLM logs and skips a plugin that fails in a worker, and a clean baseline would then carry the treatment's name.
 How: after the caches are initialised every rank is asked for its `Status`; in each step the drafts a worker committed,
-which travel on its output, are compared with those the scheduler counts as accepted.
+which travel on its output, are compared with those the scheduler counts as accepted. A difference is a warning, at
+most one a minute, or under ``VLLM_NWOR_DEBUG_SYNC`` an error.
 When it can go: when vLLM makes a failing plugin an error.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ from nwor.settings import Settings
 from nwor.vllm.carrier import add_to_statistics, take_from_output
 from nwor.vllm.patch import wrap
 from nwor.vllm.worker import status
+
+_SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 class ModeNotActive(RuntimeError):
@@ -85,8 +89,27 @@ def _make_update(original: Callable, strict: bool, emit: bool) -> Callable:
             counters["scheduler_checks"], counters["scheduler_mismatches"] = self.nwor_checked
             if wrong and strict:
                 raise AssertionError(f"committed and accepted drafts differ, by request: {wrong}")
-            if emit:
-                add_to_statistics(outputs, counters)
+            if wrong:
+                _warn(self, wrong)
+            last = getattr(self, "nwor_carried", {})
+            risen = {name: value - last.get(name, 0) for name, value in counters.items()}
+            if emit and add_to_statistics(outputs, risen):
+                self.nwor_carried = counters
         return outputs
 
     return update_from_output
+
+
+def _warn(scheduler: Any, wrong: dict[str, tuple[int | None, int]]) -> None:
+    from vllm.logger import init_logger
+
+    now = time.monotonic()
+    if now - getattr(scheduler, "nwor_warned", -_SECONDS_BETWEEN_WARNINGS) < _SECONDS_BETWEEN_WARNINGS:
+        return
+    scheduler.nwor_warned = now
+    request, (committed, accepted) = next(iter(wrong.items()))
+    init_logger("vllm.nwor").warning(
+        "NWOR: %s drafts of request %s were committed, but vLLM accepted %d; %d such differences since start-up, each "
+        "of which leaves wrong rows in the cache: run with VLLM_NWOR_MODE=off, and report this",
+        committed, request, accepted, scheduler.nwor_checked[1],
+    )  # fmt: skip

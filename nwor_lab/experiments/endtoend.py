@@ -38,7 +38,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
-    """One line a mode: parity, acceptance, dirty layer-steps, rejected bytes avoided and, beside parity, step time."""
+    """One line a mode: parity, acceptance, dirty layer-steps, `bytes_avoided` and, beside parity, step time."""
     table = summary(bench, from_options(Plan, report["plan"])).drop(columns=["batch", "spread_ms"], errors="ignore")
     counts = ["audit.layer_steps", "audit.dirty_layer_steps", "counters.bytes_avoided"]
     first = pd.json_normalize([report["ranks"][mode][0] for mode in table["mode"]]).reindex(columns=counts).fillna(0)
@@ -130,10 +130,11 @@ def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
         holds = checked > 0 and wrong == 0
         run.claim(f"{where}: {mode}'s commits are the scheduler's in every step", 0, wrong, holds)
     claim_clean(run, where, audited(report))
-    least, most = rejected_bytes(report)
+    least, most = written_bytes(report)
     predicted = least if least == most else f"{least} to {most}"
-    avoided = ranks["stage"][0]["counters"]["bytes_avoided"]
-    run.claim(f"{where}: stage avoids the rejected rows' bytes, no more", predicted, avoided, least <= avoided <= most)
+    written = ranks["stage"][0]["counters"]["bytes_written"]
+    text = f"{where}: stage writes windows' rows once and accepted drafts once more, in bytes"
+    run.claim(text, predicted, written, least <= written <= most)
 
 
 def claim_clean(run: Run, where: str, table: pd.DataFrame) -> None:
@@ -167,17 +168,18 @@ def claim_left(run: Run, where: str, report: Report) -> None:
 # -- what the claims predict -------------------------------------------------------------------------------------------
 
 
-def rejected_bytes(report: Report) -> tuple[int, int]:
-    """The least and the most bytes that a rank's rejected rows take, by the scheduler's counts of mode `stage`.
+def written_bytes(report: Report) -> tuple[int, int]:
+    """The least and the most bytes that a rank writes under `stage`, by the scheduler's counts: to pages and staging.
 
     They are the same on a CPU. A GPU runs a step ahead of the scheduler, which never hears of the last windows of
-    requests that have just finished: as many as the device counted more, each of which may have rejected all drafts.
+    requests that have just finished: as many as the device counted more, each of one draft at least, none accepted, and
+    of k at most, all accepted.
     """
     metrics, shape = report["metrics"]["stage"], cache_shape(report["spec"])
-    rejected = rejected_rows(metrics)
+    rows = sum(metrics[f"spec_decode_num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
     unheard = report["ranks"]["stage"][0]["counters"]["windows"] - metrics["spec_decode_num_drafts"]
     row = shape.num_layers * shape.row
-    return rejected * row, int(rejected + unheard * report["spec"]["k"]) * row
+    return int(rows + 2 * unheard) * row, int(rows + unheard * (1 + 2 * report["spec"]["k"])) * row
 
 
 def rejected_rows(metrics: Mapping[str, float]) -> int:

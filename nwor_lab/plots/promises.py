@@ -72,7 +72,11 @@ def counted(steps: pd.DataFrame) -> dict[str, list[float]]:
     sums = sums.reset_index()
     if sums.empty:
         return {"here: stage operations": [], "here: staged tokens": []}
-    held = (sums["bytes_written"] + sums["bytes_avoided"]) / [shape_of(where).row for _, where in sums.iterrows()]
+    shapes = [shape_of(where) for _, where in sums.iterrows()]
+    if "bytes_read" in sums:
+        held = (sums["committed_tokens"] + sums["rejected_tokens"]) * [shape.num_layers for shape in shapes]
+    else:  # a table of before these were counted: page writes alone
+        held = (sums["bytes_written"] + sums["bytes_avoided"]) / [shape.row for shape in shapes]
     tokens = sums["staged_tokens"] / (sums["k"] * sums["windows"])
     return {"here: stage operations": list(sums["stage_operations"] / held), "here: staged tokens": list(tokens)}
 

@@ -86,7 +86,7 @@ def whole(report) -> dict:
     for mode, ranks in report["ranks"].items():
         for rank in ranks:
             rank |= {"serving": mode, "target_layers": 5}
-            rank["counters"] |= {"bytes_avoided": 4 * 5 * 512 if mode == "stage" else 0}
+            rank["counters"] |= {"bytes_written": (5 + 10 + 6) * 5 * 512 if mode == "stage" else 0}
     for mode in ("cow", "stage"):
         report["metrics"][mode] |= {"nwor_scheduler_checks": 3.0, "nwor_scheduler_mismatches": 0.0}
     report["plan"] = {"tolerance": 0.05, "modes": ["off", "cow", "direct", "stage"]}
@@ -140,11 +140,11 @@ NULLS: list[tuple[str, dict[str, object], set[str]]] = [
      {"stage leaves no layer-step dirty, of 0"}),
     ("vanilla cleans up", {"ranks off 0 audit dirty_layer_steps": 0, "ranks off 1 audit dirty_layer_steps": 0},
      {"vanilla leaves dirty layer-steps behind"}),
-    ("stage writes the drafts, too", dict.fromkeys(
-        ("ranks stage 0 counters bytes_avoided", "ranks stage 1 counters bytes_avoided"), 0),
-     {"stage avoids the rejected rows' bytes, no more"}),
+    ("stage writes rejected drafts to pages, too", dict.fromkeys(
+        ("ranks stage 0 counters bytes_written", "ranks stage 1 counters bytes_written"), (5 + 2 * 10) * 5 * 512),
+     {"stage writes windows' rows once and accepted drafts once more, in bytes"}),
     ("the scheduler hears of other rows", {"metrics stage spec_decode_num_accepted_tokens": 7.0},
-     {"stage avoids the rejected rows' bytes, no more"}),
+     {"stage writes windows' rows once and accepted drafts once more, in bytes"}),
 ]  # fmt: skip
 """A wrong world in words, what it changes in the report, and the claims that it breaks."""
 
@@ -178,17 +178,17 @@ def test_every_claim_has_a_null_model(whole, tmp_path):
 
 def test_one_rank_is_not_compared_with_itself(whole, tmp_path):
     whole["ranks"] = {mode: ranks[:1] for mode, ranks in whole["ranks"].items()}
-    whole["ranks"]["stage"][0]["counters"]["bytes_avoided"] *= 2  # a rank alone holds all heads
+    whole["ranks"]["stage"][0]["counters"]["bytes_written"] *= 2  # a rank alone holds all heads
     found = claims_in({"spec tp": 1}, whole, tmp_path)
     assert found.holds.all() and not found.claim.str.contains("every rank$").any()
 
 
-def test_rejected_rows_that_the_scheduler_never_hears_of(report):
-    """A GPU's last windows, of requests that have just finished, each of at most k rejected rows."""
+def test_windows_that_the_scheduler_never_hears_of_write_between_two_and_all_of_their_rows(report):
+    """A GPU's last windows, of requests that have just finished: one rejected draft each, or k accepted ones."""
     row = 5 * 512
-    assert endtoend.rejected_bytes(report) == (4 * row, 4 * row)
+    assert endtoend.written_bytes(report) == (21 * row, 21 * row)
     report["ranks"]["stage"][0]["counters"]["windows"] += 3
-    assert endtoend.rejected_bytes(report) == (4 * row, 10 * row)
+    assert endtoend.written_bytes(report) == ((21 + 3 * 2) * row, (21 + 3 * 5) * row)
 
 
 def test_what_is_counted_by_step_is_no_row_of_the_benchs_table(report):
@@ -316,6 +316,6 @@ def test_tables_for_a_page_have_no_nan_and_whole_counts(whole):
     table = endtoend.readable(endtoend.rank_table(whole))
     assert not table.isin(["nan", "NaN"]).any(axis=None)
     assert table.loc["mode served"].tolist() == ["off", "off", "cow", "cow", "direct", "direct", "stage", "stage"]
-    assert table.loc["bytes_avoided"].tolist() == [*6 * ["0"], "10,240", "10,240"]
+    assert table.loc["bytes_written"].tolist() == [*6 * ["0"], "53,760", "53,760"]
     assert table.loc["windows"].tolist() == [*6 * [""], "5", "5"]
     assert endtoend.readable(pd.DataFrame({"a": [0.25, 3.0]})).a.tolist() == ["0.250", "3.000"]

@@ -16,7 +16,6 @@ import pytest
 
 from nwor_lab import paths, results
 from nwor_lab.model import breakeven
-from nwor_lab.model.traffic import Shape
 from nwor_lab.plots import breakeven as breakeven_plots
 from nwor_lab.plots import paper, steps, style
 
@@ -36,10 +35,11 @@ def gpu_steps(slower: dict[str, float], **settings: list) -> pd.DataFrame:
         common = dict(zip(settings, where, strict=True)) | {"mode": mode, "repeat": repeat}
         step = 5 * factors[mode] * (1 + 0.01 * repeat * (mode != "off"))
         rows += [{**common, "metric": "step_ms", "value": step, "step": n} for n in range(4)]
-        drafts, slot = 4 * common["k"], 32 * Shape(32, common["kv_heads"], 128).row
+        drafts = 4 * common["k"]
         counted = {"windows": 4, "draft_tokens": drafts, "accepted_tokens": 4, "counters.windows": 4}
         counted |= {"counters.staged_tokens": drafts, "counters.stage_operations": 32 * drafts}
-        counted |= {"counters.bytes_written": 4 * slot, "counters.bytes_avoided": (drafts - 4) * slot}
+        counted |= {"counters.committed_tokens": 4, "counters.rejected_tokens": drafts - 4}
+        counted["counters.bytes_read"] = 4 * 32 * 4096
         rows += [{**common, "metric": name, "value": value * common["batch"]} for name, value in counted.items()]
     return results.tidy(pd.DataFrame(rows), run_id="h200", model="llama-2-7b", unit="", kv_cache_dtype="auto")
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nwor.counters import DeviceCounters
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor_lab.model.traffic import (
@@ -77,6 +78,29 @@ def test_a_step_is_its_layers_and_its_ranks(mode, k, accepted):
         assert (moved.read, moved.written) == (6 * layer[kind].read, 6 * layer[kind].written)
         assert (moved.read, moved.written) == (2 * half[kind].read, 2 * half[kind].written)
         assert moved.launches == half[kind].launches
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+@settings(max_examples=40, deadline=None)
+@given(step=steps())
+def test_the_bytes_that_a_rank_counts_are_the_formulas(mode, on_cpu, step):
+    """`bytes_avoided` is what vanilla moves more than the mode; attention on a CPU reads staging back, too."""
+    shape, requests, rejected = step
+    window = window_of(requests, rejected)
+    cache = torch.zeros(shape.num_layers, 1, shape.heads, 1, 2 * shape.head_size, dtype=DTYPES[shape.cache_bytes])
+    layout = CacheLayout.from_kv_caches(list(cache if on_cpu else cache.to("meta")))
+    accepted = window.draft_rows - window.rejected_rows
+    counts = [accepted, window.rejected_rows, window.requests, window.draft_rows, 0]
+    counted = DeviceCounters(mode, layout, 1).counters_from(counts)
+    vanilla, moved = (step_traffic(name, shape, window) for name in ("off", mode))
+    tail = vanilla.get("tail", Moved()).read if mode == "stage" and on_cpu else 0
+    more = vanilla.total() - moved.total()
+    assert counted.bytes_avoided == more.read + more.written - tail
+    at_once = window.prefill_rows * shape.num_layers * shape.row
+    assert counted.bytes_written == moved.total().written - at_once
+    from_cache = sum(moved.get(kind, Moved()).read for kind in ("tail", "commit", "log", "restore"))
+    assert counted.bytes_read == from_cache + tail
 
 
 def test_numbers_by_hand():

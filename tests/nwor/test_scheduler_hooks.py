@@ -3,7 +3,9 @@
 
 from dataclasses import asdict, fields
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import prometheus_client
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
@@ -77,7 +79,7 @@ def test_no_logger_of_the_front_end_sees_a_carried_counter(monkeypatch):
             seen.append((dict(scheduler_stats.num_kv_fetch_reqs_by_stage), engine_idx))
 
     prometheus = Logger()
-    prometheus.nwor_counters = {}
+    prometheus.nwor_metrics = {}
     monkeypatch.setattr(metrics, "_observe", lambda logger, *what: observed.append((logger, *what)))
     manager = object.__new__(StatLoggerManager)
     manager.stat_loggers = [Logger(), prometheus, Logger()]
@@ -121,11 +123,118 @@ def test_commits_are_held_against_the_scheduler(committed, mismatches, strict):
             hook(scheduler, None, output)
         return
     hook(scheduler, None, output)
-    assert not vars(output)
+    assert not vars(output) and hasattr(scheduler, "nwor_warned") == bool(mismatches)
     carried = take_from_statistics(stats)
     assert carried == asdict(Counters(windows=1)) | {"scheduler_checks": 1, "scheduler_mismatches": mismatches}
     hook(scheduler, None, SimpleNamespace())  # a step without a window has nothing to hold
     assert stats.num_kv_fetch_reqs_by_stage == {}
+
+
+def commit_step(scheduler, counters: Counters, committed: dict, accepted: dict, statistics: bool = True) -> dict:
+    """What a step's statistics carry, of a worker that has counted `counters` since start-up."""
+    stats = SimpleNamespace(num_kv_fetch_reqs_by_stage={})
+    note = vllm_scheduler._make_spec_decoding_stats(lambda self, spec_decoding_stats, **counts: None)
+
+    def update(self, scheduler_output, model_runner_output):
+        for request, number in accepted.items():
+            note(self, None, request_id=request, num_accepted_tokens=number)
+        return {0: SimpleNamespace(scheduler_stats=stats if statistics else None)}
+
+    hook = vllm_scheduler._make_update(update, strict=False, emit=True)
+    hook(scheduler, None, SimpleNamespace(nwor_commit=(asdict(counters), committed)))
+    return take_from_statistics(stats)
+
+
+def test_a_step_carries_what_counters_rose_by():
+    """Of several front ends each is sent some steps alone: totals would be counted again by each."""
+    scheduler = SimpleNamespace()
+    first = commit_step(scheduler, Counters(windows=2, staged_tokens=8, bytes_avoided=-64), {}, {})
+    assert (first["windows"], first["staged_tokens"], first["bytes_avoided"]) == (2, 8, -64)
+    assert commit_step(scheduler, Counters(windows=3, staged_tokens=12), {}, {}, statistics=False) == {}
+    later = commit_step(scheduler, Counters(windows=5, staged_tokens=20, bytes_avoided=-32), {}, {})
+    assert (later["windows"], later["staged_tokens"], later["bytes_avoided"]) == (3, 12, 32), "and what nobody was sent"
+    assert later["scheduler_checks"] == 2
+
+
+def test_a_difference_warns_at_most_once_a_minute(monkeypatch):
+    """A log says that something is wrong, as `/metrics` does, and is not flooded."""
+    warnings, now, scheduler = Mock(), [1.0], SimpleNamespace()
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: warnings)
+    monkeypatch.setattr(vllm_scheduler.time, "monotonic", lambda: now[0])
+    commit_step(scheduler, Counters(windows=1), {"q": 2}, {"q": 2})
+    assert warnings.warning.call_count == 0
+    for now[0], said in ((2.0, 1), (3.0, 1), (61.9, 1), (62.0, 2)):
+        commit_step(scheduler, Counters(windows=1), {"q": 1}, {"q": 2})
+        assert warnings.warning.call_count == said, now[0]
+    text, *values = warnings.warning.call_args.args
+    assert (text % tuple(values)).startswith("NWOR: 1 drafts of request q were committed, but vLLM accepted 2; 4 such")
+
+
+# -- what a front end shows --------------------------------------------------------------------------------------------
+
+
+def front_end(monkeypatch, engines=(0,)) -> SimpleNamespace:
+    """A stand-in of vLLM's Prometheus logger, with a registry and a log of its own."""
+    registry, log = prometheus_client.CollectorRegistry(), Mock()
+
+    def kind(name):
+        return lambda *args, **more: getattr(prometheus_client, name)(*args, **more, registry=registry)
+
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: log)
+    logger = SimpleNamespace(
+        engine_indexes=list(engines),
+        per_engine_labelvalues={engine: ["pair", str(engine)] for engine in engines},
+        _counter_cls=kind("Counter"),
+        _gauge_cls=kind("Gauge"),
+        log=Mock(),
+    )
+    vllms = logger.log
+    metrics._make_init(lambda self, *_: None)(logger, None, None)
+
+    def value(name, engine=0):
+        return registry.get_sample_value(f"vllm:nwor_{name}", {"model_name": "pair", "engine": str(engine)})
+
+    return SimpleNamespace(logger=logger, value=value, info=log.info, vllms_log=vllms)
+
+
+def test_two_front_ends_together_show_what_was_counted(monkeypatch):
+    """Each adds what it was sent, so that Prometheus may sum them; what may fall is a gauge."""
+    scheduler, ends = SimpleNamespace(), [front_end(monkeypatch), front_end(monkeypatch)]
+    for step in range(1, 7):
+        counters = Counters(windows=step, staged_tokens=4 * step, committed_tokens=3 * step, bytes_avoided=-10 * step)
+        sent = commit_step(scheduler, counters, {}, {})
+        metrics._observe(ends[step % 3 == 0].logger, sent, 0)
+    for name, total in (("windows_total", 6), ("staged_tokens_total", 24), ("bytes_avoided", -60)):
+        assert sum(end.value(name) for end in ends) == total, name
+        assert all(end.value(name) for end in ends), "both were sent some"
+    assert [end.value("unique_tokens") for end in ends] == [4, 4]
+    assert ends[0].value("acceptance_rate") == 0.75
+
+
+def test_a_counter_that_falls_stops_no_server(monkeypatch):
+    end = front_end(monkeypatch)
+    metrics._observe(end.logger, {"windows": 3, "staged_tokens": 12, "bytes_avoided": 7}, 0)
+    metrics._observe(end.logger, {"windows": -1, "staged_tokens": -4, "bytes_avoided": -9}, 0)
+    assert (end.value("windows_total"), end.value("bytes_avoided")) == (3, -2)
+
+
+def test_each_time_vllm_logs_a_line_says_what_was_committed_since(monkeypatch):
+    """Of all engines behind the front end; none where there were no drafts; and vLLM's own logger is still called."""
+    end = front_end(monkeypatch, engines=(0, 1))
+    end.logger.log()
+    assert end.info.call_count == 0
+    metrics._observe(end.logger, {"staged_tokens": 12, "committed_tokens": 5, "windows": 3}, 0)
+    metrics._observe(end.logger, {"staged_tokens": 4, "committed_tokens": 3, "windows": 1}, 1)
+    end.logger.log()
+    end.logger.log()
+    metrics._observe(end.logger, {"staged_tokens": 8, "committed_tokens": 0, "windows": 2}, 1)
+    end.logger.log()
+    said = [call.args[0] % call.args[1:] for call in end.info.call_args_list]
+    assert said == [
+        "NWOR: committed 8 of 16 drafts (acceptance 50.0 %)",
+        "NWOR: committed 0 of 8 drafts (acceptance 0.0 %)",
+    ]
+    assert end.vllms_log.call_count == 4
 
 
 def test_the_carrier_is_vllms():

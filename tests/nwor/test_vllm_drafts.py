@@ -11,6 +11,7 @@ from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.soak.script import contrary
 from tests.engines import PROMPTS, Outcome
 from tests.nwor.on_cpu import spec_of
+from tests.nwor.specs import LENGTHS, SCHEDULES, ByBatch
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -70,3 +71,14 @@ def test_a_drafter_that_has_nothing_to_propose(engines, model):
     prompts = [list(range(3 + 40 * j, 33 + 40 * j)) for j in range(4)]
     for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=prompts, max_tokens=12):
         assert 0 < windows < 4 * 12 and staged >= windows and committed >= 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_draft_lengths_that_follow_the_batch(engines, model, schedule):
+    """Windows grow from two drafts to four as the batch shrinks, or there are none before."""
+    plain, least = spec_of(model, batch=4), SCHEDULES[schedule][-1][-1]
+    spec = ByBatch(**vars(plain), schedule=SCHEDULES[schedule])
+    full = engines.run(plain, settings_of("stage"), prompts=PROMPTS[:4], sampling=LENGTHS).ranks[0]["counters"]
+    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=PROMPTS[:4], sampling=LENGTHS):
+        assert 0 < committed < staged < full["staged_tokens"]
+        assert (2 < staged / windows < 4) if least else (windows < full["windows"] / 2)

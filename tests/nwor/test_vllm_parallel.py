@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that vLLM starts or splits in other ways, on the CPU: data-parallel engines, Ray's actors, micro-batches."""
+
+import asyncio
+import functools
+import importlib.util
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.engines
+from nwor.settings import Settings
+from nwor_lab.engines.child import status
+from nwor_lab.engines.spec import EngineSpec
+from tests.engines import PROMPTS, Outcome
+from tests.nwor.on_cpu import spec_of
+from tests.nwor.specs import MicroBatched, OnRay
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+both = pytest.mark.parametrize("mode", ["cow", "stage"])
+
+
+def settings_of(mode: str) -> Settings:
+    return Settings(mode=mode, audit=True, debug_sync=True)
+
+
+def assert_clean(rank: dict[str, Any], mode: str) -> None:
+    """A rank that serves the mode, has decided windows, and left every byte as it must be."""
+    assert (rank["mode"], rank["serving"]) == (mode, mode), rank["reason"]
+    counters, audit = rank["counters"], rank["audit"]
+    assert counters["committed_tokens"] > 0 < counters["rejected_tokens"]
+    assert counters["fallbacks"] == counters["cancelled"] == 0
+    assert audit["layer_steps"] > 20
+    assert audit["dirty_layer_steps"] == audit["wrong_rows"] == audit["unwritten_rows"] == audit["stray_slots"] == 0
+
+
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` gives in a process of its own, with whatever that one starts."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        worked, found = ours.recv()
+    finally:
+        process.join(timeout=60)
+        process.kill()
+    assert worked, found
+    return found
+
+
+def _answer(pipe: Any, function: Callable[..., Any], arguments: tuple) -> None:
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:  # noqa: BLE001  (the parent fails with it)
+        pipe.send((False, traceback.format_exc()))
+
+
+# -- data-parallel engines ---------------------------------------------------------------------------------------------
+
+
+def serve_data_parallel(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
+    """Two engines behind one front end, every other request to each: tokens, each engine's status, and metrics."""
+    os.environ.update(
+        {
+            **spec.environ(),
+            **settings.environ(),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    )
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    async def generate(engine: Any, index: int) -> list[int]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        prompt = {"prompt_token_ids": PROMPTS[index]}
+        async for answer in engine.generate(prompt, sampling, str(index), data_parallel_rank=index % 2):
+            last = answer
+        return list(last.outputs[0].token_ids)
+
+    async def serve() -> dict[str, Any]:
+        arguments = {**spec.llm_arguments(), "data_parallel_size": 2}
+        del arguments["use_tqdm_on_load"]
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        try:
+            tokens = await asyncio.gather(*(generate(engine, index) for index in range(6)))
+            client = engine.engine_core
+            ranks = [
+                await client._call_utility_async("collective_rpc", status, None, (), None, engine=core)
+                for core in client.core_engines
+            ]
+        finally:
+            engine.shutdown()
+        metrics = {
+            (metric.name.removeprefix("vllm:"), int(metric.labels["engine"])): metric.value
+            for metric in get_metrics_snapshot()
+            if metric.name.startswith("vllm:nwor_")
+        }
+        return {"tokens": tokens, "ranks": ranks, "metrics": metrics}
+
+    return asyncio.run(serve())
+
+
+@both
+def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines, model, mode):
+    """Every engine has windows, an audit and metrics of its own, which the one front end keeps apart."""
+    plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
+    found = in_child(serve_data_parallel, spec_of(model), settings_of(mode))
+    assert found["tokens"] == plain.tokens
+    assert len(found["ranks"]) == 2
+    for engine, [rank] in enumerate(found["ranks"]):
+        assert_clean(rank, mode)
+        for name, value in rank["counters"].items():
+            assert found["metrics"][f"nwor_{name}", engine] == value, (name, engine)
+        assert found["metrics"]["nwor_scheduler_checks", engine] > 4
+        assert found["metrics"]["nwor_scheduler_mismatches", engine] == 0
+    assert found["ranks"][0][0]["counters"] != found["ranks"][1][0]["counters"], "they served other requests"
+
+
+# -- Ray's actors ------------------------------------------------------------------------------------------------------
+
+
+def serve_on_ray(spec: EngineSpec, settings: Settings) -> Outcome:
+    """Two actors of a cluster that was up before the settings were made: only vLLM can bring them there."""
+    import ray
+
+    from nwor_lab.engines.child import Served
+
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=200 << 20)  # two that vLLM may count
+    os.environ.update({**spec.environ(), **settings.environ(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    served = Served(spec)
+    try:
+        generation = served.generate(PROMPTS[:6], 24)
+        actors = ray.util.list_named_actors()
+        return Outcome([generation], served.on_every_rank(status), metrics=served.metrics(), libraries=actors)
+    finally:
+        served.engine.engine_core.shutdown()
+        ray.shutdown()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install nwor[ray]")
+@both
+def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, mode, monkeypatch):
+    """TP=2 on one machine. VLLM refuses Ray on a CPU for want of a resource's name, which `ray_on_cpu` gives it."""
+    plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
+    places = [str(Path(__file__).parent / "ray_on_cpu"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+    spec = spec_of(model)
+    outcome = in_child(serve_on_ray, OnRay(**{**vars(spec), "tp": 2}), settings_of(mode))
+    assert len(outcome.libraries) == 2, "each rank is an actor"
+    assert outcome.tokens == plain.tokens
+    assert [rank["rank"] for rank in outcome.ranks] == [0, 1]
+    for rank in outcome.ranks:
+        assert_clean(rank, mode)
+    assert outcome.ranks[0]["counters"] == outcome.ranks[1]["counters"]
+    assert outcome.metrics["nwor_committed_tokens"] == outcome.ranks[0]["counters"]["committed_tokens"]
+    assert outcome.metrics["nwor_scheduler_mismatches"] == 0
+
+
+# -- micro-batches -----------------------------------------------------------------------------------------------------
+
+
+def splits_every_batch(patch: Any) -> None:
+    """The V1 runner splits each batch of several requests, and runs one half after the other.
+
+    VLLM itself splits mixtures of experts alone, where data-parallel ranks agree to, on two streams of a GPU.
+    """
+    from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_ubatch_wrapper import _cat_ubatch_outputs
+
+    allow, forward = GPUModelRunner._allow_microbatching, GPUModelRunner._model_forward
+    decide = GPUModelRunner._determine_batch_execution_and_padding
+    inside: list[str] = []
+
+    @functools.wraps(allow)
+    def _allow_microbatching(self: Any, num_reqs: int, num_scheduled_tokens: Any) -> bool:
+        self.is_split = num_reqs > 1 and allow(self, num_reqs, num_scheduled_tokens)
+        return self.is_split
+
+    @functools.wraps(decide)
+    def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mode, descriptor, _, *others = decide(self, *args, **kwargs)
+        return mode, descriptor, vars(self).pop("is_split", False), *others  # asked for in real steps alone
+
+    @functools.wraps(forward)
+    def _model_forward(self: Any, input_ids: Any, positions: Any, **kwargs: Any) -> Any:
+        whole = get_forward_context()
+        if whole.ubatch_slices is None:
+            return forward(self, input_ids=input_ids, positions=positions, **kwargs)
+        outputs = []
+        for number, part in enumerate(whole.ubatch_slices):
+            context = create_forward_context(
+                whole.attn_metadata[number], self.vllm_config, slot_mapping=whole.slot_mapping[number]
+            )
+            rows = part.token_slice
+            with override_forward_context(context):
+                outputs.append(forward(self, input_ids=input_ids[rows], positions=positions[rows], **kwargs))
+        first, second = (part.request_slice for part in whole.ubatch_slices)
+        inside.append("a query" if first.stop > second.start else "between queries")
+        return _cat_ubatch_outputs(outputs)
+
+    patch.setattr(tests.engines, "_loaded", lambda: inside)  # the one list of words that an outcome brings back
+    patch.setattr(GPUModelRunner, "_allow_microbatching", _allow_microbatching)
+    patch.setattr(GPUModelRunner, "_determine_batch_execution_and_padding", _determine_batch_execution_and_padding)
+    patch.setattr(GPUModelRunner, "_model_forward", _model_forward)
+
+
+def test_a_batch_in_two_halves_under_cow(engines, model):
+    """The split falls into windows, too: their slots are logged and restored whole, whichever half writes them."""
+    spec = MicroBatched(**vars(spec_of(model)))
+    plain = engines.run(spec, Settings(audit=True), splits_every_batch)
+    assert not plain.error, plain.error
+    outcome = engines.run(spec, settings_of("cow"), splits_every_batch)
+    assert not outcome.error, outcome.error
+    assert outcome.libraries.count("a query") > 5, "the split falls into a window"
+    assert outcome.tokens == plain.tokens
+    assert_clean(outcome.ranks[0], "cow")
+    assert plain.audit["dirty_slots"] > 0, "without a mode rejected rows stay"
+    assert outcome.metrics["nwor_scheduler_mismatches"] == 0
+
+
+def test_a_batch_in_two_halves_under_stage_is_vllms(engines, model):
+    outcome = engines.run(MicroBatched(**vars(spec_of(model))), settings_of("stage"), splits_every_batch)
+    assert not outcome.error, outcome.error
+    assert (outcome.ranks[0]["serving"], outcome.ranks[0]["reason"]) == (
+        "off",
+        "micro-batches: stage's attention takes a batch whole",
+    )
