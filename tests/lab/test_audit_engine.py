@@ -15,7 +15,7 @@ from tests.nwor.on_cpu import spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-DIRTY, UNWRITTEN, WRONG, STRAY, _ = FAULTS
+DIRTY, UNWRITTEN, WRONG, STRAY, *_ = FAULTS
 commit_with = partial(partial, faults.moved_with, "commit_all_layers")
 restore_with = partial(partial, faults.moved_with, "restore_all_layers")
 STAGE = {

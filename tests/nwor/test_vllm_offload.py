@@ -4,6 +4,8 @@
 The connector, its scheduler and its store of blocks are vLLM's; `HostOffloadingSpec` copies from host to host.
 """
 
+from functools import partial
+
 import pytest
 
 from tests.nwor import faults
@@ -40,3 +42,14 @@ def test_no_rejected_row_leaves_under_a_mode(engines, model, answers, mode, ship
     outcome = converse(engines, offloading(spec_of(model)), mode, answers, faults.ships_last_slots)
     assert outcome.audit["shipped_slots"] > 0
     assert (outcome.audit["shipped_rejected"] > 0) == ships
+
+
+@pytest.mark.parametrize(
+    ("ships", "red"), [(faults.none, "shipped_rejected"), (faults.ships_last_slots, "shipped_unwritten")]
+)
+def test_a_commit_that_comes_behind_the_save_is_seen(engines, model, answers, ships, red):
+    """What left too early holds no accepted row yet, and what was written since is not what the step left."""
+    fault = partial(faults.commits_behind_the_save, ships)
+    outcome = converse(engines, offloading(spec_of(model)), "stage", answers, fault, checks=False)
+    assert outcome.ranks[0]["serving"] == "stage"
+    assert outcome.audit[red] > 0
