@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from nwor_lab.engines.offload import ship_last_slots
 from nwor_lab.engines.traffic import begin
 from nwor_lab.experiments import options
 from nwor_lab.experiments.bench import started
-from nwor_lab.experiments.plan import Plan, settings_of
+from nwor_lab.experiments.plan import settings_of
 from nwor_lab.results import Run
 
 MODES = ("off", "cow", "stage")
@@ -28,10 +29,11 @@ def measure(given: Sequence[object], logs: Path) -> pd.DataFrame:
     """Count what vLLM's `OffloadingConnector` ships of answers that end with a block, in engines of `MODES`.
 
     Each engine answers the same prompts twice: as its vLLM ships blocks, and as vLLM did before its repair, when it
-    took the token sampled last for one whose keys and values are in the cache.
+    took the token sampled last for one whose keys and values are in the cache. Each prompt is cut three quarters
+    into each of its blocks, and answered to the end of that block.
 
     Args:
-        given: options of `nwor bench`. Prompts and answers are cut to whole blocks, at least one each.
+        given: options of `nwor bench`; those of answers and times do not matter.
         logs: beginning of the paths of the engines' logs.
 
     Returns:
@@ -41,19 +43,17 @@ def measure(given: Sequence[object], logs: Path) -> pd.DataFrame:
     spec, plan, prompts = options.parse_config(options.parser("bench", "").parse_args([*map(str, given)]))
     # A step ahead of the scheduler, a GPU would write the row of the token sampled last after all.
     spec = replace(spec, prefix_caching=True, offload=256, async_scheduling=False)
-    specs = {mode: (spec, settings_of(mode, audit=True), 0) for mode in MODES}
-    with started(specs, str(logs)) as engines:
-        return pd.concat(
-            _shipped(engine, plan, prompts[: plan.num_prompts]).assign(mode=mode) for mode, engine in engines.items()
-        )
+    specs = {mode: (spec, settings_of(mode, audit=True), n * spec.tp) for n, mode in enumerate(MODES)}
+    with started(specs, str(logs)) as engines, ThreadPoolExecutor() as pool:
+        parts = pool.map(partial(_shipped, prompts=prompts[: plan.num_prompts]), engines.values())
+        return pd.concat(part.assign(mode=mode) for mode, part in zip(engines, parts, strict=True))
 
 
-def _shipped(engine: Engine, plan: Plan, prompts: list[list[int]]) -> pd.DataFrame:
+def _shipped(engine: Engine, prompts: list[list[int]]) -> pd.DataFrame:
     """The rows of one engine."""
-    block, room = engine.on_scheduler(_block_size), engine.spec.max_model_len - engine.spec.k
-    tokens = max(1, plan.max_tokens // block) * block
-    asked = [(prompt * block)[: max(1, min(len(prompt), room - tokens) // block) * block] for prompt in prompts]
-    lines = []
+    block, lines = engine.on_scheduler(_block_size), []
+    tokens, room = block // 4, engine.spec.max_model_len - engine.spec.k
+    asked = [prompt[: end - tokens] for prompt in prompts for end in range(block, min(len(prompt), room) + 1, block)]
     for watermark, prepare in {NOW: _forget_blocks, ONCE: _ship_last_slots}.items():
         engine.on_scheduler(prepare)
         engine.on_every_rank(partial(begin, seed=engine.spec.seed))
@@ -63,7 +63,9 @@ def _shipped(engine: Engine, plan: Plan, prompts: list[list[int]]) -> pd.DataFra
         counts = {name: (sum(audit[name] for audit in audits), unit) for name, unit in COUNTED.items()}
         layers = sum(audit["layer_steps"] // audit["steps"] for audit in audits)
         counts["last_slots"] = len(asked) * layers, "slots"
-        lines += [{"watermark": watermark, "metric": name, "value": n, "unit": unit} for name, (n, unit) in counts.items()]
+        lines += [
+            {"watermark": watermark, "metric": name, "value": n, "unit": unit} for name, (n, unit) in counts.items()
+        ]
     return pd.DataFrame(lines)
 
 

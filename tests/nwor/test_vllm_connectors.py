@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes beside the other KV connectors of vLLM that run on a CPU: prompts leave the cache and come back."""
+"""Modes beside those of vLLM's KV connectors that run on a CPU: blocks leave the cache clean, and come back.
+
+Connectors, their schedulers and stores are vLLM's; for `OffloadingConnector`, `HostOffloadingSpec` copies from host to
+host.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -11,17 +15,31 @@ from nwor.settings import Settings
 from nwor_lab.audit.auditor import FAULTS
 from tests.engines import Outcome
 from tests.nwor import faults
-from tests.nwor.offloading import BLOCK, FIRST, OTHERS, offloading
+from tests.nwor.offloading import (
+    BLOCK,
+    FIRST,
+    OTHERS,
+    assert_shipped_and_served,
+    converse,
+    first_answers,
+    offloading,
+)
 from tests.nwor.on_cpu import spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 MODES = ("off", "cow", "stage")
 
-PROMPTS, EVICTING = ([left + right + [9, 8, 7] for left, right in pairwise([*some, some[0]])] for some in (FIRST, OTHERS))
+PROMPTS, EVICTING = (
+    [left + right + [9, 8, 7] for left, right in pairwise([*some, some[0]])] for some in (FIRST, OTHERS)
+)
 CALLS = [{"prompts": prompts} for prompts in (PROMPTS, EVICTING, PROMPTS)]
 SHIPPED = 2 * len(PROMPTS) * 2 * BLOCK
 """Slots of whole blocks of the prompts that are asked first and then, in a layer."""
-ON_HOST = {"cpu_bytes_to_use": 64 << 20, "spec_name": "HostOffloadingSpec", "spec_module_path": "nwor_lab.engines.offload"}
+ON_HOST = {
+    "cpu_bytes_to_use": 64 << 20,
+    "spec_name": "HostOffloadingSpec",
+    "spec_module_path": "nwor_lab.engines.offload",
+}
 
 
 def serve(engines, model, mode: str, *connector, audit: bool = True) -> Outcome:
@@ -87,7 +105,7 @@ def test_prompts_that_leave_and_come_back(engines, model, computed, tmp_path, mo
 
 
 def test_prompts_that_a_benchmark_makes_up(engines, model, computed):
-    """`DecodeBenchConnector` fills a prompt's blocks with one number and ships nothing; the audit does not follow it."""
+    """`DecodeBenchConnector` fills prompts' blocks with one number and ships nothing; the audit does not follow it."""
     filled = {mode: serve(engines, model, mode, "DecodeBenchConnector", None, {}, audit=False) for mode in MODES}
     assert tokens(filled["off"]) != computed
     for mode, outcome in filled.items():
@@ -104,3 +122,46 @@ def test_a_connector_from_elsewhere_is_served_by_vllms_own_write(engines, model,
     assert rank["serving"] == "off" and not rank["counters"].get("windows")
     assert rank["reason"].startswith("the KV connector ExampleConnector: it is not known to read pages only when")
     assert tokens(outcome) == computed and outcome.audit["dirty_layer_steps"] > 0
+
+
+# -- OffloadingConnector alone: a conversation, and blocks that leave with their last slots ----------------------------
+
+
+@pytest.fixture(scope="module")
+def answers(engines, model) -> list[list[int]]:
+    return first_answers(engines, offloading(spec_of(model), offload=0))
+
+
+@pytest.fixture(scope="module")
+def continued(engines, model, answers) -> list[list[list[int]]]:
+    """What vLLM says without a connector."""
+    outcome = converse(engines, offloading(spec_of(model), offload=0), "off", answers)
+    assert not outcome.metrics.get("external_prefix_cache_hits") and not outcome.audit["shipped_slots"]
+    return [generation.tokens for generation in outcome.generations]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_that_leave_and_come_back(engines, model, answers, continued, mode):
+    """The next turn finds its blocks on the host, and tokens are those of an engine without connector."""
+    outcome = converse(engines, offloading(spec_of(model)), mode, answers)
+    assert [generation.tokens for generation in outcome.generations] == continued
+    assert_shipped_and_served(outcome, mode)
+
+
+@pytest.mark.parametrize(("mode", "ships"), [("off", True), ("cow", False), ("stage", False)])
+def test_no_rejected_row_leaves_under_a_mode(engines, model, answers, mode, ships):
+    """vLLM once offloaded a slot too many (its issue 54193): it holds a rejected row, or under a mode none."""
+    outcome = converse(engines, offloading(spec_of(model)), mode, answers, faults.ships_last_slots)
+    assert outcome.audit["shipped_slots"] > 0
+    assert (outcome.audit["shipped_rejected"] > 0) == ships
+
+
+@pytest.mark.parametrize(
+    ("ships", "red"), [(faults.none, "shipped_rejected"), (faults.ships_last_slots, "shipped_unwritten")]
+)
+def test_a_commit_that_comes_behind_the_save_is_seen(engines, model, answers, ships, red):
+    """What left too early holds no accepted row yet, and what was written since is not what the step left."""
+    fault = partial(faults.commits_behind_the_save, ships)
+    outcome = converse(engines, offloading(spec_of(model)), "stage", answers, fault, checks=False)
+    assert outcome.ranks[0]["serving"] == "stage"
+    assert outcome.audit[red] > 0
