@@ -162,6 +162,6 @@ def test_no_rejected_row_leaves_under_a_mode(engines, model, answers, mode, ship
 def test_a_commit_that_comes_behind_the_save_is_seen(engines, model, answers, ships, red):
     """What left too early holds no accepted row yet, and what was written since is not what the step left."""
     fault = partial(faults.commits_behind_the_save, ships)
-    outcome = converse(engines, offloading(spec_of(model)), "stage", answers, fault, checks=False)
+    outcome = converse(engines, offloading(spec_of(model)), "stage", answers, fault, debug_sync=False)
     assert outcome.ranks[0]["serving"] == "stage"
     assert outcome.audit[red] > 0
