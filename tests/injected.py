@@ -9,7 +9,7 @@ from nwor_lab.engines.engine import EngineSpec
 from tests.engines import PROMPTS, Engines
 from tests.nwor import faults
 
-DIRTY, UNWRITTEN, WRONG, STRAY, _ = FAULTS
+DIRTY, UNWRITTEN, WRONG, STRAY, *_ = FAULTS
 commit_with = partial(partial, faults.moved_with, "commit_all_layers")
 restore_with = partial(partial, faults.moved_with, "restore_all_layers")
 STAGE = {

@@ -40,7 +40,7 @@ _POISON = {1: (0x50, 0xA7), 2: (0x5500, 0x80FF), 4: (0x55000000, 0x00FFFFFF)}
 _BLOCKS_AT_ONCE = 64
 _EXAMPLES = 8
 _HISTORY = 64
-FAULTS = ("dirty_layer_steps", "unwritten_rows", "wrong_rows", "stray_slots", "shipped_rejected")
+FAULTS = ("dirty_layer_steps", "unwritten_rows", "wrong_rows", "stray_slots", "shipped_rejected", "shipped_unwritten")
 
 
 @dataclass
@@ -55,7 +55,7 @@ class AuditReport:
         that were written and differ.
     stray_slots: slots x layers that changed between two steps.
     shipped_slots: slots x layers of the blocks that a KV connector copied out; shipped_rejected: those of them that
-        were dirty then: they held a row that no step has kept.
+        were dirty then: they held a row that no step has kept; shipped_unwritten: those whose kept row was not there.
     dirty_by_step: the dirty slots of each step, all layers.
     """
 
@@ -70,6 +70,7 @@ class AuditReport:
     stray_slots: int = 0
     shipped_slots: int = 0
     shipped_rejected: int = 0
+    shipped_unwritten: int = 0
     dirty_by_step: list[int] = field(default_factory=list, repr=False)
 
     @property
@@ -118,6 +119,7 @@ class CacheAudit:
         self._overwritten = torch.zeros(self.num_blocks * self.block_size, dtype=torch.bool, device=device)
         self._left = self._overwritten.repeat(len(caches), 1)  # holds a row that was not to be kept
         self._others = torch.zeros_like(self._overwritten)
+        self._missing = self._left.clone()  # does not hold all of the row that was to be kept
         self._time = 0
         self._starts: list[int] = []
         self._slots: list[int] = []
@@ -182,6 +184,7 @@ class CacheAudit:
             self._poison(self._blocks, poisoned_anew.view(-1, self.block_size))
             self._overwritten[slots] = False
             self._left[:, slots] = False
+        self._missing[:, slots] = False
         self._open = True
 
     @torch.inference_mode()
@@ -226,7 +229,9 @@ class CacheAudit:
                 "unwritten": ~parts & kept[:, None, None],
                 "not what vLLM writes": different & written[:, None, None],
             }
-            self._left[layer] = (self._left[layer] | changed & ~self._others) & ~kept
+            changed &= ~self._others
+            self._left[layer] = (self._left[layer] | changed) & ~kept
+            self._missing[layer] = self._missing[layer] & ~changed | kept & ~written
             counts = torch.stack([*(part.flatten(1).any(dim=1).sum() for part in found.values()), kept.sum(), checked])
             dirty, unwritten, wrong, count, compared = counts.tolist()
             report.layer_steps += 1
@@ -256,11 +261,12 @@ class CacheAudit:
                 self._explain(layer, {"changed before the step": stray})
 
     @torch.inference_mode()
-    def ship(self, slots: Tensor) -> None:
-        """A KV connector copies these slots, int64 [n], of all layers out of the cache: count those left dirty."""
-        left = self._left[:, slots.to(self._left.device)]
-        self.report.shipped_slots += left.numel()
-        self.report.shipped_rejected += int(left.sum())
+    def ship(self, slots: Tensor, layer: int | None = None) -> None:
+        """A KV connector copies these slots, int64 [n], of one layer or all out of the cache: count those at fault."""
+        layers, slots = slice(layer, None if layer is None else layer + 1), slots.to(self._left.device)
+        self.report.shipped_slots += self._left[layers, slots].numel()
+        self.report.shipped_rejected += int(self._left[layers, slots].sum())
+        self.report.shipped_unwritten += int(self._missing[layers, slots].sum())
 
     @torch.inference_mode()
     def accept(self, slots: Tensor) -> None:
@@ -270,7 +276,7 @@ class CacheAudit:
         for seen, cache in zip(self._seen, self.caches, strict=True):
             seen[blocks] = cache[blocks]
         self._overwritten[slots] = True
-        self._left[:, slots] = False
+        self._left[:, slots] = self._missing[:, slots] = False
 
     def _changed_parts(self, layer: int) -> Tensor:
         """bool [num_blocks * N, H, 2], where keys or values of a head changed since the layer was last looked at."""

@@ -224,19 +224,27 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _watch_connector(runner: Any) -> None:
-    """Let the audit see which blocks vLLM's `OffloadingConnector` copies out and brings back.
+    """Let the audit see which blocks vLLM's `OffloadingConnector` and `ExampleConnector` copy out and bring back.
 
     Raises:
         RuntimeError: another connector is loaded, which may write to pages.
     """
     from vllm.distributed import kv_transfer
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
     if not kv_transfer.has_kv_transfer_group():
         return
     connector = kv_transfer.get_kv_transfer_group()
-    if (kind := type(connector).__name__) != "OffloadingConnector":
-        raise _incomplete(f"{kind} may write to pages, and OffloadingConnector is the only one that it follows")
+    for each in getattr(connector, "_connectors", [connector]):
+        watch = {"OffloadingConnector": _watch_offloading, "ExampleConnector": _watch_example}.get(type(each).__name__)
+        if watch is None:
+            followed = "it follows OffloadingConnector and ExampleConnector alone"
+            raise _incomplete(f"{type(each).__name__} may write to pages, and {followed}")
+        watch(runner, each)
+
+
+def _watch_offloading(runner: Any, connector: Any) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+
     config, worker = runner.kv_cache_config, connector.connector_worker.worker
     if worker is None:  # not yet: vLLM only measures what graphs cost
         return
@@ -247,6 +255,15 @@ def _watch_connector(runner: Any) -> None:
     ]
     for name, around in (("submit_store", _store), ("submit_load", _load)):
         _wrap(_definer(worker, name), name, "self job_id src_spec dst_spec", around)
+
+
+def _watch_example(runner: Any, connector: Any) -> None:
+    if len(runner.cache_audit.audits) > 1:
+        raise _incomplete("ExampleConnector's slots are of one cache group, and the target has several")
+    connector.cache_audit = runner.cache_audit
+    connector.layers = runner.compilation_config.static_forward_context
+    _wrap(type(connector), "start_load_kv", "self forward_context kwargs", _load_requests)
+    _wrap(type(connector), "save_kv_layer", "self layer_name kv_layer attn_metadata kwargs", _save_layer)
 
 
 def _slots(blocks: Any, group: int, size: int) -> Tensor:
@@ -270,6 +287,22 @@ def _load(original: Callable, self: Any, job_id: int, src_spec: Any, dst_spec: A
         for audit, *group in self.audited_groups:
             audit.accept(_slots(dst_spec, *group))
     return started
+
+
+def _load_requests(original: Callable, self: Any, forward_context: Any, **kwargs: Any) -> None:
+    original(self, forward_context, **kwargs)
+    for request in self._get_connector_metadata().requests:
+        if self.cache_audit.enabled and not request.is_store:
+            for audit in self.cache_audit.audits.values():
+                audit.accept(request.slot_mapping)
+
+
+def _save_layer(original: Callable, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> None:
+    audit, group, index = getattr(self.layers[layer_name], "cache_audit", (None, 0, 0))
+    for request in self._get_connector_metadata().requests:
+        if audit is not None and audit.enabled and request.is_store:
+            audit.audits[group].ship(request.slot_mapping, index)
+    original(self, layer_name, *args, **kwargs)
 
 
 def _write(

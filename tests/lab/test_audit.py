@@ -274,7 +274,7 @@ def test_injected_faults_are_found():
     """The notebook's control: one of each kind, in two layers of one step that keeps two rows."""
     found = AuditReport(steps=1, layer_steps=2, kept_rows=4, content_checked=4, dirty_by_step=[1], shipped_slots=8)
     found.dirty_layer_steps = found.dirty_slots = found.unwritten_rows = found.wrong_rows = found.stray_slots = 1
-    found.shipped_rejected = 1
+    found.shipped_rejected = found.shipped_unwritten = 1
     assert injected_faults() == found
 
 

@@ -161,8 +161,10 @@ def test_the_plugin_installs_the_other_plugins_first(monkeypatch):
 def test_a_connector_that_the_audit_does_not_follow_is_refused(monkeypatch):
     """It may bring blocks back, which would count as stray writes, and ship others unseen."""
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: type("NixlConnector", (), {})())
-    with pytest.raises(RuntimeError, match="NixlConnector may write to pages"):
-        hooks._watch_connector(SimpleNamespace())
+    unknown = type("NixlConnector", (), {})()
+    for loaded in (unknown, SimpleNamespace(_connectors=[unknown])):
+        monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda loaded=loaded: loaded)
+        with pytest.raises(RuntimeError, match="NixlConnector may write to pages"):
+            hooks._watch_connector(SimpleNamespace())
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: False)
     hooks._watch_connector(SimpleNamespace())

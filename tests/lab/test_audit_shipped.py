@@ -30,6 +30,24 @@ def test_what_is_shipped_is_looked_at(kind, device):
 
 @memory
 @each_device
+def test_a_kept_row_that_is_shipped_before_it_is_written_is_counted(kind, device):
+    """From the step that was to write it until it is written, in its layer alone."""
+    audited = Audited(kind, device)
+    audited.begin()
+    for layer in range(LAYERS):
+        audited.write(layer, which=slice(2 if layer == 1 else 3))  # layer 1 lacks a kept row
+    audited.audit.after(GONE)
+    audited.audit.ship(STEP[2:3], layer=0)
+    assert audited.audit.report.shipped_slots == 1 and audited.audit.report.shipped_unwritten == 0
+    audited.audit.ship(STEP[2:3])
+    assert audited.audit.report.shipped_unwritten == 1
+    clean_step(audited, STEP)
+    audited.audit.ship(torch.arange(24))
+    assert audited.audit.report.shipped_unwritten == 1
+
+
+@memory
+@each_device
 def test_blocks_that_come_back_are_taken_as_they_are(kind, device):
     """Between two steps; the other blocks are not, and what a connector brought is no rejected row."""
     audited = Audited(kind, device)

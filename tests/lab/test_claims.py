@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from nwor_lab import claim_table, paths, results
-from nwor_lab.experiments import acceptance
+from nwor_lab.experiments import acceptance, shipping
 from nwor_lab.model import predicted
 from nwor_lab.model.breakeven import H200, Chip
 from nwor_lab.model.traffic import Traffic
@@ -70,6 +70,20 @@ def accepted() -> Inputs:
     return recorded("acceptance"), acceptance.survival(recorded("gpu_acceptance")), "recorded"
 
 
+def shipped() -> Inputs:
+    """What a run on a CPU found: before the repair a few of the answers' last slots hold a rejected row."""
+    counts = {shipping.NOW: {mode: (3840, 0) for mode in shipping.MODES}}
+    counts[shipping.ONCE] = {mode: (8800, 45 * (mode == "off")) for mode in shipping.MODES}
+    names = ("shipped_slots", "shipped_rejected", "shipped_unwritten", "last_slots")
+    rows = [
+        {"watermark": watermark, "mode": mode, "metric": name, "value": value, "unit": "slots"}
+        for watermark, by_mode in counts.items()
+        for mode, counted in by_mode.items()
+        for name, value in zip(names, (*counted, 0, 160), strict=True)
+    ]
+    return "here", results.tidy(rows)
+
+
 def bandwidth() -> Inputs:
     return kernels.select(recorded("kernel_times")), recorded("kernel_counters")
 
@@ -94,6 +108,7 @@ HONEST: dict[str, tuple[Callable[..., None], Callable[[], Inputs]]] = {
     "01": (claim_reference, reference),
     "02": (check.claim, operators),
     "03": (acceptance.claim, accepted),
+    "05": (shipping.claim, shipped),
     "06": (kernels.claim, bandwidth),
     "07": (attention.claim, attended),
     "08": (claim_model, modelled),
@@ -159,6 +174,7 @@ def no_effect(points: pd.DataFrame) -> pd.DataFrame:
 
 
 OURS = "op in ('commit', 'log', 'restore')"
+REJECTED = "metric == 'shipped_rejected'"
 PRECISE = "error against fp32 over FlashAttention 3's"
 NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
     ("01", "stage hides drafts from attention", change(0, lambda runs: {**runs, "stage": runs["blind"]}),
@@ -197,6 +213,16 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
     ("03", "no draft is ever right", change(0, no_right_draft), ["mean acceptance length", "this run's against"]),
     ("03", "any k alike", change(0, any_k_alike), ["rejected share of written rows at the shorter k"]),
     ("03", "any k alike at scale", change(1, any_k_alike), ["at scale"]),
+    ("05", "a mode leaves what vanilla leaves", change(1, set_where(f"{REJECTED} and watermark == '{shipping.ONCE}'",
+     value=25)), ["leave under cow", "leave under stage"]),
+    ("05", "a commit comes behind the save", change(1, set_where("mode == 'stage' and metric == 'shipped_unwritten'",
+     value=3)), ["leave under stage"]),
+    ("05", "nothing is shipped", change(1, lambda table: table.assign(value=0)),
+     ["leave under cow", "leave under stage", "as vLLM ships", "before its repair"]),
+    ("05", "vLLM was not repaired", change(1, set_where(f"{REJECTED} and mode == 'off'", value=25)),
+     ["leave vanilla as vLLM ships"]),
+    ("05", "more than the last slots hold one", change(1, set_where(f"{REJECTED} and mode == 'off'", value=161)),
+     ["before its repair"]),
     ("06", "one byte is wrong", change(0, set_where("metric == 'bytes_differing'", value=1.0)),
      ["bytes that differ"]),
     ("06", "no byte is compared", change(0, lambda times: times[times["metric"] != "bytes_differing"]),

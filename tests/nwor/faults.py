@@ -254,6 +254,17 @@ def ships_last_slots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Served, "__init__", start)
 
 
+def with_connector(name: str, path: str | None, options: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
+    """No fault: an engine beside another connector of vLLM's than `EngineSpec` has a field for.
+
+    path: of the module it is taken from, as another's would be; None for vLLM's own list.
+    """
+    arguments = EngineSpec.llm_arguments
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": options}
+    config |= {"kv_connector_module_path": path} if path else {}
+    patch.setattr(EngineSpec, "llm_arguments", lambda spec: {**arguments(spec), "kv_transfer_config": config})
+
+
 def one_layer_of_another_class(patch: pytest.MonkeyPatch) -> None:
     """No fault: a model one of whose layers has an attention of its own, in the same cache group."""
     from vllm.model_executor.layers.attention import Attention
@@ -404,6 +415,13 @@ def late_commit(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(ops, "commit_all_layers", later)
     patch.setattr(DraftCommitManager, "begin", begin_and_commit)
+
+
+def commits_behind_the_save(ships: Callable[[pytest.MonkeyPatch], None], patch: pytest.MonkeyPatch) -> None:
+    """Every commit comes in the next step, when a connector has shipped what this one completed."""
+    _behind_the_check(patch)
+    late_commit(patch)
+    ships(patch)
 
 
 def write_between_steps(patch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes beside vLLM's `OffloadingConnector` on a GPU: blocks go to the host and come back, and none is dirty."""
+"""Modes beside vLLM's `OffloadingConnector` on a GPU: blocks go to the host and come back, and none is dirty.
+
+The audit does not follow `SimpleCPUOffloadConnector`, which needs a GPU: tokens tell whether its blocks are right.
+"""
+
+from functools import partial
 
 import pytest
 
 from nwor_lab.experiments.parity import compare
 from tests.nwor import faults
 from tests.nwor.gpu.on_gpu import GAPS, STACKS, both, spec_of
-from tests.nwor.offloading import assert_shipped_and_served, converse, first_answers, offloading
+from tests.nwor.offloading import BLOCK, assert_shipped_and_served, converse, first_answers, offloading
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -38,3 +43,19 @@ def test_no_rejected_row_leaves_under_a_mode(engines, model, answers, mode, ship
     outcome = converse(engines, spec, mode, answers, faults.ships_last_slots)
     assert outcome.audit["shipped_slots"] > 0
     assert (outcome.audit["shipped_rejected"] > 0) == ships
+
+
+@both
+def test_blocks_of_the_simple_connector_come_back(engines, model, answers, mode):
+    """The next turn finds its blocks on the host; vanilla, beside the same connector, says the same."""
+    spec = offloading(spec_of(model, "v2 FA graphs"), offload=0)
+    beside = partial(faults.with_connector, "SimpleCPUOffloadConnector", None, {"cpu_bytes_to_use": 64 << 20})
+    plain, outcome = (converse(engines, spec, each, answers, beside, 5, audit=False) for each in ("off", mode))
+    for theirs, ours in zip(plain.generations, outcome.generations, strict=True):
+        parity = compare(theirs, ours)
+        assert parity.within(GAPS["auto"]), parity
+        assert mode != "cow" or parity.equal == parity.requests
+    [rank] = outcome.ranks
+    assert rank["serving"] == mode, rank["reason"]
+    assert rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
+    assert outcome.metrics["external_prefix_cache_hits"] >= len(answers) * BLOCK

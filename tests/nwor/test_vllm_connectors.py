@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes beside those of vLLM's KV connectors that run on a CPU: blocks leave the cache clean, and come back.
+
+Connectors, their schedulers and stores are vLLM's; for `OffloadingConnector`, `HostOffloadingSpec` copies from host to
+host.
+"""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from nwor.settings import Settings
+from nwor_lab.audit.auditor import FAULTS
+from tests.engines import Outcome
+from tests.nwor import faults
+from tests.nwor.offloading import (
+    BLOCK,
+    FIRST,
+    OTHERS,
+    assert_shipped_and_served,
+    converse,
+    first_answers,
+    offloading,
+)
+from tests.nwor.on_cpu import spec_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+MODES = ("off", "cow", "stage")
+
+PROMPTS, EVICTING = (
+    [left + right + [9, 8, 7] for left, right in pairwise([*some, some[0]])] for some in (FIRST, OTHERS)
+)
+CALLS = [{"prompts": prompts} for prompts in (PROMPTS, EVICTING, PROMPTS)]
+SHIPPED = 2 * len(PROMPTS) * 2 * BLOCK
+"""Slots of whole blocks of the prompts that are asked first and then, in a layer."""
+ON_HOST = {
+    "cpu_bytes_to_use": 64 << 20,
+    "spec_name": "HostOffloadingSpec",
+    "spec_module_path": "nwor_lab.engines.offload",
+}
+
+
+def serve(engines, model, mode: str, *connector, audit: bool = True) -> Outcome:
+    """Prompts, others for which these are evicted, and the first again, in one engine.
+
+    Every prompt is one chunk: of a longer one `ExampleConnector` saves blocks that it does not have yet.
+    """
+    spec = replace(offloading(spec_of(model), offload=0), max_num_batched_tokens=512)
+    fault = partial(faults.with_connector, *connector) if connector else None
+    settings = Settings(mode=mode, audit=audit, debug_sync=mode != "off")
+    outcome = engines.run(spec, settings, fault, CALLS, max_tokens=BLOCK)
+    assert not outcome.error, outcome.error
+    return outcome
+
+
+def tokens(outcome: Outcome) -> list[list[list[int]]]:
+    return [generation.tokens for generation in outcome.generations]
+
+
+def assert_served(outcome: Outcome, mode: str) -> None:
+    [rank] = outcome.ranks
+    assert mode == "off" or rank["serving"] == mode, rank["reason"]
+    assert mode == "off" or rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
+
+
+@pytest.fixture(scope="module")
+def computed(engines, model) -> list[list[list[int]]]:
+    """What vLLM says without a connector."""
+    return tokens(serve(engines, model, "off", audit=False))
+
+
+def on_disk(folder) -> dict:
+    return {"shared_storage_path": str(folder)}
+
+
+def on_host_and_disk(folder) -> dict:
+    options = {"OffloadingConnector": ON_HOST, "ExampleConnector": on_disk(folder)}
+    return {
+        "connectors": [
+            {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
+            for name, given in options.items()
+        ]
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "options", "stores"), [("ExampleConnector", on_disk, 1), ("MultiConnector", on_host_and_disk, 2)]
+)
+def test_prompts_that_leave_and_come_back(engines, model, computed, tmp_path, mode, name, options, stores):
+    """Asked again, a prompt's blocks are brought back; tokens are those of an engine without connector."""
+    outcome = serve(engines, model, mode, name, None, options(tmp_path))
+    assert tokens(outcome) == computed
+    audit, [rank] = outcome.audit, outcome.ranks
+    layers = audit["layer_steps"] // audit["steps"]
+    files = list(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == len(PROMPTS + EVICTING) * (layers + 1), "of the drafter's layer too"
+    assert audit["shipped_slots"] >= stores * SHIPPED * layers
+    assert outcome.metrics["external_prefix_cache_hits"] >= len(PROMPTS) * BLOCK
+    red = {fault for fault in FAULTS if audit[fault]}
+    assert red == ({"dirty_layer_steps"} if mode == "off" else set()), rank["dirty_examples"]
+    assert_served(outcome, mode)
+
+
+def test_prompts_that_a_benchmark_makes_up(engines, model, computed):
+    """`DecodeBenchConnector` fills prompts' blocks with one number and ships nothing; the audit does not follow it."""
+    filled = {mode: serve(engines, model, mode, "DecodeBenchConnector", None, {}, audit=False) for mode in MODES}
+    assert tokens(filled["off"]) != computed
+    for mode, outcome in filled.items():
+        assert tokens(outcome) == tokens(filled["off"])
+        assert_served(outcome, mode)
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_a_connector_from_elsewhere_is_served_by_vllms_own_write(engines, model, computed, tmp_path, mode):
+    """Even by a name that is known: which pages another module's class reads, and when, nobody has looked up."""
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
+    outcome = serve(engines, model, mode, "ExampleConnector", module, on_disk(tmp_path))
+    [rank] = outcome.ranks
+    assert rank["serving"] == "off" and not rank["counters"].get("windows")
+    assert rank["reason"].startswith("the KV connector ExampleConnector: it is not known to read pages only when")
+    assert tokens(outcome) == computed and outcome.audit["dirty_layer_steps"] > 0
+
+
+# -- OffloadingConnector alone: a conversation, and blocks that leave with their last slots ----------------------------
+
+
+@pytest.fixture(scope="module")
+def answers(engines, model) -> list[list[int]]:
+    return first_answers(engines, offloading(spec_of(model), offload=0))
+
+
+@pytest.fixture(scope="module")
+def continued(engines, model, answers) -> list[list[list[int]]]:
+    """What vLLM says without a connector."""
+    outcome = converse(engines, offloading(spec_of(model), offload=0), "off", answers)
+    assert not outcome.metrics.get("external_prefix_cache_hits") and not outcome.audit["shipped_slots"]
+    return [generation.tokens for generation in outcome.generations]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_that_leave_and_come_back(engines, model, answers, continued, mode):
+    """The next turn finds its blocks on the host, and tokens are those of an engine without connector."""
+    outcome = converse(engines, offloading(spec_of(model)), mode, answers)
+    assert [generation.tokens for generation in outcome.generations] == continued
+    assert_shipped_and_served(outcome, mode)
+
+
+@pytest.mark.parametrize(("mode", "ships"), [("off", True), ("cow", False), ("stage", False)])
+def test_no_rejected_row_leaves_under_a_mode(engines, model, answers, mode, ships):
+    """vLLM once offloaded a slot too many (its issue 54193): it holds a rejected row, or under a mode none."""
+    outcome = converse(engines, offloading(spec_of(model)), mode, answers, faults.ships_last_slots)
+    assert outcome.audit["shipped_slots"] > 0
+    assert (outcome.audit["shipped_rejected"] > 0) == ships
+
+
+@pytest.mark.parametrize(
+    ("ships", "red"), [(faults.none, "shipped_rejected"), (faults.ships_last_slots, "shipped_unwritten")]
+)
+def test_a_commit_that_comes_behind_the_save_is_seen(engines, model, answers, ships, red):
+    """What left too early holds no accepted row yet, and what was written since is not what the step left."""
+    fault = partial(faults.commits_behind_the_save, ships)
+    outcome = converse(engines, offloading(spec_of(model)), "stage", answers, fault, debug_sync=False)
+    assert outcome.ranks[0]["serving"] == "stage"
+    assert outcome.audit[red] > 0
