@@ -92,7 +92,7 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
     graphs = config.compilation_config.cudagraph_mode
     full_graphs = graphs is not None and graphs.has_full_cudagraphs()
     max_requests, max_drafts = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
-    served = []
+    served: list[ServedGroup] = []
     try:
         if mode in ATTENDING and on_gpu:
             from nwor.attention.verify import Workspace
