@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models whose layers lie in several cache groups: random pairs, and shapes of real architectures."""
+"""Small models whose layers lie in several cache groups: a pair with random weights, and real architectures' shapes."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ PROMPTS = [[(j * j * (i + 3) + 5 * i) % 29 + 2 for j in range(12 + 17 * i)] for 
 
 def hybrid_pair(path: Path, **more: Any) -> Path:
     """A pair as `random_pair` writes it, of which the target is hybrid."""
-    random_pair(path, noise=0.3, **PAIR, **more)
+    random_pair(path, noise=0.3, **{**PAIR, **more})
     return path
 
 

@@ -76,8 +76,9 @@ class GroupsAudit:
         Args:
             query_start_loc: [num_reqs + 1].
             slot_mappings: of every group.
-            tables: the block table of each request, of every group if there are several, else none. What lies before the step's rows may be another
-                group's by now: vLLM frees what a sliding window has left, and the tables go on naming it.
+            tables: the block table of each request, of every group if there are several, else none. What lies before
+                the step's rows may be another group's by now: vLLM frees what a sliding window has left, and the
+                tables go on naming it.
         """
         self.look_between_steps()
         for index, rows in tables.items():

@@ -81,3 +81,14 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Atte
     for name in of_layer.keys() & values.keys():
         setattr(layer, name, values[name])
     return layer
+
+
+def groups_of(*names: list[str]) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=group) for group in names])
+
+
+# A runner whose layer "reader" reads the cache of "a".
+SHARING = {
+    "kv_cache_config": groups_of(["a", "b", "reader"], ["draft"]),
+    "compilation_config__static_forward_context": {"reader": gpu_layer(kv_sharing_target_layer_name="a")},
+}

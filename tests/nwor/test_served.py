@@ -17,10 +17,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
 from nwor.vllm import attention_gpu, connectors, own_write, support
-from nwor.vllm.context import sharing_layers, target_groups, target_layers
-from nwor.vllm.initialize import blocks_stay
+from nwor.vllm.context import target_layers
 from nwor_lab import paths
-from tests.nwor.runners import FUSED, gpu_layer, make_runner
+from tests.nwor.runners import FUSED, SHARING, gpu_layer, groups_of, make_runner
 
 
 def test_cow_needs_neither_attention_nor_a_whole_batch():
@@ -33,10 +32,6 @@ def connector(name: str, *children: dict, path: str | None = None) -> KVTransfer
     return KVTransferConfig(
         kv_connector=name, kv_role="kv_both", kv_connector_extra_config=options, kv_connector_module_path=path
     )
-
-
-def groups_of(*names: list[str]) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=group) for group in names])
 
 
 @pytest.mark.parametrize(
@@ -115,47 +110,6 @@ def test_the_connectors_that_serve_are_vllms():
     assert {*KVConnectorFactory._registry} >= connectors.AFTER_THE_VERDICT
     not_served = {"MultiConnector", "ExampleHiddenStatesConnector", "HiSparseConnector", "MoRIIOConnector"}
     assert {*KVConnectorFactory._registry} - connectors.AFTER_THE_VERDICT == not_served
-
-
-SHARING = {
-    "kv_cache_config": groups_of(["a", "b", "reader"], ["draft"]),
-    "compilation_config__static_forward_context": {"reader": gpu_layer(kv_sharing_target_layer_name="a")},
-}
-
-
-@pytest.mark.parametrize(("mode", "serves"), [("cow", True), ("stage", False), ("direct", False)])
-def test_layers_that_share_a_cache(mode, serves):
-    """They write nothing, so cow has nothing to hold back there; stage's rows they would not see."""
-    layers = {"a": gpu_layer(), "b": gpu_layer()}
-    found = support.why_unsupported(make_runner(**SHARING), layers, mode)
-    why = "layers that read another layer's KV cache, which lacks the rows that stage holds: reader"
-    assert found == ("" if serves else why)
-
-
-def test_a_layer_that_shares_a_cache_is_no_target_layer():
-    """Nor is one of the drafter's, whatever it reads."""
-    context = {"a": gpu_layer(), "b": gpu_layer(), "draft": gpu_layer(kv_sharing_target_layer_name="b")}
-    made = make_runner(**SHARING)
-    made.compilation_config.static_forward_context |= context
-    assert [*target_layers(made)] == ["a", "b"] and sharing_layers(made) == {"reader"}
-    assert target_groups(made, target_layers(made)) == {0: [context["a"], context["b"]]}
-
-
-def test_each_cache_group_has_its_own_layers():
-    layers = {name: gpu_layer() for name in "abc"}
-    made = make_runner(kv_cache_config=groups_of(["draft"], ["c", "a"], ["b"]))
-    assert target_groups(made, layers) == {1: [layers["a"], layers["c"]], 2: [layers["b"]]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "stay"),
-    [("FullAttentionSpec", True), ("MLAAttentionSpec", True), ("SlidingWindowSpec", False), ("RSWASpec", False)],
-)
-def test_windows_give_blocks_back_while_a_request_runs(kind, stay):
-    """A log that outlives its step would hold what another request, or this one, has written there since."""
-    spec = type(kind, (), {})()
-    assert blocks_stay(spec) is stay
-    assert blocks_stay(SimpleNamespace(kv_cache_specs={"a": spec, "b": spec})) is stay
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from nwor.settings import Settings
 from tests import checkpoints, hybrids
 from tests.engines import Outcome
-from tests.nwor import faults
+from tests.nwor import group_faults
 from tests.nwor.on_cpu import spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -86,7 +86,7 @@ def test_blocks_go_from_one_group_to_another(engines, spec):
     plain = engines.run(small, Settings())
     assert not plain.error and plain.metrics["num_preemptions"] > 0, plain.error
     for mode in ("cow", "stage"):
-        outcome = treated(engines, small, mode, faults.held_in_block_0)
+        outcome = treated(engines, small, mode, group_faults.held_in_block_0)
         assert outcome.tokens == plain.tokens
         assert_clean_and_counted(outcome, mode)
 
@@ -94,9 +94,9 @@ def test_blocks_go_from_one_group_to_another(engines, spec):
 @pytest.mark.parametrize(
     ("mode", "fault", "seen"),
     [
-        ("cow", faults.slots_of_another_group, "dirty_layer_steps"),
-        ("cow", faults.verdict_for_one_group, "dirty_layer_steps"),
-        ("stage", faults.verdict_for_one_group, "unwritten_rows"),
+        ("cow", group_faults.slots_of_another_group, "dirty_layer_steps"),
+        ("cow", group_faults.verdict_for_one_group, "dirty_layer_steps"),
+        ("stage", group_faults.verdict_for_one_group, "unwritten_rows"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -107,19 +107,22 @@ def test_a_group_without_its_own_slots_or_verdict_is_seen(engines, spec, mode, f
 
 
 def test_stage_stops_at_slots_of_another_group(engines, spec):
-    outcome = engines.run(spec, Settings(mode="stage"), faults.slots_of_another_group)
+    outcome = engines.run(spec, Settings(mode="stage"), group_faults.slots_of_another_group)
     assert "slot_mapping is a copy, no view of the batch's buffer" in outcome.error
 
 
-def test_eagle3(engines, model, spec, tmp_path):
-    head = checkpoints.random_eagle3(tmp_path / "eagle3", model / "target", draft_vocab_size=288)
-    eagle3 = replace(spec, draft=str(head), method="eagle3")
-    plain = engines.run(eagle3, Settings())
+def test_eagle3(engines, tmp_path):
+    """Of three layers, whose hidden states the head takes."""
+    types = [hybrids.FULL, hybrids.SLIDING, hybrids.SLIDING]
+    pair = hybrids.hybrid_pair(tmp_path, num_hidden_layers=3, layer_types=types, head_dim=64)
+    head = checkpoints.random_eagle3(tmp_path / "eagle3", pair / "target", draft_vocab_size=288)
+    spec = replace(spec_of(pair, block_size=32), draft=str(head), method="eagle3")
+    plain = engines.run(spec, Settings())
     assert not plain.error, plain.error
     for mode in ("cow", "stage"):
-        outcome = treated(engines, eagle3, mode)
+        outcome = treated(engines, spec, mode)
         assert outcome.tokens == plain.tokens
-        assert_clean_and_counted(outcome, mode)
+        assert_clean_and_counted(outcome, mode, 3, slot_bytes=2 * 128 * 4)
 
 
 # Layers with a cache; why stage leaves the model to vLLM's write, where it does.

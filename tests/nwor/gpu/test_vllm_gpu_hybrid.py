@@ -6,7 +6,7 @@ import pytest
 from nwor.settings import Settings
 from nwor_lab.experiments.parity import compare
 from tests import hybrids
-from tests.nwor import faults
+from tests.nwor import group_faults
 from tests.nwor.gpu.on_gpu import GAPS, STACKS, assert_clean_and_counted, both, spec_of, treated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -64,7 +64,7 @@ def test_blocks_go_from_one_group_to_another(engines, hybrid, mode):
     small = {"num_blocks": 72}
     plain = engines.run(spec_of(hybrid, "v2 FA graphs", **small), Settings(), logprobs=5)
     assert not plain.error and plain.metrics["num_preemptions"] > 0, plain.error
-    outcome = treated(engines, hybrid, mode, "v2 FA graphs", faults.held_in_block_0, **small)
+    outcome = treated(engines, hybrid, mode, "v2 FA graphs", group_faults.held_in_block_0, **small)
     assert not outcome.error, outcome.error
     assert_clean_and_counted(outcome, mode, LAYERS)
     assert compare(plain.generation, outcome.generation).within(GAPS["auto"])
@@ -73,9 +73,9 @@ def test_blocks_go_from_one_group_to_another(engines, hybrid, mode):
 @pytest.mark.parametrize(
     ("mode", "fault", "seen"),
     [
-        ("cow", faults.slots_of_another_group_v2, "dirty_layer_steps"),
-        ("stage", faults.slots_of_another_group_v2, "unwritten_rows"),
-        ("stage", faults.verdict_for_one_group, "unwritten_rows"),
+        ("cow", group_faults.slots_of_another_group_v2, "dirty_layer_steps"),
+        ("stage", group_faults.slots_of_another_group_v2, "unwritten_rows"),
+        ("stage", group_faults.verdict_for_one_group, "unwritten_rows"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
