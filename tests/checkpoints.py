@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that vLLM must load: small random pairs, DeepSeek's shape, heads of other kinds and with biases."""
+"""Checkpoints that vLLM must load: random-weight pairs, DeepSeek's shape, heads of other kinds and with biases."""
 
 import json
 import shutil

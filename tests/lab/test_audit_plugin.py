@@ -49,9 +49,7 @@ def test_target_layers_are_those_of_the_target_model():
     assert (index, [*own]) == (0, ["a"]), "b reads what a writes"
 
 
-@pytest.mark.parametrize(
-    "other", [layer_classes.MLAAttention, layer_classes.CrossAttention, layer_classes.StaticSinkAttention, OfOneModel]
-)
+@pytest.mark.parametrize("other", [layer_classes.CrossAttention, layer_classes.StaticSinkAttention, OfOneModel])
 def test_an_audit_of_a_part_is_refused(other):
     layers = {"a": attention_layer(), "b": attention_layer(other), "draft": attention_layer()}
     runner = runner_of(layers, layers["draft"], [["a", "b", "draft"]])

@@ -67,6 +67,7 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Atte
         "kv_sharing_target_layer_name": None,
         "layer_sliding_window": None,
         "use_mm_prefix": False,
+        "use_sparse": False,
     }
     values = of_impl | of_layer | {"scale_of": 1} | changes
     layer = object.__new__(layer_class)

@@ -66,5 +66,5 @@ def test_layers_that_differ(change, message):
 
 @pytest.mark.parametrize("change", [lambda layer: layer.mT, lambda layer: layer.flatten(2)], ids=["rows", "dimensions"])
 def test_layers_that_are_no_paged_views(change):
-    with pytest.raises(ValueError, match="layer 0 is no .blocks, heads, block_size, 2 . head_size. view"):
+    with pytest.raises(ValueError, match="layer 0 is no .blocks, heads, block_size, elements. view"):
         CacheLayout.from_kv_caches([change(layer) for layer in Paged("LBHN").targets()])

@@ -16,8 +16,9 @@ from vllm.model_executor.layers import attention as layer_classes
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
+from nwor.layout import CacheLayout
 from nwor.vllm import attention_gpu, connectors, own_write, support
-from nwor.vllm.context import target_layers
+from nwor.vllm.context import cache_of, target_layers
 from nwor_lab import paths
 from tests.nwor.runners import FUSED, SHARING, gpu_layer, groups_of, make_runner
 
@@ -222,11 +223,13 @@ MATRIX = {
         ({PARALLEL + f"{kind}_context_parallel_size": 2}, {}) for kind in ("decode", "prefill")
     ],
     "layers that share another's cache (Gemma 3n)": [(SHARING, {})],
+    "DeepSeek's attention (MLA)": [({}, {"layer_class": layer_classes.MLAAttention, "use_sparse": False})],
+    "sparse MLA (DeepSeek-V3.2)": [({}, {"layer_class": layer_classes.MLAAttention, "use_sparse": True})],
     "several cache groups: sliding windows beside full attention (Gemma 3, gpt-oss)": [
         ({"kv_cache_config": groups_of(["a"], ["b"])}, {}),
         ({"kv_cache_config": groups_of(["draft"], ["b"], ["a"])}, {}),
     ],
-    "recurrent layers, MLA, any layer of the target whose class no mode knows": [
+    "recurrent layers, any layer of the target whose class no mode knows": [
         ({"kv_cache_config": groups_of([])}, {}),
         ({"kv_cache_config": groups_of(["a", "b", "sparse", "draft"])}, {}),
         ({"kv_cache_config": groups_of(["a", "b"], ["mamba"])}, {}),
@@ -267,7 +270,8 @@ MATRIX = {
     ],
 }
 # Seen above and below, in a step, or while a manager is built:
-# tests/nwor/test_manager.py, test_vllm_modes.py, test_vllm_gpu.py and test_gpu_hooks.py hold these.
+# tests/nwor/test_manager.py, test_vllm_modes.py, test_vllm_parallel.py, test_vllm_drafts.py, test_vllm_gpu.py and
+# test_gpu_hooks.py hold these.
 ELSEWHERE = {
     "ROCm (AITER's unified attention has a hook; the operators are not built for it)",
     "a batch or a window larger than the held rows",
@@ -279,6 +283,9 @@ ELSEWHERE = {
     "`VLLM_BATCH_INVARIANT`",
     "models that write keys and values themselves, or read a layer's once more",
     "an operator that fails the check at start-up",
+    "data parallelism",
+    "drafts whose number follows the batch (`num_speculative_tokens_per_batch_size`), none in large batches included",
+    "Ray's executor",
 }
 
 
@@ -336,8 +343,12 @@ class OfOneModel(Attention):
     """A model's own attention, which may write wherever it likes."""
 
 
+class MLAOfOneModel(layer_classes.MLAAttention):
+    """The same of DeepSeek's."""
+
+
 @pytest.mark.parametrize(
-    "other", [layer_classes.MLAAttention, layer_classes.CrossAttention, layer_classes.StaticSinkAttention, OfOneModel]
+    "other", [MLAOfOneModel, layer_classes.CrossAttention, layer_classes.StaticSinkAttention, OfOneModel]
 )
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_a_group_is_served_whole_or_not_at_all(mode, other):
@@ -351,3 +362,42 @@ def test_a_group_is_served_whole_or_not_at_all(mode, other):
     del context["b"]
     made.kv_cache_config = groups_of(["a", "draft"])
     assert support.why_unsupported(made, target_layers(made), mode) == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "sparse", "why"),
+    [
+        ("cow", False, ""),
+        ("stage", False, "MLA: stage's attention has no latent kernel"),
+        ("direct", False, "MLA: stage's attention has no latent kernel"),
+        ("cow", True, "sparse MLA: the caches of its indexer are not served"),
+        ("stage", True, "sparse MLA: the caches of its indexer are not served"),
+    ],
+)
+def test_mla_is_cows_alone_and_named(mode, sparse, why):
+    """Its layers are found beside a drafter's of the same class, in the same group."""
+    context = {
+        name: gpu_layer("FlashMLAImpl", layer_classes.MLAAttention, use_sparse=sparse) for name in ("a", "b", "draft")
+    }
+    made = make_runner(compilation_config__static_forward_context=context)
+    layers = target_layers(made)
+    assert list(layers) == ["a", "b"]
+    assert support.why_unsupported(made, layers, mode) == why
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "row_bytes"),
+    [(576, torch.bfloat16, 1152), (576, torch.uint8, 576), (656, torch.uint8, 656)],
+    ids=["bf16", "fp8", "fp8_ds_mla"],
+)
+def test_a_latent_cache_has_one_head(width, dtype, row_bytes):
+    """vLLM keeps [blocks, 64, width] of one allocation; fp8_ds_mla's rows are 656 raw bytes."""
+    pool = torch.zeros(2, 5, 64, width, dtype=dtype)
+    layers = [gpu_layer("FlashMLAImpl", layer_classes.MLAAttention, use_sparse=False) for _ in range(2)]
+    for layer, cache in zip(layers, pool, strict=True):
+        layer.kv_cache = cache
+    layout = CacheLayout.from_kv_caches([cache_of(layer) for layer in layers])
+    assert (layout.num_layers, layout.num_heads, layout.block_size) == (2, 1, 64)
+    assert layout.slot_bytes == layout.row_bytes == row_bytes and layout.strides[2] == row_bytes
+    assert layout.layer_offsets.tolist() == [0, 5 * 64 * row_bytes]
+    assert layout.new_rows(70).shape == (2, 2, 1, 64, row_bytes)

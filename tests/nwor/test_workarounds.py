@@ -95,6 +95,62 @@ def test_a_head_is_repaired_when_asked_for_and_only_then(bias, promised, said, m
     assert not promised or not head.model["qkv_proj"].bias.any()
 
 
+class Eagle3(torch.nn.Module):
+    """An EAGLE-3 head's first layer, whose projections vLLM stacks, loaded as vLLM does: into the places there."""
+
+    def __init__(self, rotated: bool = False) -> None:
+        super().__init__()
+        attention = torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(2, 6, bias=False)})
+        layer = torch.nn.ModuleDict({"self_attn": attention, "norm": torch.nn.LayerNorm(2, bias=False)})
+        self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer]), "fc": torch.nn.Linear(6, 2, False)})
+        if rotated:
+            self.permute_qk_weight_for_rotary = None
+
+    def load_weights(self, weights):
+        places = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            place, shard = name.replace("midlayer", "layers.0"), slice(None)
+            for number, letter in enumerate("qkv"):
+                if f".{letter}_proj" in name:
+                    place, shard = place.replace(f".{letter}_proj", ".qkv_proj"), slice(2 * number, 2 * number + 2)
+            if place in places:
+                places[place].data[shard] = tensor
+
+
+ATTENTION = "midlayer.self_attn."
+
+
+def test_biases_of_stacked_layers_go_where_vllm_would_have_them():
+    """A checkpoint may have some of a place's parts alone: the others are zero, and whole zeros make no place."""
+    head = Eagle3()
+    ones, zeros = torch.ones(2), torch.zeros(2)
+    weights = [(ATTENTION + "q_proj.bias", ones), (ATTENTION + "v_proj.bias", zeros), ("fc.bias", zeros)]
+    eagle_bias._make_load(Eagle3.load_weights)(head, iter(weights))
+    attention = head.model["layers"][0]["self_attn"]
+    assert attention["qkv_proj"].bias.tolist() == [1, 1, 0, 0, 0, 0] and head.model["fc"].bias is None
+    assert attention["qkv_proj"](zeros).tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_a_part_that_is_not_zero_is_warned_of_though_the_last_one_is(monkeypatch):
+    warned = []
+    logger = SimpleNamespace(warning=lambda text, *values: warned.append(text % values))
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
+    weights = [(ATTENTION + "q_proj.bias", torch.ones(2)), (ATTENTION + "v_proj.bias", torch.zeros(2))]
+    eagle_bias._make_watch(Eagle3.load_weights)(Eagle3(), iter(weights))
+    assert len(warned) == 1 and "layers.0.self_attn.qkv_proj.bias, which vLLM's EAGLE head drops" in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rotated"), [("midlayer.norm.bias", False), ("lm_head.bias", False), (ATTENTION + "k_proj.bias", True)]
+)
+def test_a_bias_that_cannot_be_applied_stops_the_load_unless_it_is_zero(name, rotated):
+    """A norm's, the logits', and those that Llama 4 would have to turn as it turns their weights."""
+    load = eagle_bias._make_load(Eagle3.load_weights)
+    load(Eagle3(rotated), iter([(name, torch.zeros(2))]))
+    with pytest.raises(ValueError, match="bias is not zero, and vLLM has no place for it"):
+        load(Eagle3(rotated), iter([(name, torch.ones(2))]))
+
+
 @pytest.mark.parametrize("mode", ["off", "cow", "stage"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_no_mode_has_a_drafter_of_its_own(mode, asked, monkeypatch):

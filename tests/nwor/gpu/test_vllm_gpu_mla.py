@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek's attention (MLA) in real vLLM on a GPU, with its own MTP layer: ``cow`` serves, ``stage`` says why not."""
+
+from pathlib import Path
+
+import pytest
+
+from nwor.settings import Settings
+from nwor_lab.engines.engine import EngineSpec
+from tests import checkpoints
+from tests.engines import Outcome
+from tests.nwor import faults
+from tests.nwor.gpu.on_gpu import assert_clean_and_counted
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+STACKS = {
+    "v2 graphs": {"enforce_eager": False},
+    "v2 eager": {},
+    "v2 graphs fp8": {"enforce_eager": False, "kv_cache_dtype": "fp8"},
+    "v2 Triton eager": {"attention_backend": "TRITON_MLA"},
+    "v1 eager": {"runner": "v1"},
+}
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> Path:
+    return checkpoints.random_deepseek(tmp_path_factory.mktemp("deepseek"))
+
+
+def treated(engines, model: Path, mode: str, stack: str, fault=None) -> Outcome:
+    more = {"num_blocks": 96, "kv_cache_memory": 256, **STACKS[stack]}
+    spec = EngineSpec(str(model), method="mtp", k=3, max_num_batched_tokens=96, **more)
+    return engines.run(spec, Settings(mode=mode, audit=True, debug_sync=mode != "off"), fault)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_cow_is_exact_and_leaves_the_cache_clean(engines, deepseek, stack):
+    plain, outcome = treated(engines, deepseek, "off", stack), treated(engines, deepseek, "cow", stack)
+    assert not plain.error and not outcome.error, plain.error + outcome.error
+    assert plain.audit["dirty_layer_steps"] > 0 == plain.audit["unwritten_rows"] + plain.audit["wrong_rows"]
+    assert outcome.tokens == plain.tokens
+    assert_clean_and_counted(outcome, "cow")
+    if STACKS[stack].get("enforce_eager", True):
+        assert outcome.audit["content_checked"] > 0 == outcome.audit["wrong_rows"]
+
+
+def test_stage_names_mla(engines, deepseek):
+    outcome = treated(engines, deepseek, "stage", "v2 graphs")
+    assert not outcome.error, outcome.error
+    [rank] = outcome.ranks
+    assert (rank["serving"], rank["reason"]) == ("off", "MLA: stage's attention has no latent kernel")
+    assert outcome.audit["dirty_layer_steps"] > 0
+
+
+def test_rows_that_are_not_put_back_turn_the_audit_red(engines, deepseek):
+    outcome = treated(engines, deepseek, "cow", "v2 eager", faults.no_restore)
+    assert not outcome.error, outcome.error
+    assert outcome.audit["dirty_layer_steps"] > 0

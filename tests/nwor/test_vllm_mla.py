@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek's attention (MLA) in real vLLM on the CPU: ``cow`` serves its latent rows, other modes say that they do not.
+
+Three target layers and, as the drafter, the model's own MTP layer, whose cache is of the same kind and group.
+"""
+
+from pathlib import Path
+
+import pytest
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+from nwor.settings import Settings
+from nwor_lab.engines.engine import EngineSpec
+from tests import checkpoints
+from tests.engines import PROMPTS, Outcome
+from tests.nwor import faults
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+BLOCKS = 128
+CALL = {"prompts": PROMPTS[:6], "max_tokens": 30}
+CASES = [("mtp", "float32"), ("mtp", "bfloat16"), ("ngram", "float32")]
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> Path:
+    return checkpoints.random_deepseek(tmp_path_factory.mktemp("deepseek"))
+
+
+@pytest.fixture(scope="module")
+def plain(engines, deepseek):
+    cache: dict[tuple, Outcome] = {}
+
+    def run(method: str = "mtp", dtype: str = "float32") -> Outcome:
+        if (method, dtype) not in cache:
+            cache[method, dtype] = treated(engines, deepseek, "off", method, dtype)
+            assert not cache[method, dtype].error, cache[method, dtype].error
+        return cache[method, dtype]
+
+    return run
+
+
+def treated(engines, model: Path, mode: str, method: str = "mtp", dtype: str = "float32", fault=None) -> Outcome:
+    spec = EngineSpec(
+        str(model), method=method, k=3, batch=4, dtype=dtype, num_blocks=BLOCKS, max_num_batched_tokens=512,
+        attention_backend="CPU_MLA",
+    )  # fmt: skip
+    return engines.run(spec, Settings(mode=mode, audit=True, debug_sync=mode != "off"), fault, **CALL)
+
+
+@pytest.mark.parametrize(("method", "dtype"), CASES)
+def test_cow_keeps_rejected_latent_rows_out_of_the_cache(engines, deepseek, plain, method, dtype):
+    vanilla, outcome = plain(method, dtype), treated(engines, deepseek, "cow", method, dtype)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == vanilla.tokens
+    audit, counters, metrics = outcome.audit, outcome.ranks[0]["counters"], outcome.metrics
+    assert vanilla.audit["dirty_layer_steps"] > 0, "the audit's negative control: vLLM leaves them"
+    assert audit["dirty_layer_steps"] == audit["unwritten_rows"] == audit["wrong_rows"] == audit["stray_slots"] == 0
+    assert audit["content_checked"] == audit["kept_rows"] > 1000
+    assert (outcome.ranks[0]["serving"], outcome.ranks[0]["target_layers"]) == ("cow", 3), "the MTP layer is not one"
+    assert counters["windows"] == metrics["spec_decode_num_drafts"]
+    assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"]
+    assert counters["committed_tokens"] == metrics["spec_decode_num_accepted_tokens"] > 0
+    assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
+    assert counters["fallbacks"] == counters["cancelled"] == metrics["nwor_scheduler_mismatches"] == 0
+
+
+@pytest.mark.parametrize("mode", ["stage", "direct"])
+def test_modes_with_an_attention_of_their_own_name_mla(engines, deepseek, plain, mode):
+    outcome = treated(engines, deepseek, mode)
+    assert not outcome.error, outcome.error
+    assert outcome.tokens == plain().tokens
+    [rank] = outcome.ranks
+    assert (rank["serving"], rank["reason"]) == ("off", "MLA: stage's attention has no latent kernel")
+    assert outcome.audit["dirty_slots"] == plain().audit["dirty_slots"] > 0, "vLLM's own write serves"
+
+
+def wrong_latent_row(patch: pytest.MonkeyPatch) -> None:
+    """Each call zeroes the latent part of its first row in the cache, and not in the audit's scratch."""
+    write = CPUMLAImpl.do_kv_cache_update
+
+    def spoil(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more):  # type: ignore[no-untyped-def]
+        write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more)
+        if len(kv_cache) == BLOCKS and slot_mapping[0] >= 0:
+            kv_cache.flatten(0, 1)[slot_mapping[0], :512] = 0
+
+    patch.setattr(CPUMLAImpl, "do_kv_cache_update", spoil)
+
+
+def test_rows_that_are_not_put_back_turn_the_audit_red(engines, deepseek, plain):
+    outcome = treated(engines, deepseek, "cow", fault=faults.no_restore)
+    assert not outcome.error, outcome.error
+    assert outcome.audit["dirty_slots"] == plain().audit["dirty_slots"] > 0
+
+
+def test_rows_with_other_bytes_turn_the_audit_red(engines, deepseek):
+    """The audit has vLLM's own writer make each latent row once more, and compares the bytes."""
+    audit = treated(engines, deepseek, "off", fault=wrong_latent_row).audit
+    assert audit["wrong_rows"] > 0 and audit["content_checked"] == audit["kept_rows"]
