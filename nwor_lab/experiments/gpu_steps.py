@@ -11,7 +11,7 @@ import pandas as pd
 from nwor_lab.builds import join
 from nwor_lab.experiments.parity import of_rows, tolerance
 from nwor_lab.model.ratios import abba_ratio, is_stable
-from nwor_lab.results import tidy
+from nwor_lab.results import Run, tidy
 
 SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that identify a measured setting of whole steps on a GPU."""
@@ -66,16 +66,11 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         }
     )
     ratios["stable"] = is_stable(ratios).groupby(BESIDE).transform("all")
-    compared = steps.groupby([*BESIDE, "mode"])[["metric", "value"]].apply(of_rows)
+    compared = _compared(steps)
     found = pd.DataFrame(map(asdict, compared), compared.index).rename(columns={"equal": "equal_requests"})
     found["shift"] = (found.pop("fourth_powers") / found.pop("places")) ** 0.25
     ratios = ratios.join(found[found["requests"] > 0])
-    caches = compared.index.get_level_values("kv_cache_dtype")
-    good = [
-        parity.within(tolerance("bfloat16", cache, random_weights=True, on_gpu=True))
-        for cache, parity in zip(caches, compared, strict=True)
-    ]
-    ratios["step"] = ratios["step"].where(pd.Series(good, compared.index))
+    ratios["step"] = ratios["step"].where(_at_parity(compared))
     parts = kernels.pivot_table(index=[*BESIDE, "mode"], columns="kind", values="value")
     total = parts.sum(axis=1).unstack("mode")
     kinds = pd.DataFrame(
@@ -88,6 +83,57 @@ def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         }
     )
     return ratios.join(kinds).reset_index().astype({"prompt": int})  # beside rows without one it is read as a float
+
+
+def _compared(steps: pd.DataFrame) -> pd.Series:
+    """The `Parity` of each setting, engine and mode."""
+    return steps.groupby([*BESIDE, "mode"])[["metric", "value"]].apply(of_rows)
+
+
+def _at_parity(compared: pd.Series) -> pd.Series:
+    """Whether each of these is within `parity.tolerance`."""
+    caches = compared.index.get_level_values("kv_cache_dtype")
+    bounds = [tolerance("bfloat16", cache, random_weights=True, on_gpu=True) for cache in caches]
+    return pd.Series([parity.within(bound) for parity, bound in zip(compared, bounds, strict=True)], compared.index)
+
+
+COMPARED = (("stage", "vllm"), ("direct", "vllm"), ("stage", "direct"))
+"""Modes whose steps are compared in table `gpu_direct`; ``vllm`` is an engine that was never patched."""
+
+
+def beside_control(table: pd.DataFrame) -> pd.DataFrame:
+    """One line a setting and pair of modes of `COMPARED`: the first one's step over the other's, in table `gpu_direct`.
+
+    ``direct`` over ``vllm`` is what NWOR's attention gains; ``stage`` over ``direct``, which has the same attention, is
+    what holding rows back costs or saves.
+
+    Returns:
+        Columns `SETTING`, `mode` and `beside`; `ratio`, the `ratios.abba_ratio` of median steps, NaN where a mode is
+        not at parity; `low` and `high`, the range over repeats.
+    """
+    steps = table[(table["metric"] == "step_ms") & (table["mode"] != "off")]
+    medians = steps.groupby([*SETTING, "repeat", "mode"])["value"].median().unstack("mode")
+    good = _at_parity(_compared(table)).groupby([*SETTING, "mode"]).all().unstack("mode")
+    parts = []
+    for mode, beside in COMPARED:
+        every = (medians[mode] / medians[beside]).dropna().groupby(SETTING)
+        ratio = every.apply(lambda setting: abba_ratio(setting.droplevel(SETTING)))
+        part = pd.DataFrame({"ratio": ratio.where(good[mode] & good[beside]), "low": every.min(), "high": every.max()})
+        parts.append(part.reset_index().assign(mode=mode, beside=beside))
+    return pd.concat(parts, ignore_index=True).astype({"prompt": int})
+
+
+def claim(run: Run, table: pd.DataFrame, origin: str = "recorded") -> None:
+    """Record what must hold of the steps beside the control."""
+    points = beside_control(table)
+    worst = points.groupby(["mode", "beside"])["ratio"].max()  # a setting without parity has no ratio
+    whole = bool(points["ratio"].notna().all())
+    for mode, words in (("stage", "stage's step"), ("direct", "its control's step (direct)")):
+        ratio = worst[mode, "vllm"]
+        run.claim(f"{words} over that of vLLM never patched, worst setting", "< 1", ratio, whole and ratio < 1, origin)
+    ratio = worst["stage", "direct"]
+    text = "stage's step over its control's: what holding drafts back costs, worst setting"
+    run.claim(text, 1.005, ratio, whole and ratio <= 1.005, origin)
 
 
 def step_table(table: pd.DataFrame) -> pd.DataFrame:

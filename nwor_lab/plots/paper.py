@@ -222,7 +222,7 @@ def measured_steps(found: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
-    "headline": (headline, ("gpu_steps",)),
+    "headline": (headline, ("gpu_direct",)),
     "policies": (policies, ("reference", "traffic")),
     "acceptance_by_position": (acceptance, ("acceptance",)),
     "acceptance_at_scale": (acceptance_at_scale, ("acceptance", "gpu_acceptance")),

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import paths, results
+from nwor_lab.experiments.gpu_steps import beside_control
 from nwor_lab.model import predicted, ratios
 from nwor_lab.plots import style
 
@@ -30,28 +31,54 @@ def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
-    """Draw the README's figure as a PNG: `stage` and `cow` over vanilla by batch, a panel for each cache dtype.
+    """Draw the README's figure as a PNG: `stage` and its control `direct` over vLLM never patched, by batch.
+
+    A panel for each number of KV heads; error bars are the range over repeats.
+
+    Args:
+        steps: table `gpu_direct`, by default the recorded one.
+    """
+    points = beside_control(results.read_table("gpu_direct", paths.RECORDED) if steps is None else steps)
+    points = points[points["beside"] == "vllm"].rename(columns={"ratio": "measured"})
+    points["panel"] = points["kv_heads"].astype(str) + " KV heads"
+    return _over_batch(
+        path, points.sort_values("kv_heads", ascending=False, kind="stable"), "vanilla vLLM, never patched"
+    )
+
+
+def modes_over_batch(path: Path, steps: pd.DataFrame) -> Path:
+    """Draw `stage` and `cow` over vanilla by batch as a PNG, a panel for each cache dtype.
 
     One rank, k=8, prompts of 512 tokens, 32 and 8 KV heads; error bars are the range over repeats.
 
     Args:
-        steps: table `gpu_steps`, by default the recorded one.
+        steps: table `gpu_steps`.
     """
-    points = ratio_points(results.read_table("gpu_steps", paths.RECORDED) if steps is None else steps)
+    points = ratio_points(steps)
     points = points[points["stable"]].query("tp == 1 and k == 8 and prompt == 512")
-    panels = list(points.groupby("cache"))
-    fig, axes = style.figure(style.TWO_COLUMNS, 2.5, ncols=len(panels), sharey=True, squeeze=False)
+    only = points.groupby("cache")["mode"].transform("nunique").map(lambda n: "" if n > 1 else ", cow not measured")
+    points["panel"] = points["cache"] + " cache" + only
+    return _over_batch(path, points, "vanilla vLLM")
+
+
+def _over_batch(path: Path, points: pd.DataFrame, baseline: str) -> Path:
+    """Draw `measured` over the batch, a panel for each value of column `panel` in the order of its rows."""
+    names = points["panel"].unique()
+    fig, axes = style.figure(style.TWO_COLUMNS, 2.5, ncols=len(names), sharey=True, squeeze=False)
     batches = sorted(points["batch"].unique())
-    for ax, (cache, panel) in zip(axes[0], panels, strict=True):
+    for ax, name in zip(axes[0], names, strict=True):
+        panel = points[points["panel"] == name]
+        several = panel["kv_heads"].nunique() > 1
         series = panel.sort_values(["mode", "kv_heads"], ascending=False).groupby(["mode", "kv_heads"], sort=False)
         for n, ((_, heads), rows) in enumerate(series):
-            look: Any = {"linestyle": "-"} if heads == 32 else {"linestyle": "--", "markerfacecolor": "white"}
-            at = [batches.index(batch) + 0.06 * (n - 1.5) for batch in rows["batch"]]
-            rows, label = rows.assign(at=at).sort_values("at"), f"{{}}, {heads} KV heads"
+            look: Any = (
+                {"linestyle": "--", "markerfacecolor": "white"} if several and heads != 32 else {"linestyle": "-"}
+            )
+            at = [batches.index(batch) + 0.06 * (n - (len(series) - 1) / 2) for batch in rows["batch"]]
+            rows, label = rows.assign(at=at).sort_values("at"), "{}" + f", {heads} KV heads" * several
             style.series(ax, rows, "at", "measured", "mode", label=label, elinewidth=0.8, capsize=2, **look)
-        ax.axhline(1, color="black", linewidth=1, label="vanilla vLLM")
-        only = "" if panel["mode"].nunique() > 1 else " (copy-on-write was not measured)"
-        ax.set(title=f"{cache} cache{only}", xlabel="requests in the batch")
+        ax.axhline(1, color="black", linewidth=1, label=baseline)
+        ax.set(title=name, xlabel="requests in the batch")
         ax.set_xticks(range(len(batches)), batches)
     axes[0, 0].set_ylabel("step time over vanilla's\n(below 1: faster)")
     style.legend(axes[0, 0], ncols=3)

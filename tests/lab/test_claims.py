@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from nwor_lab import claim_table, paths, results
-from nwor_lab.experiments import acceptance, shipping
+from nwor_lab.experiments import acceptance, gpu_steps, shipping
 from nwor_lab.model import predicted
 from nwor_lab.model.breakeven import H200, Chip
 from nwor_lab.model.traffic import Traffic
@@ -84,6 +84,10 @@ def shipped() -> Inputs:
     return "here", results.tidy(rows)
 
 
+def controlled() -> Inputs:
+    return (recorded("gpu_direct"),)
+
+
 def bandwidth() -> Inputs:
     return kernels.select(recorded("kernel_times")), recorded("kernel_counters")
 
@@ -108,6 +112,7 @@ HONEST: dict[str, tuple[Callable[..., None], Callable[[], Inputs]]] = {
     "01": (claim_reference, reference),
     "02": (check.claim, operators),
     "03": (acceptance.claim, accepted),
+    "04": (gpu_steps.claim, controlled),
     "05": (shipping.claim, shipped),
     "06": (kernels.claim, bandwidth),
     "07": (attention.claim, attended),
@@ -173,6 +178,18 @@ def no_effect(points: pd.DataFrame) -> pd.DataFrame:
     return points.assign(measured=1 + np.random.default_rng(0).normal(0, 0.005, len(points)))
 
 
+def as_long_as(mode: str, factor: float, *others: str) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    """Steps of the other modes take `factor` of that mode's, sample by sample."""
+
+    def changed(table: pd.DataFrame) -> pd.DataFrame:
+        timed = (table["metric"] == "step_ms") & table["mode"].isin(others)
+        base = table[(table["metric"] == "step_ms") & (table["mode"] == mode)]
+        made = [base.assign(mode=other, engine=other, value=base["value"] * factor) for other in others]
+        return pd.concat([table[~timed], *made], ignore_index=True)
+
+    return changed
+
+
 OURS = "op in ('commit', 'log', 'restore')"
 REJECTED = "metric == 'shipped_rejected'"
 PRECISE = "error against fp32 over FlashAttention 3's"
@@ -213,6 +230,12 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
     ("03", "no draft is ever right", change(0, no_right_draft), ["mean acceptance length", "this run's against"]),
     ("03", "any k alike", change(0, any_k_alike), ["rejected share of written rows at the shorter k"]),
     ("03", "any k alike at scale", change(1, any_k_alike), ["at scale"]),
+    ("04", "the kernel gains nothing", change(0, as_long_as("vllm", 1, "direct", "stage")),
+     ["stage's step over that of vLLM", "its control's step"]),
+    ("04", "holding drafts back costs a hundredth", change(0, as_long_as("direct", 1.01, "stage")),
+     ["over its control's"]),
+    ("04", "tokens are not vanilla's", change(0, set_where("metric == 'fourth_powers'", value=1e9)),
+     ["stage's step over that of vLLM", "its control's step", "over its control's"]),
     ("05", "a mode leaves what vanilla leaves", change(1, set_where(f"{REJECTED} and watermark == '{shipping.ONCE}'",
      value=25)), ["leave under cow", "leave under stage"]),
     ("05", "a commit comes behind the save", change(1, set_where("mode == 'stage' and metric == 'shipped_unwritten'",
