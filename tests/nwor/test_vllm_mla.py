@@ -17,8 +17,6 @@ from tests.nwor import faults
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-BLOCKS = 128
-CALL = {"prompts": PROMPTS[:6], "max_tokens": 30}
 CASES = [("mtp", "float32"), ("mtp", "bfloat16"), ("ngram", "float32")]
 
 
@@ -33,30 +31,41 @@ def plain(engines, deepseek):
 
     def run(method: str = "mtp", dtype: str = "float32") -> Outcome:
         if (method, dtype) not in cache:
-            cache[method, dtype] = treated(engines, deepseek, "off", method, dtype)
+            prompts = misleading(run().tokens) if method == "ngram" else PROMPTS[:6]
+            cache[method, dtype] = treated(engines, deepseek, "off", method, dtype, prompts=prompts)
             assert not cache[method, dtype].error, cache[method, dtype].error
         return cache[method, dtype]
 
     return run
 
 
-def treated(engines, model: Path, mode: str, method: str = "mtp", dtype: str = "float32", fault=None) -> Outcome:
+def misleading(answers: list[list[int]]) -> list[list[int]]:
+    """Prompts whose answers come by three tokens of the prompt, and go on otherwise: what ngram drafts is rejected."""
+    return [[*answer[3:6], 5, 6, 7, answer[0]] for answer in answers]
+
+
+def treated(
+    engines, model: Path, mode: str, method: str = "mtp", dtype: str = "float32", fault=None, prompts=PROMPTS[:6]
+) -> Outcome:
     spec = EngineSpec(
-        str(model), method=method, k=3, batch=4, dtype=dtype, num_blocks=BLOCKS, max_num_batched_tokens=512,
+        str(model), method=method, k=3, batch=4, dtype=dtype, num_blocks=128, max_num_batched_tokens=512,
         attention_backend="CPU_MLA",
     )  # fmt: skip
-    return engines.run(spec, Settings(mode=mode, audit=True, debug_sync=mode != "off"), fault, **CALL)
+    settings = Settings(mode=mode, audit=True, debug_sync=mode != "off" and not fault)
+    return engines.run(spec, settings, fault, prompts=prompts, max_tokens=30)
 
 
 @pytest.mark.parametrize(("method", "dtype"), CASES)
 def test_cow_keeps_rejected_latent_rows_out_of_the_cache(engines, deepseek, plain, method, dtype):
-    vanilla, outcome = plain(method, dtype), treated(engines, deepseek, "cow", method, dtype)
+    vanilla = plain(method, dtype)
+    prompts = misleading(plain().tokens) if method == "ngram" else PROMPTS[:6]
+    outcome = treated(engines, deepseek, "cow", method, dtype, prompts=prompts)
     assert not outcome.error, outcome.error
     assert outcome.tokens == vanilla.tokens
     audit, counters, metrics = outcome.audit, outcome.ranks[0]["counters"], outcome.metrics
     assert vanilla.audit["dirty_layer_steps"] > 0, "the audit's negative control: vLLM leaves them"
     assert audit["dirty_layer_steps"] == audit["unwritten_rows"] == audit["wrong_rows"] == audit["stray_slots"] == 0
-    assert audit["content_checked"] == audit["kept_rows"] > 1000
+    assert audit["content_checked"] == audit["kept_rows"] > 300
     assert (outcome.ranks[0]["serving"], outcome.ranks[0]["target_layers"]) == ("cow", 3), "the MTP layer is not one"
     assert counters["windows"] == metrics["spec_decode_num_drafts"]
     assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"]
@@ -81,7 +90,7 @@ def wrong_latent_row(patch: pytest.MonkeyPatch) -> None:
 
     def spoil(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more):  # type: ignore[no-untyped-def]
         write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more)
-        if len(kv_cache) == BLOCKS and slot_mapping[0] >= 0:
+        if kv_cache.untyped_storage().nbytes() > kv_cache.nbytes and slot_mapping[0] >= 0:  # layers share an allocation
             kv_cache.flatten(0, 1)[slot_mapping[0], :512] = 0
 
     patch.setattr(CPUMLAImpl, "do_kv_cache_update", spoil)

@@ -60,39 +60,33 @@ class TestFcBias:
         return replace(spec_of(model), draft=str(folder / "eagle"))
 
 
-def make_eagle3(model: Path, folder: Path) -> Path:
-    return checkpoints.random_eagle3(folder / "plain", model / "target")
-
-
-def make_llama4(model: Path, folder: Path) -> Path:
-    return checkpoints.llama4_head(folder / "plain", model / "eagle")
-
-
 @pytest.mark.parametrize(
-    ("make", "method", "name", "width"),
-    [
-        (make_eagle3, "eagle3", "fc.bias", 128),
-        (make_eagle3, "eagle3", "midlayer.self_attn.v_proj.bias", 64),
-        (make_llama4, "eagle", "fc.bias", 128),
-    ],
+    ("method", "name"),
+    [("eagle3", "fc.bias"), ("eagle3", "midlayer.self_attn.v_proj.bias"), ("eagle", "fc.bias")],
+    ids=["eagle3 fc", "eagle3 values", "llama4 fc"],
 )
-def test_biases_of_other_heads(engines, model, tmp_path, make, method, name, width):
-    """Applied when asked for, which spoils these drafts; dropped else, as zeros are."""
-    made, loud = make(model, tmp_path), 10.0 * torch.randn(width, generator=torch.Generator().manual_seed(1))
+def test_biases_of_other_heads(engines, tmp_path, method, name):
+    """Applied when asked for, which changes what is drafted; dropped else, as zeros are."""
+    checkpoints.random_pair(tmp_path, noise=0.3, head_dim=64)
+    if method == "eagle3":
+        head = checkpoints.random_eagle3(tmp_path / "plain", tmp_path / "target")
+    else:
+        head = checkpoints.llama4_head(tmp_path / "plain", tmp_path / "eagle")
 
     def drafted(folder: Path, repaired: bool) -> dict[str, float]:
-        spec = replace(spec_of(model), draft=str(folder), method=method)
-        outcome = engines.run(spec, Settings(eagle_bias=repaired))
+        outcome = engines.run(
+            replace(spec_of(tmp_path), draft=str(folder), method=method), Settings(eagle_bias=repaired)
+        )
         assert not outcome.error, outcome.error
         return outcome.generation.counters
 
-    biased = checkpoints.write_biased_copy(made, tmp_path / "biased", loud, name)
-    zeros = checkpoints.write_biased_copy(made, tmp_path / "zeros", torch.zeros(width), name)
-    plain = drafted(made, False)
+    loud = 10.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
+    biased = checkpoints.write_biased_copy(head, tmp_path / "biased", loud, name)
+    zeros = checkpoints.write_biased_copy(head, tmp_path / "zeros", torch.zeros(128), name)
+    plain = drafted(head, False)
     assert plain["accepted_tokens"] > plain["drafts"] / 4
     assert drafted(biased, False) == drafted(zeros, True) == plain
-    applied = drafted(biased, True)
-    assert applied["accepted_tokens"] / applied["drafts"] < 0.8 * plain["accepted_tokens"] / plain["drafts"]
+    assert drafted(biased, True) != plain
 
 
 def test_cpu_sampling_takes_the_temperature_it_was_given(engines, model):
