@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
+
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import support
@@ -41,6 +43,19 @@ def test_a_layer_that_shares_a_cache_is_no_target_layer():
     made.compilation_config.static_forward_context |= context
     assert [*target_layers(made)] == ["a", "b"] and sharing_layers(made) == {"reader"}
     assert target_groups(made, target_layers(made)) == {0: [context["a"], context["b"]]}
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_recurrent_layers_are_named(mode):
+    """Beside attention in groups of its own that would be served."""
+    layers = {"a": gpu_layer(), "b": gpu_layer()}
+    made = make_runner(
+        kv_cache_config=groups_of(["a"], ["b", "draft"], ["state"]),
+        compilation_config__static_forward_context=layers | {"state": object.__new__(ShortConv)},
+    )
+    why = "a hybrid model: 1 of its layers are not served, state (ShortConv) among them"
+    assert support.why_unsupported(made, layers, mode) == why
+    assert support.why_unsupported(make_runner(kv_cache_config=groups_of(["draft"])), {}, mode) == "no attention layers"
 
 
 def test_each_cache_group_has_its_own_layers():
