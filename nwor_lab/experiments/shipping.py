@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from nwor_lab.experiments.plan import settings_of
 from nwor_lab.results import Run
 
 MODES = ("off", "cow", "stage")
-NOW, ONCE = "as vLLM ships", "as it did before"
-COUNTED = {"shipped_slots": "slots", "shipped_rejected": "rows", "shipped_unwritten": "rows"}
+NOW, ONCE = "as vLLM ships", "as before its repair"
+COUNTED = ("shipped_slots", "shipped_rejected", "shipped_unwritten")
 
 
 def measure(given: Sequence[object], logs: Path) -> pd.DataFrame:
@@ -32,13 +33,10 @@ def measure(given: Sequence[object], logs: Path) -> pd.DataFrame:
     took the token sampled last for one whose keys and values are in the cache. Each prompt is cut three quarters
     into each of its blocks, and answered to the end of that block.
 
-    Args:
-        given: options of `nwor bench`; those of answers and times do not matter.
-        logs: beginning of the paths of the engines' logs.
+    given: options of `nwor bench`; those of answers and times do not matter. logs: beginning of the logs' paths.
 
     Returns:
-        One row a mode, `watermark` (`NOW` or `ONCE`) and metric: those of `COUNTED`, over layers and ranks, and
-        `last_slots`, the slots of the answers' last tokens among them if all were shipped.
+        Rows of the metrics `COUNTED`, over layers and ranks, by mode and `watermark` (`NOW` or `ONCE`).
     """
     spec, plan, prompts = options.parse_config(options.parser("bench", "").parse_args([*map(str, given)]))
     # A step ahead of the scheduler, a GPU would write the row of the token sampled last after all.
@@ -51,26 +49,21 @@ def measure(given: Sequence[object], logs: Path) -> pd.DataFrame:
 
 def _shipped(engine: Engine, prompts: list[list[int]]) -> pd.DataFrame:
     """The rows of one engine."""
-    block, lines = engine.on_scheduler(_block_size), []
+    block, lines = engine.on_scheduler(attrgetter("block_size")), []
     tokens, room = block // 4, engine.spec.max_model_len - engine.spec.k
-    asked = [prompt[: end - tokens] for prompt in prompts for end in range(block, min(len(prompt), room) + 1, block)]
-    for watermark, prepare in {NOW: _forget_blocks, ONCE: _ship_last_slots}.items():
-        engine.on_scheduler(prepare)
+    ends = [range(block, max(block, min(len(prompt), room)) + 1, block) for prompt in prompts]
+    asked = [(prompt * block)[: end - tokens] for prompt, each in zip(prompts, ends, strict=True) for end in each]
+    for watermark in (NOW, ONCE):
+        engine.on_scheduler(_forget_blocks)
+        if watermark == ONCE:
+            engine.on_scheduler(ship_last_slots)
         engine.on_every_rank(partial(begin, seed=engine.spec.seed))
         engine.generate(asked, tokens)
         engine.generate([asked[0][:1]], 1)  # steps in which the last blocks leave
         audits = [rank["audit"] for rank in engine.report()]
-        counts = {name: (sum(audit[name] for audit in audits), unit) for name, unit in COUNTED.items()}
-        layers = sum(audit["layer_steps"] // audit["steps"] for audit in audits)
-        counts["last_slots"] = len(asked) * layers, "slots"
-        lines += [
-            {"watermark": watermark, "metric": name, "value": n, "unit": unit} for name, (n, unit) in counts.items()
-        ]
-    return pd.DataFrame(lines)
-
-
-def _block_size(scheduler: Any) -> int:
-    return scheduler.block_size
+        counts = {metric: sum(audit[metric] for audit in audits) for metric in COUNTED}
+        lines += [{"watermark": watermark, "metric": metric, "value": counts[metric]} for metric in COUNTED]
+    return pd.DataFrame(lines).assign(unit="slots")
 
 
 def _forget_blocks(scheduler: Any) -> None:
@@ -78,15 +71,10 @@ def _forget_blocks(scheduler: Any) -> None:
         raise RuntimeError("vLLM still holds blocks of requests that have ended, and would not ship them anew")
 
 
-def _ship_last_slots(scheduler: Any) -> None:
-    _forget_blocks(scheduler)
-    ship_last_slots(scheduler)
-
-
 def overview(table: pd.DataFrame) -> pd.DataFrame:
     """One line a watermark and mode, a column a metric."""
     wide = table.pivot_table(index=["watermark", "mode"], columns="metric", values="value", aggfunc="sum", sort=False)
-    return wide[[*COUNTED, "last_slots"]].astype(int).rename_axis(columns=None)
+    return wide[[*COUNTED]].astype(int).rename_axis(columns=None)
 
 
 def claim(run: Run, where: str, table: pd.DataFrame) -> None:
@@ -97,8 +85,7 @@ def claim(run: Run, where: str, table: pd.DataFrame) -> None:
         slots, wrong = counts.xs(mode, level="mode")["shipped_slots"], int(faults.xs(mode, level="mode").sum())
         text = f"{where}: rejected or unwritten rows that leave under {mode}, of {slots.sum()} slots shipped"
         run.claim(text, 0, wrong, bool((slots > 0).all()) and wrong == 0)
-    slots, wrong = int(counts.loc[(NOW, "off"), "shipped_slots"]), int(faults[NOW, "off"])
-    run.claim(f"{where}: those that leave vanilla as vLLM ships, of {slots}", 0, wrong, slots > 0 and wrong == 0)
-    most, left = int(counts.loc[(ONCE, "off"), "last_slots"]), int(counts.loc[(ONCE, "off"), "shipped_rejected"])
-    text = f"{where}: rejected rows that leave vanilla as vLLM shipped before its repair, each an answer's last slot"
-    run.expect(text, f"1 to {most}", left, 1 <= left <= most)
+    slots, wrong = counts.loc[(NOW, "off"), "shipped_slots"], int(faults[NOW, "off"])
+    run.claim(f"{where}: such rows that leave vanilla {NOW}, of {slots} slots", 0, wrong, slots > 0 and wrong == 0)
+    left = int(counts.loc[(ONCE, "off"), "shipped_rejected"])
+    run.expect(f"{where}: rejected rows that leave vanilla {ONCE}", "> 0", left, left > 0)

@@ -136,27 +136,6 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
     return style.save(fig, run, "left_behind", rows, caption)
 
 
-def shipped(run: results.Run | Path, table: pd.DataFrame) -> Path:
-    """Draw the rejected rows that left each mode's cache, by how vLLM ships.
-
-    Args:
-        table: rows `shipped_rejected` of `nwor_lab.experiments.shipping.measure`, as a table.
-    """
-    rows = table[table["metric"] == "shipped_rejected"]
-    fig, ax = style.figure(height=2.0)
-    style.bars(ax, rows, x="watermark")
-    for bars in ax.containers:
-        ax.bar_label(bars, fmt="{:.0f}", fontsize=7)
-    ax.set(ylabel="rejected rows shipped,\nall layers", ylim=(0, 1.2 * max(1, rows["value"].max())))
-    style.legend(ax, ncols=3)
-    caption = (
-        "Slots, over layers and ranks, that vLLM's OffloadingConnector copied out of the cache while they held a "
-        "rejected draft's keys and values. Every answer ends with a block; before its repair vLLM shipped that block's "
-        "last slot too."
-    )
-    return style.save(fig, run, "shipped", rows, caption)
-
-
 def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw the share of a step that the paged write takes, by batch, KV heads and cache, a panel for each TP."""
     rows = frame[frame["metric"] == "kv_write_share"].copy()
