@@ -51,9 +51,9 @@ def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS, 
     assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"] == kept + rejected
     assert kept == metrics["spec_decode_num_accepted_tokens"] > 0 and rejected > 0
     assert counters["stage_operations"] == layers * counters["staged_tokens"]
-    written = kept + 2 * rejected if mode == "cow" else kept
-    assert counters["bytes_written"] == written * layers * slot_bytes
-    assert counters["bytes_avoided"] == (0 if mode == "cow" else rejected * layers * slot_bytes)
+    copied, row = kept + 2 * rejected if mode == "cow" else kept, layers * slot_bytes
+    assert counters["bytes_written"] == (counters["windows"] + counters["staged_tokens"] + copied) * row
+    assert counters["bytes_avoided"] == -2 * copied * row, "a CPU saves nothing"
     assert counters["fallbacks"] == counters["cancelled"] == 0
     assert metrics["nwor_scheduler_checks"] > 10 and metrics["nwor_scheduler_mismatches"] == 0
 
