@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One small window through a mode at start-up, on this device and with these layers, before any request meets it.
 
-Pages are scratch of the model's own layout, filled by vLLM's own writer, or under ``cow``, which serves writers of any
-kind, with random bytes. What the mode leaves in them is compared with what is there when the kept rows alone are
-written, or under ``direct`` all rows, and where a mode has an attention of its own that with plain PyTorch.
+It runs over scratch pages of the model's own layout. Under ``cow``, which serves writers of any kind, all their bytes
+change between `begin` and `commit`, and those of the rejected rows alone must come back. The modes that attend go
+through the hooks: pages must be as vLLM's writer makes them of the kept rows (``direct``: of all), and the attention
+as plain PyTorch has it. Keys and values are multiples of 1/4 up to 2, exact in every cache dtype.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,9 @@ from nwor.settings import ATTENDING
 from nwor.vllm.context import LayerContext
 
 # Relative error over all outputs: ten times that of sums in another order, a tenth of that of a row unseen.
-_TOLERANCE = {torch.float32: 1e-4}
-_ROUNDED = 2e-2
-_LARGEST_BATCH = 64  # larger ones are run as it is, and would take scratch that a GPU has not left
-_QUANTISED = 0.3  # of a row in fp8 beside what was to be written
+_TOLERANCE_FLOAT32, _TOLERANCE = 1e-4, 2e-2
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # larger ones are run as it is, and would take scratch that a GPU has not left
+_ABOVE = 1.02  # times a number of fp8: both of vLLM's writers, rounding to nearest or towards zero, make that number
 
 
 def failure(manager: DraftCommitManager, layers: Sequence[Any]) -> str:
@@ -36,12 +36,15 @@ def failure(manager: DraftCommitManager, layers: Sequence[Any]) -> str:
     Raises:
         torch.cuda.OutOfMemoryError: there is no room for a window.
     """
-    checked = _one_of_each_shape(layers) if manager.mode in ATTENDING else layers[:2]
+    attends, most = manager.mode in ATTENDING, len(manager.slots)
+    checked = _one_of_each_shape(layers) if attends else layers[:2]
+    # On a GPU a kernel is compiled for several sizes of batches, which start-up needs anyway.
+    sizes = {min(most, size) for size in _BATCHES} if attends and manager.slots.is_cuda else {min(most, 2)}
     try:
-        for requests in _batches(len(manager.slots), manager.slots.is_cuda and manager.mode in ATTENDING):
+        for requests in sorted(sizes):
             window = _Window(manager, checked, requests)
-            if wrong := window.wrong():
-                return f"the check at start-up failed, {wrong} of {requests} requests"
+            if wrong := window.wrong_attention() if attends else window.wrong_restore():
+                return f"the check at start-up failed, {wrong}: a window of {requests} requests"
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001  (a kernel fails in ways of its own, to compile among them)
@@ -53,236 +56,159 @@ def failure(manager: DraftCommitManager, layers: Sequence[Any]) -> str:
 
 
 def _one_of_each_shape(layers: Sequence[Any]) -> list[Any]:
-    """The first layer of each kind of attention, and one more, since the operators move several layers at once."""
-    found: dict[tuple, Any] = {}
-    for layer in layers:
-        impl = layer.impl
-        shape = impl.num_heads, impl.head_size, impl.scale, impl.logits_soft_cap, impl.sliding_window, layer.dtype
-        found.setdefault(shape, layer)
-    others = [layer for layer in layers if all(layer is not one for one in found.values())]
-    return [*found.values(), *others[:1]]
-
-
-def _batches(most: int, all_kernels: bool) -> Iterator[int]:
-    """Sizes of batches to check: on a GPU a kernel is compiled for several of them, which start-up needs anyway."""
-    if not all_kernels:
-        yield min(most, 2)
-        return
-    size = 1
-    while size < min(most, _LARGEST_BATCH):
-        yield size
-        size *= 2
-    yield min(size, most)
+    """The first two layers, since the operators move several at once, and one of each further kind of attention."""
+    shapes = [
+        (impl.num_heads, impl.head_size, impl.scale, impl.logits_soft_cap, impl.sliding_window, layer.dtype)
+        for layer, impl in ((layer, layer.impl) for layer in layers)
+    ]
+    return [layer for index, layer in enumerate(layers) if index < 2 or shapes[index] not in shapes[:index]]
 
 
 class _Window:
-    """A batch of verify windows over scratch pages: every other request has one draft, the others `max_drafts`."""
+    """A batch of verify windows over scratch pages: every other request has one draft, the others `max_drafts`.
+
+    lengths, tails, rejected: int [R], a request's positions, the rows of its query, and the drafts that it loses.
+    slots: int64 [R, P], of each position. in_prefix, in_query, kept: bool [R, P], the positions that are in the pages
+    before, those that this step computes, and those of them that stay.
+    """
 
     def __init__(self, manager: DraftCommitManager, layers: Sequence[Any], requests: int) -> None:
-        layout, max_drafts = manager.layout, manager.max_drafts
-        n, device = layout.block_size, layout.pool.device
-        tails = [max_drafts + 1 if request % 2 == 0 else 2 for request in range(requests)]
-        self.prefixes = [n + 5 if request % 2 == 0 else 3 for request in range(requests)]
-        self.rejected = [request // 2 % 2 if request % 2 else tail // 2 for request, tail in enumerate(tails)]
-        self.layers, self.tails, self.device = layers, tails, device
+        layout, max_drafts, device = manager.layout, manager.max_drafts, manager.layout.pool.device
+        n, number = layout.block_size, torch.arange(requests, device=device)
+        self.layers, self.random = layers, torch.Generator().manual_seed(0)
+        self.tails = torch.where(number % 2 == 0, max_drafts + 1, 2)
+        self.lengths = torch.where(number % 2 == 0, n + 5, 3) + self.tails
+        self.rejected = torch.where(number % 2 == 0, self.tails // 2, number // 2 % 2).int()
+        self.query_start_loc = torch.nn.functional.pad(self.tails.cumsum(0), (1, 0)).int()
+
+        position = torch.arange(n + 5 + max_drafts + 1, device=device)
+        first, last, end = ((self.lengths - fewer)[:, None] for fewer in (self.tails, self.rejected, 0))
+        self.in_prefix, self.in_query = position < first, (position >= first) & (position < end)
+        self.kept = self.in_query & (position < last)
+        blocks = -(-len(position) // n)
+        self.block_table = torch.randperm(requests * blocks, generator=self.random).view(requests, blocks).to(device)
+        self.slots = self.block_table[:, position // n] * n + position % n
+        self.slot_mapping = self.slots[self.in_query]
+
         some = replace(layout, layer_offsets=layout.layer_offsets[: len(layers)])
-        blocks = -(-(n + 5 + max_drafts + 1) // n)
         # A block more than there are requests for: where nothing may be read, it is NaN in every dtype.
         self.pages = some.new_rows((requests * blocks + 1) * n).fill_(0xFF)
         self.layout = CacheLayout.from_kv_caches(self._caches(self.pages), layout.packing)
-        order = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(0))
-        self.block_table = order.view(requests, blocks).to(device, torch.int32)
-        self.slots = [
-            (order.view(requests, blocks).repeat_interleave(n, dim=1) * n + torch.arange(n).repeat(blocks))[request][
-                : prefix + tail
-            ].to(device)
-            for request, (prefix, tail) in enumerate(zip(self.prefixes, tails, strict=True))
-        ]
         self.manager = DraftCommitManager(
-            self.layout, manager.mode, requests, max_drafts, sum(tails), attention=manager.attention
+            self.layout, manager.mode, requests, max_drafts, len(self.slot_mapping), attention=manager.attention
         )
-        generator = torch.Generator().manual_seed(0)
-        if manager.mode in ATTENDING:
-            self.rows = [self._random_rows(layer, generator) for layer in layers]
-        else:
-            shape = len(layers), len(torch.cat(self.slots)), layout.num_heads, layout.row_bytes
-            bytes_ = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-            self.bytes = bytes_.to(device)
 
     def _caches(self, pages: Tensor) -> list[Tensor]:
         """Each layer's scratch as vLLM sees its cache: [blocks, H, N, 2 * head_size]."""
-        dtype = self.layers[0].kv_cache.dtype
-        return [page.view(dtype) for page in pages]
+        return [page.view(self.layers[0].kv_cache.dtype) for page in pages]
 
-    def _random_rows(self, layer: Any, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, Hq, D] of the tails, keys and values [P, H, D] of all positions, request by request."""
-        heads, kv_heads, size = layer.impl.num_heads, self.layout.num_heads, layer.impl.head_size
-        positions = sum(self.prefixes) + sum(self.tails)
-        query = torch.randn(sum(self.tails), heads, size, generator=generator)
-        key = torch.randn(positions, kv_heads, size, generator=generator) * layer._k_scale_float
-        value = torch.randn(positions, kv_heads, size, generator=generator) * layer._v_scale_float
-        return query.to(self.device, layer.dtype), key.to(self.device, layer.dtype), value.to(self.device, layer.dtype)
+    def _begin(self) -> None:
+        if not self.manager.begin(self.query_start_loc, self.query_start_loc, self.slot_mapping):
+            raise RuntimeError("no window opened")
 
-    def wrong(self) -> str:
-        """What does not come out right, or an empty string."""
-        mode, tail_rows, slots = self.manager.mode, self._rows_of_tails(), torch.cat(self.slots)
-        in_tail = torch.zeros(len(slots), dtype=torch.bool, device=self.device)
-        in_tail[tail_rows] = True
-        self._write(self.pages, ~in_tail)
-        written, expected = self.pages.clone(), self.pages.clone()
-        self._write(written, in_tail)
-        kept = in_tail.clone()  # under direct the rejected rows too
-        if mode != "direct":
-            kept[tail_rows] = torch.cat(
-                [torch.arange(t) < t - r for t, r in zip(self.tails, self.rejected, strict=True)]
-            ).to(self.device)
-        self._write(expected, kept)
-        outputs = self._step(slots, tail_rows)
-        if not self._same_pages(expected):
-            return f"the pages that {mode} left are not those with the rows it is to write: a window"
-        if not outputs:
+    def _wrong_pages(self, expected: Tensor) -> str:
+        if torch.equal(self.pages, expected):
             return ""
-        for layer, rows, cache, output in zip(self.layers, self.rows, self._caches(written), outputs, strict=True):
-            if wrong := self._attended_wrongly(layer, rows, cache, output):
-                return wrong
+        return f"the pages that {self.manager.mode} left are not those with the rows it is to write"
+
+    def wrong_restore(self) -> str:
+        """What does not come out right where old bytes are logged and restored, or an empty string."""
+        self.pages.copy_(torch.randint(0, 256, self.pages.shape, dtype=torch.uint8, generator=self.random))
+        old = self.pages.clone()
+        self._begin()
+        self.pages.bitwise_not_()
+        expected = torch.where(self._bytes_of(self.slots[self.in_query & ~self.kept]), old, self.pages)
+        self.manager.commit(self.rejected)
+        return self._wrong_pages(expected)
+
+    def _bytes_of(self, slots: Tensor) -> Tensor:
+        """bool [B, 1, N, C], the bytes of these slots in each layer and head."""
+        blocks, n, size = self.pages.shape[1], self.layout.block_size, self.layout.dtype.itemsize
+        places = self.layout.packing
+        if places is None:
+            places = torch.arange(n * self.layout.row_bytes // size, device=slots.device).view(n, -1)
+        found = torch.zeros(blocks, places.numel(), dtype=torch.bool, device=slots.device)
+        found[(slots // n)[:, None], places[slots % n].long()] = True
+        return found.view(blocks, 1, n, -1).repeat_interleave(size, dim=3)
+
+    def wrong_attention(self) -> str:
+        """What does not come out right where the mode attends, or an empty string."""
+        rows = [self._random_rows(layer) for layer in self.layers]
+        self._write(self.pages, rows, self.in_prefix)
+        expected = self.pages.clone()
+        self._write(expected, rows, self.in_query if self.manager.mode == "direct" else self.kept)
+        self._begin()
+        outputs = self._forward(rows)
+        self.manager.commit(self.rejected)
+        if wrong := self._wrong_pages(expected):
+            return wrong
+        for layer, (query, stored), output in zip(self.layers, rows, outputs, strict=True):
+            tolerance = _TOLERANCE_FLOAT32 if layer.dtype == torch.float32 else _TOLERANCE
+            for request in {0, min(1, len(stored) - 1), len(stored) - 1}:
+                tail = slice(*self.query_start_loc[request : request + 2].tolist())
+                plain = self._plain_attention(layer, query[tail], stored[request, : self.lengths[request]])
+                off = float((output[tail].double() - plain).norm() / plain.norm())
+                if not off <= tolerance:  # NaN too
+                    return f"the attention differs from a plain one by {off:.2g} of it ({tolerance:.0e} allowed)"
         return ""
 
-    def _rows_of_tails(self) -> Tensor:
-        """int64 [T], which of all positions are the tails', in the order of the batch."""
-        found, first = [], 0
-        for prefix, tail in zip(self.prefixes, self.tails, strict=True):
-            found.append(torch.arange(first + prefix, first + prefix + tail))
-            first += prefix + tail
-        return torch.cat(found).to(self.device)
+    def _random_rows(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """Queries [T, Hq, D], and of all positions what the cache is to hold [R, P, H, 2 * D], scales apart."""
+        heads, kv_heads, size = layer.impl.num_heads, self.layout.num_heads, layer.impl.head_size
+        query = torch.randn(len(self.slot_mapping), heads, size, generator=self.random).to(self.pages.device)
+        query = query.to(layer.dtype) if layer.query_quant is None else _in_fp8(query, layer).float() * layer._q_scale
+        stored = torch.randint(-8, 9, (*self.slots.shape, kv_heads, 2 * size), generator=self.random)
+        return query, stored.to(self.pages.device, layer.dtype) / 4
 
-    def _write(self, pages: Tensor, rows: Tensor) -> None:
-        """The write of these positions as vLLM makes it, in all layers, or under ``cow`` of bytes."""
-        slots = torch.cat(self.slots)[rows]
-        if self.manager.mode == "cow":
-            for number, cache in enumerate(self._caches(pages)):
-                self._put(cache, slots, self.bytes[number][rows].view(cache.dtype))
-            return
-        for layer, (_, key, value), cache in zip(self.layers, self.rows, self._caches(pages), strict=True):
-            layer.nwor = None
-            layer.impl.do_kv_cache_update(layer, key[rows], value[rows], cache, slots)
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        return (layer._k_scale_float, layer._v_scale_float) if self.layout.dtype == torch.uint8 else (1.0, 1.0)
 
-    def _put(self, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-        """rows: [P, H, elements of a slot and head]."""
-        blocks, offsets, packing = slots // self.layout.block_size, slots % self.layout.block_size, self.layout.packing
-        if packing is None:
-            cache[blocks, :, offsets] = rows
-        else:
-            heads = torch.arange(cache.shape[1], device=self.device)[None, :, None]
-            cache.flatten(2)[blocks[:, None, None], heads, packing[offsets].long()[:, None]] = rows
+    def _given(self, layer: Any, stored: Tensor) -> list[Tensor]:
+        """Keys and values [T, H, D] of which vLLM's writer makes these rows."""
+        above = _ABOVE if self.layout.dtype == torch.uint8 else 1.0
+        return [
+            part * (above * scale) for part, scale in zip(stored.chunk(2, dim=-1), self._scales(layer), strict=True)
+        ]
 
-    def _step(self, slots: Tensor, tail_rows: Tensor) -> list[Tensor]:
-        """The step as a runner takes it; returns each layer's attention, none where vLLM's own attends."""
-        manager, tails = self.manager, torch.tensor(self.tails)
-        starts = torch.nn.functional.pad(tails.cumsum(0), (1, 0)).to(self.device, torch.int32)
-        slot_mapping = slots[tail_rows]
-        if not manager.begin(starts, starts, slot_mapping):
-            raise RuntimeError("no window opened")
-        outputs = []
-        if manager.mode == "cow":
-            in_tail = torch.zeros(len(slots), dtype=torch.bool, device=self.device)
-            in_tail[tail_rows] = True
-            self._write(self.pages, in_tail)
-        else:
-            outputs = self._forward(starts, slot_mapping, tail_rows)
-        manager.commit(torch.tensor(self.rejected, dtype=torch.int32, device=self.device))
-        return outputs
+    def _write(self, pages: Tensor, rows: Sequence[tuple[Tensor, Tensor]], chosen: Tensor) -> None:
+        """The write of these positions as vLLM makes it, in all layers."""
+        for layer, (_, stored), cache in zip(self.layers, rows, self._caches(pages), strict=True):
+            layer.impl.do_kv_cache_update(layer, *self._given(layer, stored[chosen]), cache, self.slots[chosen])
 
-    def _forward(self, starts: Tensor, slot_mapping: Tensor, tail_rows: Tensor) -> list[Tensor]:
-        """All layers through the hooks in vLLM's attention."""
+    def _forward(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """All layers through the hooks in vLLM's attention; returns the output of each, [T, Hq, D]."""
         from vllm.forward_context import override_forward_context
 
-        lengths = [prefix + tail for prefix, tail in zip(self.prefixes, self.tails, strict=True)]
         metadata = SimpleNamespace(
-            num_actual_tokens=len(tail_rows),
-            max_query_len=max(self.tails),
-            query_start_loc=starts,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
-            block_table=self.block_table,
-            slot_mapping=slot_mapping,
+            num_actual_tokens=len(self.slot_mapping),
+            max_query_len=int(self.tails.max()),
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.lengths.int(),
+            block_table=self.block_table.int(),
+            slot_mapping=self.slot_mapping,
         )
-        outputs = []
+        outputs, caches = [], self._caches(self.pages)
         of_layers: Any = SimpleNamespace(attn_metadata={layer.layer_name: metadata for layer in self.layers})
         with override_forward_context(of_layers):
-            for index, (layer, rows) in enumerate(zip(self.layers, self.rows, strict=True)):
-                query, key, value = rows[0], rows[1][tail_rows], rows[2][tail_rows]
-                output = torch.full_like(query, float("nan"))
-                if layer.query_quant is not None:
-                    query = _in_fp8(query, layer)
-                cache = self._caches(self.pages)[index]
+            for index, (layer, (query, stored)) in enumerate(zip(self.layers, rows, strict=True)):
+                key, value = self._given(layer, stored[self.in_query])
+                outputs.append(torch.full_like(query, float("nan"), dtype=layer.dtype))
+                query = query if layer.query_quant is None else _in_fp8(query, layer)
                 layer.nwor = LayerContext(self.manager, index)
-                layer.impl.do_kv_cache_update(layer, key, value, cache, slot_mapping)
-                layer.impl.forward(layer, query, key, value, cache, metadata, output)
+                layer.impl.do_kv_cache_update(layer, key, value, caches[index], self.slot_mapping)
+                layer.impl.forward(layer, query, key, value, caches[index], metadata, outputs[-1])
                 layer.nwor = None
-                outputs.append(output)
         return outputs
 
-    def _same_pages(self, expected: Tensor) -> bool:
-        if torch.equal(self.pages, expected):
-            return True
-        if self.layout.dtype != torch.uint8:
-            return False
-        # vLLM's writers of fp8 do not round alike in the last place.
-        kind = _fp8_of(self.layers[0])
-        found, wanted = (pages.view(kind).float() for pages in (self.pages, expected))
-        return torch.allclose(found, wanted, rtol=0.15, atol=2**-8, equal_nan=True)
-
-    def _attended_wrongly(self, layer: Any, rows: tuple[Tensor, Tensor, Tensor], cache: Tensor, output: Tensor) -> str:
-        query, key, value = rows
-        if layer.query_quant is not None:
-            query = (_in_fp8(query, layer).float() * layer._q_scale.float()).to(query.dtype)
-        tolerance = _TOLERANCE.get(query.dtype, _ROUNDED)
-        window = layer.impl.sliding_window
+    def _plain_attention(self, layer: Any, query: Tensor, rows: Tensor) -> Tensor:
+        window, softcap = layer.impl.sliding_window, layer.impl.logits_soft_cap or 0.0
         window = window[0] + 1 if isinstance(window, tuple) else max(window, 0)
-        row, position = 0, 0
-        for request, (prefix, tail) in enumerate(zip(self.prefixes, self.tails, strict=True)):
-            stored = self._read(layer, cache, self.slots[request])
-            wanted = torch.cat([key, value], dim=-1)[position : position + prefix + tail].double()
-            bound = _QUANTISED if self.layout.dtype == torch.uint8 else 0.0
-            if not _off(stored, wanted) <= bound:
-                return "rows are not read from where vLLM's writer puts them: a window"
-            if request < 2 or request == len(self.tails) - 1:
-                reference = attend(
-                    query[row : row + tail].double(), stored, prefix, layer.impl.scale,
-                    layer.impl.logits_soft_cap or 0.0, window,
-                )  # fmt: skip
-                off = _off(output[row : row + tail].double(), reference)
-                if not off <= tolerance:
-                    return (
-                        f"the attention differs from a plain one by {off:.2g} of it ({tolerance:.0e} allowed): a window"
-                    )
-            row, position = row + tail, position + prefix + tail
-        return ""
-
-    def _read(self, layer: Any, cache: Tensor, slots: Tensor) -> Tensor:
-        """float64 [P, H, 2 * D], keys and values as the cache holds them."""
-        n, packing = self.layout.block_size, self.layout.packing
-        if packing is None:
-            found = cache[slots // n, :, slots % n]
-        else:
-            chunks = cache[slots // n].flatten(2)
-            found = chunks.gather(2, packing[slots % n].long()[:, None].expand(-1, cache.shape[1], -1))
-        if cache.dtype != torch.uint8:
-            return found.double()
-        found = found.contiguous().view(_fp8_of(layer))
-        scales = torch.tensor([layer._k_scale_float, layer._v_scale_float], device=self.device, dtype=torch.float64)
-        return found.double() * scales.repeat_interleave(found.shape[-1] // 2)
-
-
-def _off(found: Tensor, wanted: Tensor) -> float:
-    """Relative error over all elements; NaN where something is."""
-    return float((found - wanted).norm() / wanted.norm())
-
-
-def _fp8_of(layer: Any) -> torch.dtype:
-    return torch.float8_e5m2 if layer.impl.kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
+        prefix = len(rows) - len(query)
+        return attend(query.double(), rows, prefix, layer.impl.scale, softcap, window, *self._scales(layer))
 
 
 def _in_fp8(query: Tensor, layer: Any) -> Tensor:
+    """Queries as vLLM's layer hands them over where its backend takes them quantised."""
     return (query.float() / layer._q_scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
