@@ -35,13 +35,6 @@ def register() -> None:
         metrics.install()
 
 
-def unregister() -> None:
-    """Put every patched method of this process back."""
-    from nwor.vllm import patch
-
-    patch.undo_all()
-
-
 def _declare_variables(settings: Settings) -> None:
     # vLLM warns of every VLLM_* variable that it does not list.
     from vllm import envs
