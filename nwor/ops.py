@@ -1,18 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of `kernels/`, typed and documented: `torch.ops._C_cache_ops`, beside vLLM's own.
 
-Shapes use T tokens, H KV heads, D head size, L layers, N block size, and
+Shapes use T tokens, R requests, W the most drafts of one, L layers, H KV heads, D head size, N block size.
 
-* *cache* [num_blocks, N, H, D]: one layer's keys or values. The layout is in the strides alone: NHD as it is, HND as
-  ``hnd.transpose(1, 2)``, vLLM 0.32's own view [num_blocks, H, N, 2 * D] as
-  ``kv_cache.transpose(1, 2).split(D, -1)``. The last dimension is contiguous.
+Of one layer:
+
 * *key*, *value* [T', H, D] float32, float16 or bfloat16, last dimension contiguous, other strides free. T' may exceed
   T, the length of `slot_mapping`, as vLLM's padded batches do.
+* *key_cache*, *value_cache* [num_blocks, N, H, D]. The layout is in the strides alone: NHD as it is, HND as
+  ``hnd.transpose(1, 2)``, vLLM 0.32's own view [num_blocks, H, N, 2 * D] as
+  ``kv_cache.transpose(1, 2).split(D, -1)``. The last dimension is contiguous.
 * *slot_mapping* int64 [T]: ``block * N + offset``, pairwise different; negative: no row.
+* *accepted_mask* bool [T], a prefix or any set of rows.
+* *staging_key*, *staging_value* [C, H, D], in the bytes of the cache: the dtype of `key`, or uint8 for fp8.
+  *staging_slots* int64 [C], the slot of each staged row. *staging_metadata* int32 [2], ``[staged_count, error_flag]``:
+  one count a token, whatever the launch shape.
+* *log_key*, *log_value* [T', H, D] of the cache's dtype, T' >= T; row t is slot t, and rows of negative slots keep what
+  they held.
+* *kv_cache_dtype* ``"auto"`` (the cache has the dtype of `key`; scales are not looked at), ``"fp8"`` or ``"fp8_e4m3"``,
+  or ``"fp8_e5m2"`` (the cache is uint8). *k_scale*, *v_scale* None (1.0), one fp32 number, fp32 [T, 1] (one a token) or
+  fp32 [1, H] (one a head), on the device of `key`.
 
-`kv_cache_dtype` is ``"auto"`` (the cache has the dtype of `key`; scales are not looked at), ``"fp8"`` or
-``"fp8_e4m3"``, or ``"fp8_e5m2"`` (the cache is uint8). A scale is None (1.0), one fp32 number, fp32 [T, 1] (one a
-token) or fp32 [1, H] (one a head), on the device of `key`.
+Of all layers at once, in one launch, whose slots of C bytes a head (keys, then values) move between the pages and a
+mini-cache, that of `open_window`:
+
+* *pool* uint8 [bytes], the whole KV allocation; every layer is a view of it. On CUDA a layer has fewer than 2^31 slots.
+* *layer_offsets* int64 [L], byte offset of each layer's first element. *cache_strides* bytes between blocks, between
+  heads and between the tokens of a block, the same in all layers.
+* *slots* int64 [R, W], negative: no row.
+* *packing* None, or int32 [N, E] for caches whose slots are scattered over the N * C bytes of their (block, head)
+  chunk, as vLLM's CPU caches are: element e of in-block offset n is element ``packing[n, e]`` of the chunk, in `pool`
+  and in `rows` alike. Elements have C / E bytes. CPU only.
+* *rows* uint8 [L, B, H, N, C]; row ``m = r * W + d`` lies in block ``m // N`` at offset ``m % N``, so that vLLM's own
+  writer can fill it with m for a slot.
+* *logged* None, or for a log that outlives the step int64 [R', P], R' >= R, P a power of two, at least W, that divides
+  N: of each row of the log the slot whose bytes it holds as the pages do, -1: none. Slot s of request r is then row
+  ``r * P + s % P``. The slots of a request must be of consecutive positions, so that no two of them share a row.
+* *num_drafts* int32 [R], as `open_window` wrote it. *num_rejected* int32 [R], as vLLM's runner has it. Draft d of
+  request r is kept where ``d < num_drafts[r] - num_rejected[r]``: vLLM keeps the rows ``[0, query_len - num_rejected)``
+  of a query, of which the drafts are the last, and advances `num_computed_tokens` by that many.
+* *kept* int32 [R], set to each request's kept rows, of those that are there.
+* *counts* int64 [5], raised by the kept rows, the rejected rows, the requests that hold rows, their drafts (n - 1 each)
+  and the requests that fall back; the first two on closing, the others by `open_window`. One count a row, whatever L, H
+  or the launch.
 
 The fp8 bytes are those that vLLM's own writer makes on that device, and its two writers differ: the CPU's
 (`cpu_attn_reshape_and_cache`) multiplies by ``1 / scale``, rounds towards zero, writes NaN as the largest finite value
@@ -109,14 +139,6 @@ def stage_kv_cache(
     Rows go in token order behind those already staged; rows with a negative slot are left out. If they do not all
     fit, none of them is staged and the error flag is set; a flagged window takes no more rows until the caller zeroes
     `staging_metadata`.
-
-    Args:
-        key, value: [T', H, D].
-        slot_mapping: int64 [T].
-        staging_key, staging_value: [C, H, D], in the bytes of the cache: the dtype of `key`, or uint8 for fp8.
-        staging_slots: int64 [C], the slot of each staged row.
-        staging_metadata: int32 [2], ``[staged_count, error_flag]``: one count a token, whatever the launch shape.
-        kv_cache_dtype, k_scale, v_scale: see the module.
     """
 
 
@@ -132,10 +154,7 @@ def commit_staged_kv_cache(
 ) -> None:
     """Copy the first `accepted_len` staged rows to their slots, byte for byte; nothing if the error flag is set.
 
-    Args:
-        staging_key, staging_value, staging_slots, staging_metadata: as `stage_kv_cache` left them.
-        key_cache, value_cache: the layer's cache, of the staging's dtype.
-        accepted_len: one int32 or int64 on the device, at most the staged count.
+    accepted_len: one int32 or int64 on the device, at most the staged count. The caches have the staging's dtype.
     """
 
 
@@ -151,28 +170,14 @@ def commit_draft_layer(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write the accepted rows of one layer, and only those, as vLLM's own writer would.
-
-    Args:
-        key, value: [T', H, D].
-        key_cache, value_cache: the layer's cache.
-        slot_mapping: int64 [T].
-        accepted_mask: bool [T], a prefix or any set of rows.
-        kv_cache_dtype, k_scale, v_scale: see the module.
-    """
+    """Write the accepted rows of one layer, and only those, as vLLM's own writer would."""
 
 
 @_operator
 def log_cache_slots(
     key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, log_key: Tensor, log_value: Tensor
 ) -> None:
-    """Copy the raw bytes of one layer's slots to a log, before vLLM overwrites them. Row t of the log is slot t.
-
-    Args:
-        key_cache, value_cache: the layer's cache, of any dtype.
-        slot_mapping: int64 [T].
-        log_key, log_value: [T', H, D] of the cache's dtype, T' >= T; rows of negative slots keep what they held.
-    """
+    """Copy the raw bytes of one layer's slots, of any dtype, to a log, before vLLM overwrites them."""
 
 
 @_operator
@@ -184,14 +189,7 @@ def restore_rejected_drafts(
     key_cache: Tensor,
     value_cache: Tensor,
 ) -> None:
-    """Restore one layer's slots of rejected rows to the logged bytes.
-
-    Args:
-        log_key, log_value: as `log_cache_slots` left them.
-        slot_mapping: int64 [T], as logged.
-        accepted_mask: bool [T]; rows where it is False are restored.
-        key_cache, value_cache: the layer's cache.
-    """
+    """Restore one layer's slots of the rows that were not accepted to the bytes that `log_cache_slots` logged."""
 
 
 @_operator
@@ -215,7 +213,6 @@ def open_window(
     Args:
         query_start_loc: int32 [R + 1], first row of each query in the batch; may be longer, as vLLM pads it.
         cu_num_logits: int32 [R + 1], logits of the requests before each.
-        slot_mapping: int64 [T].
         slots: int64 [R', W], R' >= R, written whole: ``slots[r, d]`` is the slot of draft d of request r, which is row
             ``r * W + d`` of the mini-cache; -1 behind the drafts, for a negative slot, and for requests from R on. W
             may be 0: then all fall back.
@@ -223,8 +220,6 @@ def open_window(
         staging_rows: None, or int64 [T'], T' >= T, written whole: the mini-cache's row of each held row, else -1.
         page_slots: None, or int64 [T'], written whole: the slot of each row that is not held, else -1; -1 from
             ``query_start_loc[R]`` on. Goes with `staging_rows`; neither may be `slot_mapping` itself.
-        counts: int64 [5], of which [2] is raised by the requests that hold rows, [3] by their drafts (n - 1 each) and
-            [4] by the requests that fall back. See `restore_all_layers` for the others.
     """
 
 
@@ -238,24 +233,7 @@ def log_all_layers(
     rows: Tensor,
     logged: Tensor | None = None,
 ) -> None:
-    """Copy the raw bytes of the slots of all layers to a mini-cache, in one launch.
-
-    Args:
-        pool: uint8 [bytes], the whole KV allocation; every layer is a view of it. On CUDA a layer has fewer than 2^31
-            slots.
-        layer_offsets: int64 [L], byte offset of each layer's first element.
-        cache_strides: bytes between blocks, between heads and between the tokens of a block, the same in all layers.
-        slots: int64 [R, W], negative: no row; see `open_window`.
-        packing: None, or int32 [N, E] for caches whose slots are scattered over the N * C bytes of their (block, head)
-            chunk, as vLLM's CPU caches are: element e of in-block offset n is element ``packing[n, e]`` of the chunk,
-            in `pool` and in `rows` alike. Elements have C / E bytes. CPU only.
-        rows: uint8 [L, B, H, N, C], C the bytes of one slot and head (keys, then values); row ``m = r * W + d`` lies
-            in block ``m // N`` at offset ``m % N``, so that vLLM's own writer can fill it with m for a slot.
-        logged: None, or for a log that outlives the step int64 [R', P], R' >= R, P a power of two, at least W, that
-            divides N: of each row of the log the slot whose bytes it holds as the pages do, -1: none. Slot s of request
-            r is then row ``r * P + s % P``, and is not copied where it is there already. The slots of a request must
-            be of consecutive positions, so that no two of them share a row.
-    """
+    """Copy the raw bytes of the slots of all layers to a mini-cache; with `logged`, of those not there already."""
 
 
 @_operator
@@ -272,20 +250,9 @@ def restore_all_layers(
     counts: Tensor,
     logged: Tensor | None = None,
 ) -> None:
-    """Copy the *rejected* rows from the mini-cache to their slots in all layers, in one launch.
+    """Copy the *rejected* rows from the mini-cache to their slots in all layers.
 
-    Draft d of request r is kept where ``d < num_drafts[r] - num_rejected[r]``: vLLM keeps the rows
-    ``[0, query_len - num_rejected)`` of a query, of which the drafts are the last, and advances `num_computed_tokens`
-    by that many.
-
-    Args:
-        pool, layer_offsets, cache_strides, slots, packing, rows: as in `log_all_layers`.
-        num_drafts: int32 [R], as `open_window` wrote it.
-        num_rejected: int32 [R], as vLLM's runner has it.
-        kept: int32 [R], set to each request's kept rows, of those that are there.
-        counts: int64 [5], of which [0] is raised by the kept and [1] by the rejected rows: one count a row, whatever
-            L, H or the launch. See `open_window` for the others.
-        logged: as in `log_all_layers`; set to the slot of each rejected row, and to -1 for each kept one.
+    logged: set to the slot of each rejected row, and to -1 for each kept one.
     """
 
 
@@ -302,10 +269,7 @@ def commit_all_layers(
     kept: Tensor,
     counts: Tensor,
 ) -> None:
-    """Copy the *kept* rows from the mini-cache to their slots in all layers, in one launch.
-
-    The arguments are those of `restore_all_layers` without `logged`, and so is the rule; this is its other half.
-    """
+    """Copy the *kept* rows from the mini-cache to their slots in all layers: the other half of `restore_all_layers`."""
 
 
 @_operator
@@ -339,7 +303,7 @@ def verify_attention(
         block_table: int32 [R, max_blocks].
         window_start: int32 [R], the staging row of each request's first draft, the second row of its query, any number
             from 0 without staging; negative: no window.
-        packing: int32 [N, 2 * D], as in `log_all_layers`.
+        packing: int32 [N, 2 * D].
         scale, softcap: of the scores; softcap 0 is none. sliding_window: 0 or the window in positions.
         kv_cache_dtype, k_scale, v_scale: how uint8 elements are read.
     """

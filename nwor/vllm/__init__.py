@@ -16,11 +16,11 @@ def register() -> None:
     Raises:
         ValueError: a ``VLLM_NWOR_*`` variable is misspelt or has an impossible value.
         IncompatibleVLLM: this vLLM is none of the releases the hooks were written for.
-        OSError: the compiled operators are missing or do not load.
+        ImportError: the compiled operators are missing, do not load, or are of other sources.
     """
     settings = Settings.from_env()
     _declare_variables(settings)
-    if not (settings.mode != "off" or settings.eagle_bias or settings.fix_cpu_sampling):
+    if settings.mode == "off" and not settings.eagle_bias and not settings.fix_cpu_sampling:
         return
 
     from nwor import ops
@@ -33,13 +33,6 @@ def register() -> None:
     scheduler.install(settings)
     if settings.emit_metrics and settings.mode != "off":
         metrics.install()
-
-
-def unregister() -> None:
-    """Put every patched method of this process back."""
-    from nwor.vllm import patch
-
-    patch.undo_all()
 
 
 def _declare_variables(settings: Settings) -> None:

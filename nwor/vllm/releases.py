@@ -7,11 +7,9 @@ imports it.
 """
 
 import ast
-import contextlib
 import hashlib
 import inspect
 import json
-import linecache
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,24 +64,14 @@ def of_object(function: Callable) -> Function:
     parameters = " ".join(inspect.signature(function).parameters)
     try:
         return Function(parameters, body_hash(_node_of(inspect.unwrap(function))))
-    except (AttributeError, IndexError, SyntaxError):
+    except (OSError, SyntaxError):
         return Function(parameters, "")
 
 
 def _node_of(function: Callable) -> ast.AST:
-    """The function's syntax tree, from its lines alone: `inspect.getsource` takes three times as long."""
-    lines = linecache.getlines(function.__code__.co_filename)[function.__code__.co_firstlineno - 1 :]
-    indent = _indent(lines[0])
-    for end, line in enumerate([*lines[1:], "end"], 1):
-        if line.strip() and not line.lstrip().startswith("#") and _indent(line) <= indent:
-            with contextlib.suppress(SyntaxError):  # else inside a string or between parentheses
-                [node] = ast.parse("".join(["if 1:\n" if indent else "", *lines[:end]])).body
-                return node.body[0] if isinstance(node, ast.If) else node
-    raise SyntaxError(f"{function} has no end")
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
+    source = inspect.getsource(function)
+    [node] = ast.parse(f"if 1:\n{source}" if source[0].isspace() else source).body
+    return node.body[0] if isinstance(node, ast.If) else node
 
 
 def body_hash(node: ast.AST) -> str:
