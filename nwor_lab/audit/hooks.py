@@ -235,11 +235,9 @@ def _watch_connector(runner: Any) -> None:
         return
     connector = kv_transfer.get_kv_transfer_group()
     for each in getattr(connector, "_connectors", [connector]):
-        watch = {"OffloadingConnector": _watch_offloading, "ExampleConnector": _watch_example}.get(type(each).__name__)
-        if watch is None:
-            followed = "it follows OffloadingConnector and ExampleConnector alone"
-            raise _incomplete(f"{type(each).__name__} may write to pages, and {followed}")
-        watch(runner, each)
+        if (kind := type(each).__name__) not in _WATCHED:
+            raise _incomplete(f"{kind} may write to pages, and it follows {' and '.join(_WATCHED)} alone")
+        _WATCHED[kind](runner, each)
 
 
 def _watch_offloading(runner: Any, connector: Any) -> None:
@@ -264,6 +262,9 @@ def _watch_example(runner: Any, connector: Any) -> None:
     connector.layers = runner.compilation_config.static_forward_context
     _wrap(type(connector), "start_load_kv", "self forward_context kwargs", _load_requests)
     _wrap(type(connector), "save_kv_layer", "self layer_name kv_layer attn_metadata kwargs", _save_layer)
+
+
+_WATCHED = {"OffloadingConnector": _watch_offloading, "ExampleConnector": _watch_example}
 
 
 def _slots(blocks: Any, group: int, size: int) -> Tensor:

@@ -29,14 +29,12 @@ COUNTED = ("shipped_slots", "shipped_rejected", "shipped_unwritten")
 def measure(given: Sequence[object], logs: Path) -> pd.DataFrame:
     """Count what vLLM's `OffloadingConnector` ships of answers that end with a block, in engines of `MODES`.
 
-    Each engine answers the same prompts twice: as its vLLM ships blocks, and as vLLM did before its repair, when it
-    took the token sampled last for one whose keys and values are in the cache. Each prompt is cut three quarters
-    into each of its blocks, and answered to the end of that block.
+    Each engine answers the same prompts twice: as its vLLM ships blocks, and as vLLM did before its repair. Each prompt
+    is cut three quarters into each of its blocks, and answered to the end of that block.
 
     given: options of `nwor bench`; those of answers and times do not matter. logs: beginning of the logs' paths.
 
-    Returns:
-        Rows of the metrics `COUNTED`, over layers and ranks, by mode and `watermark` (`NOW` or `ONCE`).
+    Returns rows of the metrics `COUNTED`, over layers and ranks, by mode and `watermark` (`NOW` or `ONCE`).
     """
     spec, plan, prompts = options.parse_config(options.parser("bench", "").parse_args([*map(str, given)]))
     # A step ahead of the scheduler, a GPU would write the row of the token sampled last after all.
