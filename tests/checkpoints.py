@@ -153,21 +153,11 @@ def save_byte_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(options))
 
 
-def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = None) -> Path:
-    """Copy the EAGLE checkpoint `src` to `dst` with a `fc.bias` added; `config.json` stays as it is.
-
-    bias: `[hidden]`, zeros if None. Raises ValueError for another shape, before `dst` is touched.
-    """
-    src, dst = Path(src), Path(dst)
+def write_biased_copy(src: Path, dst: Path, bias: Tensor) -> Path:
+    """Copy the EAGLE checkpoint `src` to `dst` with a `fc.bias` [hidden] added; `config.json` stays as it is."""
     weights = load_weights(src)
-    hidden = weights["fc.weight"].shape[0]
-    bias = torch.zeros(hidden) if bias is None else bias
-    if bias.shape != (hidden,):
-        raise ValueError(f"fc.bias must have shape ({hidden},), got {tuple(bias.shape)}")
-    shutil.copytree(src, dst, dirs_exist_ok=True)
-    for file in dst.glob("*.safetensors"):
-        file.unlink()
     weights["fc.bias"] = bias.to(weights["fc.weight"].dtype)
+    shutil.copytree(src, dst, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(weights, dst / "model.safetensors", metadata={"format": "pt"})
     return dst
 
