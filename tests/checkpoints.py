@@ -159,23 +159,13 @@ def save_byte_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = None, name: str = "fc.bias") -> Path:
-    """Copy the EAGLE checkpoint `src` to `dst` with a bias added; `config.json` stays as it is.
-
-    bias: of the width that the layer's weight has, zeros if None. Raises ValueError for another shape, before `dst` is
-        touched. name: of the bias.
-    """
-    src, dst = Path(src), Path(dst)
+    """Copy the EAGLE checkpoint `src` to `dst` with a bias added, zeros if None; `config.json` stays as it is."""
     weights = load_weights(src)
     weight = weights[name.removesuffix("bias") + "weight"]
-    bias = torch.zeros(len(weight)) if bias is None else bias
-    if bias.shape != (len(weight),):
-        raise ValueError(f"{name} must have shape ({len(weight)},), got {tuple(bias.shape)}")
-    shutil.copytree(src, dst, dirs_exist_ok=True)
-    for file in dst.glob("*.safetensors"):
-        file.unlink()
-    weights[name] = bias.to(weight.dtype)
-    save_file(weights, dst / "model.safetensors", metadata={"format": "pt"})
-    return dst
+    weights[name] = (torch.zeros(len(weight)) if bias is None else bias).to(weight.dtype)
+    shutil.copytree(src, dst, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(weights, Path(dst) / "model.safetensors", metadata={"format": "pt"})
+    return Path(dst)
 
 
 def random_eagle3(
@@ -266,7 +256,7 @@ def llama4_head(out: str | Path, eagle: str | Path) -> Path:
 def random_deepseek(out: str | Path, seed: int = 0, noise: float = 0.3, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a random-weight model of DeepSeek-V3's shape to `out`, three dense layers and one MTP layer; return `out`.
 
-    Its attention is latent (MLA), with a row of 512 + 64 elements, the only ones that vLLM's CPU kernel knows. Like
+    Its attention is latent (MLA), of DeepSeek's own sizes, the only ones that vLLM's kernels know. Like
     `random_pair`'s, the next token is mostly a fixed function of the last one, which the MTP layer computes too.
     """
     own = {
@@ -281,9 +271,9 @@ def random_deepseek(out: str | Path, seed: int = 0, noise: float = 0.3, dtype: t
         "moe_intermediate_size": 64,
         "kv_lora_rank": 512,
         "q_lora_rank": None,
-        "qk_nope_head_dim": 32,
+        "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
+        "v_head_dim": 128,
         "num_nextn_predict_layers": 1,
     }
     config = {name: value for name, value in {**CONFIG, **own}.items() if name != "head_dim"}

@@ -64,7 +64,7 @@ def of_object(function: Callable) -> Function:
     parameters = " ".join(inspect.signature(function).parameters)
     try:
         return Function(parameters, body_hash(_node_of(inspect.unwrap(function))))
-    except (OSError, SyntaxError):
+    except (OSError, SyntaxError, TypeError):
         return Function(parameters, "")
 
 

@@ -69,19 +69,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize(("mode", "slot"), [("stage", "7"), ("direct", "3")])
 @pytest.mark.parametrize("case", CASES)
-def test_what_serves_a_batch(case, monkeypatch):
-    """Every row is written once, by the slots of the window and not vLLM's, and attended to once it is."""
+def test_what_serves_a_batch(case, mode, slot, monkeypatch):
+    """Every row is written once, by the slots of the window and under direct vLLM's, and attended to once it is."""
     capture, is_open, max_query_len, called = CASES[case]
-    layer = Layer(monkeypatch, is_open, capture)
-    assert layer.run(monkeypatch, max_query_len) == called
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_direct_goes_the_same_way_by_vllms_own_slots(case, monkeypatch):
-    capture, is_open, max_query_len, called = CASES[case]
-    layer = Layer(monkeypatch, is_open, capture, direct=True)
-    assert layer.run(monkeypatch, max_query_len) == [call.replace("7", "3") for call in called]
+    layer = Layer(monkeypatch, is_open, capture, direct=mode == "direct")
+    assert layer.run(monkeypatch, max_query_len) == [call.replace("7", slot) for call in called]
 
 
 @pytest.mark.parametrize("is_open", [True, False])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the layers lie: `CacheLayout.of`."""
+"""Where the layers lie: `CacheLayout.from_kv_caches`."""
 
 import pytest
 import torch
 
-from nwor.manager import CacheLayout
+from nwor.layout import CacheLayout
 from tests.nwor.paged import BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, WIDTH, Paged, random_packing
 
 ROW = WIDTH * 2  # bytes of one slot and head in bf16

@@ -28,20 +28,10 @@ def a_gpu_of_today(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
-def chunked(**changes) -> Attention:
-    layer = gpu_layer(layer_class=layer_classes.ChunkedLocalAttention, **changes)
-    layer.attention_chunk_size = 64
+def layer_of(name: str, **attributes) -> Attention:
+    layer = gpu_layer(layer_class=getattr(layer_classes, name))
+    vars(layer).update(attributes)
     return layer
-
-
-def rswa() -> Attention:
-    layer = gpu_layer(layer_class=layer_classes.RSWAAttention)
-    layer._rswa_window = 64
-    return layer
-
-
-def non_causal() -> Attention:
-    return gpu_layer(layer_class=layer_classes.PrefillPrefixLMAttention)
 
 
 FLASH = type("FlashAttentionBackend", (), {})
@@ -53,9 +43,12 @@ FLASH = type("FlashAttentionBackend", (), {})
         (gpu_layer(), ""),
         (gpu_layer(layer_sliding_window=64, sliding_window=(63, 0)), ""),
         (gpu_layer("CPUAttentionBackendImpl", attn_backend=type("CPUAttentionBackend", (), {}), sliding_window=-1), ""),
-        (chunked(), "attention of class ChunkedLocalAttention: its mask is not known to be causal"),
-        (rswa(), "attention of class RSWAAttention"),
-        (non_causal(), "attention of class PrefillPrefixLMAttention"),
+        (
+            layer_of("ChunkedLocalAttention", attention_chunk_size=64),
+            "attention of class ChunkedLocalAttention: its mask is not known to be causal",
+        ),
+        (layer_of("RSWAAttention", _rswa_window=64), "attention of class RSWAAttention"),
+        (layer_of("PrefillPrefixLMAttention"), "attention of class PrefillPrefixLMAttention"),
         (
             gpu_layer(attn_backend=subclass_attention_backend("ChunkedLocalAttention_64_", FLASH, object)),
             "the attention backend ChunkedLocalAttention_64_FlashAttentionBackend: stage knows ",

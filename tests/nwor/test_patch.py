@@ -201,17 +201,6 @@ COUNTS = ["Scheduler.make_spec_decoding_stats", "Scheduler.update_from_output"]
 METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.3.32", "0.320.1", "1.32.0", "0.33"])
-def test_another_vllm_is_refused(environment, version):
-    """And it is an error that vLLM lets through, not a log line on a run without the mode."""
-    from nwor import register
-
-    environment(version, MODE="stage")
-    with pytest.raises(patch.IncompatibleVLLM, match=f"vLLM {version} is none of 0.32.x, 0.33.x.*install vllm==0.32.0"):
-        register()
-    assert patch.wrapped() == []
-
-
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0", "0.33.1"])
 def test_a_known_series_is_served(environment, version):
     environment(version)
@@ -258,27 +247,34 @@ def test_without_its_variables_the_lab_patches_nothing(environment):
     assert patch.wrapped() == []
 
 
-@pytest.mark.parametrize("asked", [{"MODE": "stagee"}, {"MODUS": "stage"}, {"MODE": "stage", "AUDIT": "yes"}], ids=str)
-def test_a_misspelt_setting_stops_the_registration(environment, asked):
-    """It reaches vLLM as an exception of the plugin's call, which vLLM does not swallow."""
-    from nwor import register
-
-    environment(**asked)
-    with pytest.raises(ValueError, match=PREFIX):
-        register()
-    assert patch.wrapped() == []
-
-
-def test_missing_operators_stop_the_registration(environment, monkeypatch):
-    """An extension that does not load is no baseline under the treatment's name."""
+@pytest.mark.parametrize(
+    ("version", "asked", "error", "says"),
+    [
+        *[
+            (
+                version,
+                {"MODE": "stage"},
+                patch.IncompatibleVLLM,
+                f"vLLM {version} is none of 0.32.x, 0.33.x.*install vllm",
+            )
+            for version in ("0.31.0", "0.34.0", "0.3.32", "0.320.1", "1.32.0", "0.33")
+        ],
+        *[("", asked, ValueError, PREFIX) for asked in ({"MODE": "stagee"}, {"MODUS": "stage"}, {"AUDIT": "yes"})],
+        ("", {"MODE": "stage"}, ImportError, "not built"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had_stops_the_registration(environment, monkeypatch, version, asked, error, says):
+    """Another vLLM, a misspelt setting, no operators: an exception of the plugin's call, which vLLM lets through, and
+    no baseline under the treatment's name."""
     from nwor import ops, register
 
     def fail() -> None:
         raise ImportError("the operators are not built")
 
-    environment(MODE="stage")
+    environment(version, **asked)
     monkeypatch.setattr(ops, "load", fail)
-    with pytest.raises(ImportError, match="not built"):
+    with pytest.raises(error, match=says):
         register()
     assert patch.wrapped() == []
 

@@ -29,6 +29,20 @@ def spec_of(model: Path, method: str, **more) -> EngineSpec:
     )
 
 
+def clean_tokens(engines, spec: EngineSpec, **call) -> dict[str, list[list[int]]]:
+    """Tokens under ``off``, ``cow`` and ``stage``, the last two of which served and left every page as it must be."""
+    tokens = {}
+    for mode in ("off", "cow", "stage"):
+        settings = Settings(mode=mode, audit=True, debug_sync=mode != "off", fix_cpu_sampling="temperature" in call)
+        outcome = engines.run(spec, settings, **call)
+        assert not outcome.error, outcome.error
+        tokens[mode] = outcome.tokens
+        if mode != "off":
+            assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
+            assert outcome.ranks[0]["counters"]["windows"] > 10
+    return tokens
+
+
 @pytest.mark.parametrize(
     ("method", "scheduled"),
     [
@@ -43,16 +57,8 @@ def test_a_request_that_joins_as_a_block_is_filled(engines, model, method, sched
     """Its tokens are vanilla's, and so are those of a request that finds its rows in the prefix cache afterwards."""
     spec = spec_of(model, method, async_scheduling=SCHEDULED[scheduled])
     prompts = [[(7 * i) % 50 + 3 for i in range(20)] * 2]
-    tokens = {}
-    for mode in ("off", "cow", "stage"):
-        settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
-        outcome = engines.run(spec, settings, calls=[{"joined": ENDINGS}], prompts=prompts, max_tokens=420)
-        assert not outcome.error, outcome.error
-        tokens[mode] = dict(zip(outcome.generation.text, outcome.tokens, strict=True))
-        assert len(tokens[mode]) == 1 + 3 * len(ENDINGS)
-        if mode != "off":
-            assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
-            assert outcome.ranks[0]["counters"]["windows"] > 10
+    tokens = clean_tokens(engines, spec, calls=[{"joined": ENDINGS}], prompts=prompts, max_tokens=420)
+    assert len(tokens["off"]) == 1 + 3 * len(ENDINGS)
     assert tokens["cow"] == tokens["off"]
     assert tokens["stage"] == tokens["off"]
 
@@ -60,16 +66,8 @@ def test_a_request_that_joins_as_a_block_is_filled(engines, model, method, sched
 def test_answers_to_one_prompt_share_blocks_that_one_step_fills(engines, model):
     """Each of n answers is a request; all but the first find in the cache the blocks that the first is filling."""
     prompts = [[(7 * i + 13 * j) % 50 + 3 for i in range(length)] for j, length in enumerate((33, 36, 64, 70))]
-    tokens = {}
-    for mode in ("off", "cow", "stage"):
-        settings = Settings(mode=mode, audit=True, debug_sync=mode != "off", fix_cpu_sampling=True)
-        more = {"prompts": prompts, "max_tokens": 24, "temperature": 1.0, "sampling": [{"n": 4}]}
-        outcome = engines.run(spec_of(model, "draft_model"), settings, **more)
-        assert not outcome.error, outcome.error
-        tokens[mode] = outcome.tokens
-        assert len(tokens[mode]) == 16 and len(set(map(tuple, tokens[mode]))) > 4
-        if mode != "off":
-            assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
-            assert outcome.ranks[0]["counters"]["windows"] > 10
+    more = {"prompts": prompts, "max_tokens": 24, "temperature": 1.0, "sampling": [{"n": 4}]}
+    tokens = clean_tokens(engines, spec_of(model, "draft_model"), **more)
+    assert len(tokens["off"]) == 16 and len(set(map(tuple, tokens["off"]))) > 4
     assert tokens["cow"] == tokens["off"]
     assert tokens["stage"] == tokens["off"]

@@ -129,20 +129,18 @@ def test_every_import_of_the_lab_is_in_an_extra():
     assert {name: path for name, path in others.items() if name not in known} == {}
 
 
-def test_serving_and_measuring_need_no_notebooks_and_no_figures(installed):
-    """`doctor`, `bench`, `audit` and `tune` can be imported without what draws, and without Jupyter."""
-    others = {"matplotlib", "seaborn", "papermill", "ipywidgets", "ray", "yaml", "pytest"}
-    code = (
-        "import sys; "
-        f"sys.modules.update(dict.fromkeys({sorted(others)})); "  # importing one of these raises
-        "import nwor.manager, nwor_lab.doctor, nwor_lab.experiments.audit, nwor_lab.microbench.tune; "
-        "import nwor_lab.experiments.acceptance, nwor_lab.experiments.bench; print(nwor.__file__)"
-    )
-    assert run([installed, "-c", code], installed.parent).strip().startswith(str(installed.parents[1]))
+DRAWING = {"matplotlib", "seaborn", "papermill", "ipywidgets", "ray", "yaml", "pytest"}
+MEASURING = ["doctor", "experiments.audit", "experiments.acceptance", "experiments.bench", "microbench.tune"]
 
 
-def test_the_lab_is_not_imported_by_what_serves(installed):
-    code = "import sys; sys.modules['nwor_lab'] = None; import nwor.manager, nwor.vllm.worker; print(nwor.__file__)"
+@pytest.mark.parametrize(
+    ("absent", "imported"),
+    [({"nwor_lab"}, ["nwor.vllm.worker"]), (DRAWING, [f"nwor_lab.{module}" for module in MEASURING])],
+    ids=["serving without the lab", "measuring without notebooks and figures"],
+)
+def test_what_is_not_needed_is_not_imported(installed, absent, imported):
+    blocked = f"sys.modules.update(dict.fromkeys({sorted(absent)}))"  # importing one of these raises
+    code = f"import sys; {blocked}; import nwor.manager, {', '.join(imported)}; print(nwor.__file__)"
     assert run([installed, "-c", code], installed.parent).strip().startswith(str(installed.parents[1]))
 
 
