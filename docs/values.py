@@ -160,9 +160,9 @@ def at_scale(k: int, temperature: float) -> float:
     return (total["draft_tokens"] - total["accepted_tokens"]) / (total["draft_tokens"] + total["windows"])
 
 
-def soak() -> str:
-    """What random traffic under the auditor found, all modes and episodes together."""
-    rows, made = table("soak"), json.loads((RECORDED / "soak.json").read_text())
+def soak(name: str = "soak") -> str:
+    """What random traffic under the auditor found, all modes and episodes together; name: of the table."""
+    rows, made = table(name), json.loads((RECORDED / f"{name}.json").read_text())
     total = rows.groupby("metric")["value"].sum()
     steps, tokens, faults = (f"{total[name]:,.0f}" for name in ("layer-steps", "tokens", "faults"))
     episodes, minutes = rows["episode"].nunique(), total["seconds"] / 60

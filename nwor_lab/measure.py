@@ -243,17 +243,19 @@ def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
 def record_soak(run: Path, recorded: Path = paths.RECORDED) -> None:
     """Copy the table of a `nwor soak` to `recorded`, and beside it when, where and of which commit it is.
 
+    The table is `soak`, or `gpu_soak` of a machine with GPUs.
+
     Raises:
         ValueError: files differed from the commit.
     """
     made = json.loads((run / "soak.json").read_text())["provenance"]
     if why := unrecordable(made["git"]):
         raise ValueError(f"{run} is not recorded: {why}")
-    results.write_table(recorded / "soak.parquet", results.read_table("soak", run))
-    about = {name: made[name] for name in ("time", "parameters", "versions", "python", "cpu")}
-    results.write_json(
-        recorded / "soak.json", {**about, "git": {name: made["git"][name] for name in ("commit", "clean")}}
-    )
+    name = "gpu_soak" if isinstance(made["gpu"], list) else "soak"  # else why there is none
+    results.write_table(recorded / f"{name}.parquet", results.read_table("soak", run))
+    about = {key: made[key] for key in ("time", "parameters", "versions", "python", "cpu", "gpu")}
+    about["git"] = {key: made["git"][key] for key in ("commit", "clean")}
+    results.write_json(recorded / f"{name}.json", about)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -237,20 +237,21 @@ def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(tmp
 
 
 @pytest.mark.parametrize("clean", [True, False])
-def test_a_soak_is_recorded_from_a_clean_commit_alone(tmp_path, capsys, clean):
+@pytest.mark.parametrize(("gpu", "name"), [(["an H200"], "gpu_soak"), ("unavailable: no nvidia-smi", "soak")])
+def test_a_soak_is_recorded_from_a_clean_commit_alone(tmp_path, clean, gpu, name):
     run, recorded = tmp_path / "soak-1", tmp_path / "recorded"
     results.write_table(run / "soak.parquet", results.tidy([{"metric": "layer-steps", "value": 9.0, "unit": "count"}]))
     about = dict.fromkeys(("time", "parameters", "versions", "python", "cpu", "command"), "x")
     git = {"commit": "abc", "clean": clean, "changed": [] if clean else ["M a"]}
-    results.write_json(run / "soak.json", {"provenance": {**about, "git": git}})
+    results.write_json(run / "soak.json", {"provenance": {**about, "git": git, "gpu": gpu}})
     if not clean:
         with pytest.raises(ValueError, match="soak-1 is not recorded: files differ from the commit .M a.: commit them"):
             measure.record_soak(run, recorded)
         assert not recorded.exists()
         return
     measure.record_soak(run, recorded)
-    assert results.read_table("soak", recorded)["value"].tolist() == [9.0]
-    made = json.loads((recorded / "soak.json").read_text())
+    assert results.read_table(name, recorded)["value"].tolist() == [9.0]
+    made = json.loads((recorded / f"{name}.json").read_text())
     assert made["git"] == {"commit": "abc", "clean": True} and "command" not in made
 
 
