@@ -201,17 +201,6 @@ def ships_last_slots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Served, "__init__", start)
 
 
-def with_connector(name: str, path: str | None, options: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
-    """No fault: an engine beside another connector of vLLM's than `EngineSpec` has a field for.
-
-    path: of the module it is taken from, as another's would be; None for vLLM's own list.
-    """
-    arguments = EngineSpec.llm_arguments
-    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": options}
-    config |= {"kv_connector_module_path": path} if path else {}
-    patch.setattr(EngineSpec, "llm_arguments", lambda spec: {**arguments(spec), "kv_transfer_config": config})
-
-
 def one_layer_of_another_class(patch: pytest.MonkeyPatch) -> None:
     """No fault: a model one of whose layers has an attention of its own, in the same cache group."""
     from vllm.model_executor.layers.attention import Attention

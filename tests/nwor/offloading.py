@@ -2,6 +2,9 @@
 """A conversation whose blocks vLLM's `OffloadingConnector` copies to the host and brings back."""
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineSpec
@@ -49,3 +52,14 @@ def assert_shipped_and_served(outcome: Outcome, mode: str) -> None:
     if mode != "off":
         assert rank["serving"] == mode, rank["reason"]
         assert rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
+
+
+def with_connector(name: str, path: str | None, options: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
+    """No fault: an engine beside another connector of vLLM's than `EngineSpec` has a field for.
+
+    path: of the module it is taken from, as another's would be; None for vLLM's own list.
+    """
+    arguments = EngineSpec.llm_arguments
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": options}
+    config |= {"kv_connector_module_path": path} if path else {}
+    patch.setattr(EngineSpec, "llm_arguments", lambda spec: {**arguments(spec), "kv_transfer_config": config})

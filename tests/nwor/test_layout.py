@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from nwor.layout import CacheLayout
+from nwor.vllm.context import cache_of
 from tests.nwor.paged import BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, WIDTH, Paged, random_packing
+from tests.nwor.runners import gpu_layer
 
 ROW = WIDTH * 2  # bytes of one slot and head in bf16
 CHUNK = BLOCK_SIZE * NUM_HEADS * ROW
@@ -68,3 +70,23 @@ def test_layers_that_differ(change, message):
 def test_layers_that_are_no_paged_views(change):
     with pytest.raises(ValueError, match="layer 0 is no .blocks, heads, block_size, elements. view"):
         CacheLayout.from_kv_caches([change(layer) for layer in Paged("LBHN").targets()])
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "row_bytes"),
+    [(576, torch.bfloat16, 1152), (576, torch.uint8, 576), (656, torch.uint8, 656)],
+    ids=["bf16", "fp8", "fp8_ds_mla"],
+)
+def test_a_latent_cache_has_one_head(width, dtype, row_bytes):
+    """vLLM keeps [blocks, 64, width] of one allocation; fp8_ds_mla's rows are 656 raw bytes."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    pool = torch.zeros(2, 5, 64, width, dtype=dtype)
+    layers = [gpu_layer("FlashMLAImpl", MLAAttention, use_sparse=False) for _ in range(2)]
+    for layer, cache in zip(layers, pool, strict=True):
+        layer.kv_cache = cache
+    layout = CacheLayout.from_kv_caches([cache_of(layer) for layer in layers])
+    assert (layout.num_layers, layout.num_heads, layout.block_size) == (2, 1, 64)
+    assert layout.slot_bytes == layout.row_bytes == row_bytes and layout.strides[2] == row_bytes
+    assert layout.layer_offsets.tolist() == [0, 5 * 64 * row_bytes]
+    assert layout.new_rows(70).shape == (2, 2, 1, 64, row_bytes)

@@ -16,9 +16,8 @@ from vllm.model_executor.layers import attention as layer_classes
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
-from nwor.layout import CacheLayout
 from nwor.vllm import attention_gpu, connectors, own_write, support
-from nwor.vllm.context import cache_of, target_layers
+from nwor.vllm.context import target_layers
 from nwor_lab import paths
 from tests.nwor.runners import FUSED, SHARING, gpu_layer, groups_of, make_runner
 
@@ -382,21 +381,3 @@ def test_mla_is_cows_alone_and_named(mode, sparse, why):
     layers = target_layers(made)
     assert list(layers) == ["a", "b"]
     assert support.why_unsupported(made, layers, mode) == why
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "row_bytes"),
-    [(576, torch.bfloat16, 1152), (576, torch.uint8, 576), (656, torch.uint8, 656)],
-    ids=["bf16", "fp8", "fp8_ds_mla"],
-)
-def test_a_latent_cache_has_one_head(width, dtype, row_bytes):
-    """vLLM keeps [blocks, 64, width] of one allocation; fp8_ds_mla's rows are 656 raw bytes."""
-    pool = torch.zeros(2, 5, 64, width, dtype=dtype)
-    layers = [gpu_layer("FlashMLAImpl", layer_classes.MLAAttention, use_sparse=False) for _ in range(2)]
-    for layer, cache in zip(layers, pool, strict=True):
-        layer.kv_cache = cache
-    layout = CacheLayout.from_kv_caches([cache_of(layer) for layer in layers])
-    assert (layout.num_layers, layout.num_heads, layout.block_size) == (2, 1, 64)
-    assert layout.slot_bytes == layout.row_bytes == row_bytes and layout.strides[2] == row_bytes
-    assert layout.layer_offsets.tolist() == [0, 5 * 64 * row_bytes]
-    assert layout.new_rows(70).shape == (2, 2, 1, 64, row_bytes)

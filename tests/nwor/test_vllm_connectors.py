@@ -23,6 +23,7 @@ from tests.nwor.offloading import (
     converse,
     first_answers,
     offloading,
+    with_connector,
 )
 from tests.nwor.on_cpu import spec_of
 
@@ -48,7 +49,7 @@ def serve(engines, model, mode: str, *connector, audit: bool = True) -> Outcome:
     Every prompt is one chunk: of a longer one `ExampleConnector` saves blocks that it does not have yet.
     """
     spec = replace(offloading(spec_of(model), offload=0), max_num_batched_tokens=512)
-    fault = partial(faults.with_connector, *connector) if connector else None
+    fault = partial(with_connector, *connector) if connector else None
     settings = Settings(mode=mode, audit=audit, debug_sync=mode != "off")
     outcome = engines.run(spec, settings, fault, CALLS, max_tokens=BLOCK)
     assert not outcome.error, outcome.error
