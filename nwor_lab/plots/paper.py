@@ -42,7 +42,7 @@ from nwor_lab.plots import steps as step_plots
 TABLES = ("reference", "acceptance", "traffic", "steps")
 """Tables that a reproduction run makes."""
 
-RECORDED = ("kernel_times", "gpu_cow", "gpu_acceptance", "gpu_steps", "kv_write_share", "attention")
+RECORDED = ("kernel_times", "gpu_cow", "gpu_direct", "gpu_acceptance", "gpu_steps", "kv_write_share", "attention")
 """Tables made on a GPU. Those after the first two there may not be."""
 
 DRAWS = "09_paper_figures"
