@@ -287,6 +287,8 @@ def verify_attention(
     scale: float,
     softcap: float = 0.0,
     sliding_window: int = 0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kv_cache_dtype: str = "auto",
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -305,5 +307,6 @@ def verify_attention(
             from 0 without staging; negative: no window.
         packing: int32 [N, 2 * D].
         scale, softcap: of the scores; softcap 0 is none. sliding_window: 0 or the window in positions.
+        alibi_slopes, sinks: float32 [Hq] or None; a sink is a score more in its head's softmax.
         kv_cache_dtype, k_scale, v_scale: how uint8 elements are read.
     """

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models whose layers lie in several cache groups: a pair with random weights, and real architectures' shapes."""
+"""Small models whose layers lie in several cache groups: a pair with random weights, and real architectures' shapes.
+
+Bloom's has one group; it is here for its attention, which has ALiBi as gpt-oss' has sinks.
+"""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +62,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": 2 * [SLIDING, FULL],
         "intermediate_size": 128,
-        "num_local_experts": 4,
+        # Each token goes to all experts: else rounding chooses another one here and there, and texts part.
+        "num_local_experts": 2,
         "num_experts_per_tok": 2,
         "swiglu_limit": 7.0,
         "attention_bias": True,
@@ -73,6 +78,13 @@ SHAPES: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "bloom": {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "num_hidden_layers": 4,
+        "n_layer": 4,
+        "n_head": 2,
+    },
 }
 # A drafter that looks for what was said before finds much of it among so few tokens.
 PROMPTS = [[(j * j * (i + 3) + 5 * i) % 29 + 2 for j in range(12 + 17 * i)] for i in range(8)]
@@ -84,9 +96,12 @@ def hybrid_pair(path: Path, **more: Any) -> Path:
     return path
 
 
-def shape(name: str, path: Path, dtype: str = "float32", **more: Any) -> EngineSpec:
-    """An engine's configuration for one of `SHAPES`, random weights, drafts by n-gram."""
+def shape(name: str, path: Path, dtype: str = "float32", config: Mapping[str, Any] = {}, **more: Any) -> EngineSpec:
+    """An engine's configuration for one of `SHAPES`, random weights, drafts by n-gram.
+
+    config: entries of the shape to replace. more: fields of the engine's.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps({**_SHAPE, **SHAPES[name], "dtype": dtype}))
+    (path / "config.json").write_text(json.dumps({**_SHAPE, **SHAPES[name], **config, "dtype": dtype}))
     fields = {"num_blocks": 96, "max_num_batched_tokens": 96, "method": "ngram", **more}
     return EngineSpec(str(path), load_format=FORMAT, dtype=dtype, **fields)

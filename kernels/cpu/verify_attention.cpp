@@ -38,6 +38,7 @@ struct Problem {
   int64_t query_stride, query_head_stride, output_stride, output_head_stride;
   float scale, softcap, k_scale, v_scale;
   int64_t sliding_window;
+  const float *alibi_slopes, *sinks;  // one a query head, or null
 };
 
 template <class C>
@@ -79,14 +80,15 @@ void attend(const Problem& p, const Q* query, const Pages<C>& pages, const Pages
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       const Q* q = query + (first_row + row) * p.query_stride + head * p.query_head_stride;
       for (int64_t e = 0; e < d; ++e) vector[e] = static_cast<float>(q[e]) * p.scale;
-      float largest = -std::numeric_limits<float>::infinity();
+      const float slope = p.alibi_slopes ? p.alibi_slopes[head] : 0.0f;
+      float largest = p.sinks ? p.sinks[head] : -std::numeric_limits<float>::infinity();
       for (int64_t position = first; position <= last; ++position) {
         float score = dot(vector.data(), &keys[position * d], d);
         if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
-        scores[position] = score;
-        largest = std::max(largest, score);
+        scores[position] = score + slope * static_cast<float>(position - last);
+        largest = std::max(largest, scores[position]);
       }
-      float total = 0;
+      float total = p.sinks ? std::exp(p.sinks[head] - largest) : 0.0f;
       std::fill(sum.begin(), sum.end(), 0.0f);
       for (int64_t position = first; position <= last; ++position) {
         const float weight = std::exp(scores[position] - largest);
@@ -134,8 +136,8 @@ void check_index(const Tensor& tensor, const char* name, int64_t least) {
 void verify_attention(const Tensor& query, const Tensor& kv_cache, const std::optional<Tensor>& staging,
                       Tensor& output, const Tensor& query_start_loc, const Tensor& seq_lens,
                       const Tensor& block_table, const Tensor& window_start, const Tensor& packing, double scale,
-                      double softcap, int64_t sliding_window, std::string kv_cache_dtype, double k_scale,
-                      double v_scale) {
+                      double softcap, int64_t sliding_window, const std::optional<Tensor>& alibi_slopes,
+                      const std::optional<Tensor>& sinks, std::string kv_cache_dtype, double k_scale, double v_scale) {
   STD_TORCH_CHECK(query.dim() == 3 && output.dim() == 3, "query and output must be [num_tokens, num_heads, head_size]");
   STD_TORCH_CHECK(kv_cache.dim() == 4 && (!staging || staging->dim() == 4),
                   "kv_cache and staging must be [blocks, H, N, 2 * D]");
@@ -167,12 +169,20 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const std::op
                       query.scalar_type() == ScalarType::BFloat16,
                   "query must be float32, float16 or bfloat16");
 
+  const auto per_head = [heads](const std::optional<Tensor>& tensor, const char* name) -> const float* {
+    if (!tensor) return nullptr;
+    STD_TORCH_CHECK(tensor->scalar_type() == ScalarType::Float && tensor->is_contiguous() && tensor->dim() == 1 &&
+                        tensor->size(0) == heads,
+                    name, " must be contiguous float32 [", heads, "], one a query head");
+    return static_cast<const float*>(tensor->data_ptr());
+  };
   const auto int32 = [](const Tensor& tensor) { return static_cast<const int32_t*>(tensor.data_ptr()); };
   const Problem p{int32(query_start_loc), int32(seq_lens), int32(block_table), int32(window_start), int32(packing),
                   requests, block_table.stride(0), heads, kv_heads, n, d,
                   query.stride(0), query.stride(1), output.stride(0), output.stride(1),
                   static_cast<float>(scale), static_cast<float>(softcap),
-                  fp8 ? static_cast<float>(k_scale) : 1.0f, fp8 ? static_cast<float>(v_scale) : 1.0f, sliding_window};
+                  fp8 ? static_cast<float>(k_scale) : 1.0f, fp8 ? static_cast<float>(v_scale) : 1.0f, sliding_window,
+                  per_head(alibi_slopes, "alibi_slopes"), per_head(sinks, "sinks")};
   for (int64_t e = 0; e < n * 2 * d; ++e)
     STD_TORCH_CHECK(p.packing[e] >= 0 && p.packing[e] < n * 2 * d, "packing: place ", p.packing[e], " is not in a chunk");
   for (int64_t r = 0; r < requests; ++r) {
@@ -210,7 +220,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
   m.def(
       "verify_attention(Tensor query, Tensor kv_cache, Tensor? staging, Tensor(a!) output, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_table, Tensor window_start, Tensor packing, *, float scale, float softcap=0, "
-      "int sliding_window=0, str kv_cache_dtype='auto', float k_scale=1, float v_scale=1) -> ()");
+      "int sliding_window=0, Tensor? alibi_slopes=None, Tensor? sinks=None, str kv_cache_dtype='auto', "
+      "float k_scale=1, float v_scale=1) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, m) { m.impl("verify_attention", TORCH_BOX(&verify_attention)); }

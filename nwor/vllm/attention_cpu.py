@@ -85,6 +85,8 @@ def _make_forward(original: Callable) -> Callable:
             scale=self.scale,
             softcap=self.logits_soft_cap,
             sliding_window=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            sinks=None if self.sinks is None else self.sinks.float(),
             packing=manager.layout.packing,
             kv_cache_dtype=self.kv_cache_dtype,
             k_scale=layer._k_scale_float,
@@ -93,16 +95,6 @@ def _make_forward(original: Callable) -> Callable:
         return output
 
     return forward
-
-
-def cannot_attend(layer: Any) -> str:
-    """Why our attention cannot serve this layer, or an empty string."""
-    impl = layer.impl
-    if impl.alibi_slopes is not None:
-        return "ALiBi"
-    if impl.sinks is not None:
-        return "attention sinks"
-    return ""
 
 
 def find_packing(layer: Any) -> Tensor | None:

@@ -56,9 +56,7 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
 
         blocked = attention_gpu.fused_passes(config) or attention_gpu.captured_writes(config)
         return blocked or next(filter(None, map(attention_gpu.cannot_attend, layers.values())), "")
-    from nwor.vllm import attention_cpu
-
-    return next(filter(None, map(attention_cpu.cannot_attend, layers.values())), "")
+    return ""
 
 
 def why_not_whole(runner: Any, layers: dict[str, Any]) -> str:

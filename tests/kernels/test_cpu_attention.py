@@ -159,6 +159,8 @@ class Backend:
             attention_cpu.find_packing(self.layer),
             scale=self.impl.scale,
             sliding_window=self.impl.sliding_window,
+            alibi_slopes=self.impl.alibi_slopes,
+            sinks=self.impl.sinks,
             kv_cache_dtype=self.impl.kv_cache_dtype,
             k_scale=self.layer._k_scale_float,
             v_scale=self.layer._v_scale_float,
@@ -231,6 +233,20 @@ def test_our_attention_is_vllms(dtype, kv_cache_dtype, isa, sliding_window, stag
     ours = backend.verify(staged)
     close(ours, theirs, backend.layer.isa)
     assert torch.equal(ours, backend.verify(not staged)), "where the tail lies changes no bit"
+
+
+@pytest.mark.parametrize("sliding_window", [-1, 33])
+@pytest.mark.parametrize(("slopes", "sinks"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
+def test_slopes_and_sinks_are_vllms(dtype, kv_cache_dtype, isa, slopes, sinks, sliding_window):
+    backend = Backend(dtype, kv_cache_dtype, isa, sliding_window=sliding_window)
+    backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
+    plain = backend.attend()
+    backend.impl.alibi_slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if slopes else None
+    backend.impl.sinks = torch.tensor([3.0, -1.0, 0.5, 2.0]) if sinks else None
+    theirs = backend.attend()
+    assert (theirs - plain).abs().max() > 0.1
+    close(backend.verify(staged=True), theirs, backend.layer.isa)
 
 
 def test_what_sliding_window_means():
@@ -309,18 +325,3 @@ def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_d
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-@pytest.mark.parametrize(
-    ("attributes", "why"),
-    [
-        ({}, ""),
-        ({"alibi_slopes": torch.ones(4)}, "ALiBi"),
-        ({"sinks": torch.ones(4)}, "attention sinks"),
-    ],
-)
-def test_what_our_attention_does_not_serve(attributes, why):
-    """Said in words, so that the notice can say it."""
-    backend = Backend(torch.float32, "auto")
-    vars(backend.impl).update(attributes)
-    assert attention_cpu.cannot_attend(backend.layer) == why

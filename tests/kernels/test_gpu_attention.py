@@ -69,9 +69,10 @@ def test_softcap_and_sliding_window(softcap, sliding_window):
 
 
 @CONFIGS
-@pytest.mark.parametrize(("alibi", "sinks"), [(True, False), (False, True), (True, True)])
-def test_alibi_and_sinks(alibi, sinks, config):
-    Windows(alibi=alibi, sinks=sinks, config=config).check()
+@pytest.mark.parametrize("sliding_window", [0, 40])
+@pytest.mark.parametrize("mask", ["alibi", "sinks"])
+def test_alibi_and_sinks(mask, sliding_window, config):
+    Windows(**{mask: True}, sliding_window=sliding_window, config=config).check()
 
 
 def test_windows_larger_than_a_tile_of_rows():

@@ -43,6 +43,13 @@ def test_softcap_and_sliding_window(softcap, sliding_window):
     Problem(PREFIXES, TAILS, softcap=softcap, sliding_window=sliding_window).check()
 
 
+@pytest.mark.parametrize("sliding_window", [0, 7])
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+@pytest.mark.parametrize(("alibi", "sinks"), [(True, False), (False, True), (True, True)])
+def test_alibi_and_sinks(alibi, sinks, softcap, sliding_window):
+    Problem(PREFIXES, TAILS, softcap=softcap, sliding_window=sliding_window, alibi=alibi, with_sinks=sinks).check()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_requests_without_a_window_are_not_touched(dtype):
     """Prefill rows and plain decodes of a mixed batch are vLLM's: their output, and block table, are not ours."""
@@ -152,6 +159,10 @@ WRONG = [
     ("seq_lens", lambda t: t - 31, "request 1: its rows do not fit"),
     ("window_start", lambda t: t.long(), "window_start must be contiguous int32"),
     ("window_start", lambda t: t + 28, "request 1: its window leaves staging"),
+    ("alibi_slopes", lambda t: torch.zeros(3), "alibi_slopes must be contiguous float32 .4."),
+    ("alibi_slopes", lambda t: torch.zeros(4, 1), "alibi_slopes must be contiguous float32 .4."),
+    ("sinks", lambda t: torch.zeros(4).bfloat16(), "sinks must be contiguous float32 .4."),
+    ("sinks", lambda t: torch.zeros(8)[::2], "sinks must be contiguous float32 .4."),
     ("packing", lambda t: t.long(), "packing must be contiguous int32"),
     ("packing", lambda t: t[:8].contiguous(), "packing has 512 elements, needs 1024"),
     ("packing", lambda t: t + 1, "packing: place 1024 is not in a chunk"),

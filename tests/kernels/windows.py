@@ -190,24 +190,11 @@ class Windows:
             rows = torch.cat([prefix.double(), tail.view(prefix.dtype).double()])
             query = self.q_read[tokens.start : tokens.stop].cpu().double()
             query = query * (self.scales["q_scale"] if self.query_fp8 else 1.0)
-            output[tokens.start : tokens.stop] = self.attend(query, rows, self.prefixes[request], k_scale, v_scale)
+            output[tokens.start : tokens.stop] = attend(
+                query, rows, self.prefixes[request], self.scale, self.softcap, self.sliding_window, k_scale, v_scale,
+                *(None if tensor is None else tensor.cpu() for tensor in (self.slopes, self.sink)),
+            )  # fmt: skip
         return output, kv_cache, staging
-
-    def attend(self, query: Tensor, rows: Tensor, prefix: int, k_scale: float, v_scale: float) -> Tensor:
-        if not (self.alibi or self.sinks):
-            arguments = (self.scale, self.softcap, self.sliding_window, k_scale, v_scale)
-            return attend(query, rows, prefix, *arguments)
-        keys, values = rows.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1).chunk(2, dim=-1)
-        scores = torch.einsum("thd,phd->htp", query, keys * k_scale) * self.scale
-        last, position = prefix + torch.arange(len(query))[:, None], torch.arange(len(rows))[None]
-        if self.slopes is not None:
-            scores += self.slopes.cpu().double()[:, None, None] * (position - prefix)
-        scores = scores.masked_fill(position > last, float("-inf"))
-        if self.sink is not None:
-            sink = self.sink.cpu().double()[:, None, None].expand(-1, len(query), 1)
-            scores = torch.cat([scores, sink], dim=-1)
-        weights = scores.softmax(dim=-1)[..., : len(rows)]
-        return torch.einsum("htp,phd->thd", weights, values * v_scale)
 
     def check(self) -> float:
         self.to_device()

@@ -41,6 +41,8 @@ class Problem:
     windows: Sequence[bool] | None = None
     softcap: float = 0.0
     sliding_window: int = 0
+    alibi: bool = False
+    with_sinks: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
     seed: int = 0
@@ -88,6 +90,8 @@ class Problem:
         self.query = qkv[:, : self.num_heads]
         self.output = torch.full((sum(self.tails), self.num_heads, d), float("nan"), dtype=self.dtype)
         self.scale = d**-0.5
+        self.alibi_slopes = torch.rand(self.num_heads, generator=generator) if self.alibi else None
+        self.sinks = torch.randn(self.num_heads, generator=generator) if self.with_sinks else None
 
     def nan_cache(self, blocks: int) -> Tensor:
         shape = (blocks, self.num_kv_heads, self.block_size, 2 * self.head_size)
@@ -107,6 +111,8 @@ class Problem:
             scale=self.scale,
             softcap=self.softcap,
             sliding_window=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
             kv_cache_dtype=self.kv_cache_dtype,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
@@ -130,6 +136,8 @@ class Problem:
                 self.sliding_window,
                 self.k_scale,
                 self.v_scale,
+                self.alibi_slopes,
+                self.sinks,
             )
         return expected
 

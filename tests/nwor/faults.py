@@ -109,9 +109,9 @@ def small_capacity(patch: pytest.MonkeyPatch) -> None:
 
 
 def unattended(patch: pytest.MonkeyPatch) -> None:
-    from nwor.vllm import attention_cpu
+    from nwor.vllm import support
 
-    patch.setattr(attention_cpu, "cannot_attend", lambda layer: "a feature our attention lacks")
+    patch.setattr(support, "unknown_mask", lambda layer, config: "a feature our attention lacks")
 
 
 def unreadable_packing(patch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_the_connectors_that_serve_are_vllms():
         (gpu_layer(head_size=80), "heads of size 80"),
         (gpu_layer(kv_cache_dtype="int8_per_token_head"), "a cache of type int8_per_token_head"),
         (gpu_layer(alibi_slopes=torch.ones(2)), ""),
-        (gpu_layer(sinks=torch.ones(2)), "attention sinks"),
+        (gpu_layer(sinks=torch.ones(2)), ""),
         (gpu_layer("TritonAttentionImpl", alibi_slopes=torch.ones(2)), ""),
         (gpu_layer("FlashInferImpl", alibi_slopes=torch.ones(2)), "ALiBi under FlashInfer"),
         (gpu_layer(scale_of=8), "a scale for each head"),
@@ -248,13 +248,12 @@ MATRIX = {
         (ON_A_GPU | {"vllm_config__compilation_config__use_inductor_graph_partition": True}, {}),
         (ON_A_GPU | {"vllm_config__compilation_config__splitting_ops": ["vllm::unified_attention_with_output"]}, {}),
     ],
-    "ALiBi (GPU)": [(ON_A_GPU, {"alibi_slopes": torch.ones(2)})],
-    "attention sinks; ALiBi on a CPU or under FlashInfer": [
-        (ON_A_GPU, {"sinks": torch.ones(2)}),
-        ({}, {"alibi_slopes": torch.ones(2)}),
-        ({}, {"sinks": torch.ones(2)}),
-        (ON_A_GPU, {"implementation": "FlashInferImpl", "alibi_slopes": torch.ones(2)}),
+    "attention sinks (gpt-oss), ALiBi (Bloom)": [
+        (where, layer)
+        for where in ({}, ON_A_GPU)
+        for layer in ({"sinks": torch.ones(2)}, {"alibi_slopes": torch.ones(2)})
     ],
+    "ALiBi under FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl", "alibi_slopes": torch.ones(2)})],
     "FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl"})],
     "a cache of another 16-bit type than the model's": [({}, {"kv_cache_torch_dtype": torch.float16})],
     "other attention backends": [

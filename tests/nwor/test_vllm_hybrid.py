@@ -4,8 +4,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from nwor import ops
 from nwor.settings import Settings
+from nwor_lab.experiments.parity import compare
 from tests import checkpoints, hybrids
 from tests.engines import Outcome
 from tests.nwor import group_faults
@@ -125,11 +128,49 @@ def test_eagle3(engines, tmp_path):
         assert_clean_and_counted(outcome, mode, 3, slot_bytes=2 * 128 * 4)
 
 
+def sinks_left_out(patch: pytest.MonkeyPatch) -> None:
+    attend = ops.verify_attention
+    patch.setattr(ops, "verify_attention", lambda *rest, sinks, **named: attend(*rest, **named))
+
+
+def noisy_attention(patch: pytest.MonkeyPatch) -> None:
+    """Each output of the attention is off by 0.1 % of itself, as rounding would make it."""
+    attend = ops.verify_attention
+
+    def noisy(query, kv_cache, staging, output, *rest, **named):
+        attend(query, kv_cache, staging, output, *rest, **named)
+        output.mul_(1 + 1e-3 * torch.randn(output.shape))
+
+    patch.setattr(ops, "verify_attention", noisy)
+
+
+def test_left_out_sinks_are_met_before_any_request(engines, tmp_path):
+    spec = hybrids.shape("gpt-oss", tmp_path, block_size=32)
+    outcome = engines.run(spec, Settings(mode="stage"), sinks_left_out, prompts=hybrids.PROMPTS, max_tokens=2)
+    assert not outcome.error, outcome.error
+    [rank] = outcome.ranks
+    assert rank["serving"] == "off" and "the attention differs from a plain one by " in rank["reason"], rank["reason"]
+
+
+def test_the_choice_of_experts_multiplies_rounding(engines, tmp_path):
+    """A token near a tie between two experts goes to the other one, and its log-probabilities jump."""
+    shift = {}
+    for experts in (2, 4):  # of which each token goes to two
+        spec = hybrids.shape("gpt-oss", tmp_path / str(experts), block_size=32, config={"num_local_experts": experts})
+        call = {"prompts": hybrids.PROMPTS, "max_tokens": 60, "logprobs": 5}
+        plain = engines.run(spec, Settings(), **call)
+        noisy = engines.run(spec, Settings(mode="stage", audit=True), calls=[{"fault": noisy_attention}], **call)
+        assert noisy.ranks[0]["serving"] == "stage", noisy.error
+        shift[experts] = compare(plain.generation, noisy.generation).shift
+    assert 0 < 4 * shift[2] < shift[4]
+
+
 # Layers with a cache; why stage leaves the model to vLLM's write, where it does.
 ARCHITECTURES = {
     "gemma3": (6, ""),
     "gemma3n": (4, "layers that read another layer's KV cache, which lacks the rows that stage holds: model.layers.4"),
-    "gpt-oss": (4, "attention sinks"),
+    "gpt-oss": (4, ""),
+    "bloom": (4, ""),
 }
 
 
