@@ -182,8 +182,11 @@ def _run(
         except BaseException:  # noqa: BLE001  (what tests look at)
             outcome.error = traceback.format_exc()
         finally:
-            if served is not None:
-                served.engine.engine_core.shutdown()
+            try:
+                if served is not None:
+                    served.engine.engine_core.shutdown()
+            except BaseException:  # noqa: BLE001
+                outcome.error = outcome.error or traceback.format_exc()
             cleanup_dist_env_and_memory()
             os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
     return outcome

@@ -32,10 +32,11 @@ def slots_of_another_group(patch: pytest.MonkeyPatch) -> None:
 
 def slots_of_another_group_v2(patch: pytest.MonkeyPatch) -> None:
     """The same under the V2 runner, whose slot mappings are one tensor."""
-    begin = RunnerContext.begin
+    begin, given = RunnerContext.begin, []
 
     def of_first(self, starts, logits, slot_mappings, *rest):  # type: ignore[no-untyped-def]
-        begin(self, starts, logits, slot_mappings[:1].expand_as(slot_mappings).contiguous(), *rest)
+        given.append(slot_mappings[:1].expand_as(slot_mappings).contiguous())  # the forward reads it
+        begin(self, starts, logits, given[-1], *rest)
 
     patch.setattr(RunnerContext, "begin", of_first)
 
