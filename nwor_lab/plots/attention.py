@@ -36,7 +36,7 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
         bandwidth: of a large copy, in TB/s.
     """
     table, known = net(times), [name for name in ("bytes", "tuned_on") if name in times]
-    table["flash"] = table.filter(regex="^flash").min(axis=1)
+    table["flash"] = table.filter(regex="^flash( |$)").min(axis=1)
     facts = times.groupby(KEYS, observed=True)[known].first()
     table = table.drop(columns=list(table.filter(regex="^flash "))).join(facts).reset_index()
     floor, tuned_on = table["bytes"] / bandwidth / 1e6, table.get("tuned_on", True)

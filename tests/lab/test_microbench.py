@@ -2,6 +2,7 @@
 """The microbenchmarks: bytes by hand, what is made of samples and counters, the recorded data."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,30 @@ def test_net_times_are_without_the_empty_kernel_and_beside_the_faster_backend():
     table = attention_plots.frame(samples(), bandwidth=4.0)
     assert table["floor"].iloc[0] == pytest.approx(SHAPE.bytes / 4e6)
     assert attention_plots.errors(samples())["over_flash"].tolist() == [1]
+
+
+def test_a_forced_version_has_a_ratio_of_its_own():
+    """It is none of vLLM's two backends on that GPU: not even where it is the fastest is it `vanilla`."""
+    forced = samples(0.8).query("op == 'nwor' and metric == 'time'").assign(op="flash2", value=42)
+    frame = pd.concat([samples(0.8), forced, samples(0.8, cache="fp8")])
+    line, other = attention.net(frame).reset_index().sort_values("cache").to_dict("records")
+    assert line["over_flash2"] == pytest.approx(2) and math.isnan(other["over_flash2"])
+    assert line["ratio"] == pytest.approx(0.8) == other["ratio"]
+    assert attention_plots.frame(frame, bandwidth=4.0)["flash"].tolist() == pytest.approx([100, 100])
+    assert "over_flash2" not in attention.net(samples(0.8))
+
+
+def test_options_say_which_shapes(tmp_path, monkeypatch, capsys):
+    asked, answer = [], samples(0.8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "measure", lambda shapes, repeats: asked.append((shapes, repeats)) or answer)
+    where = ["--out", str(tmp_path), "--name", "some", "--repeats", "7"]
+    chosen = ["--heads", "32x8,16x4", "--batches", "1,4", "--contexts", "131072", "--ks", "48", "--caches", "bf16"]
+    assert attention.main([*where, *chosen]) == 0 == attention.main(where)
+    expected = [AttentionShape(*heads, batch, 131072, k=48) for heads in ((32, 8), (16, 4)) for batch in (1, 4)]
+    assert asked == [(expected, 7), (attention.grid(), 7)]
+    assert len(results.read_table("some", tmp_path)) == len(answer) and "ratio" in capsys.readouterr().out
+    assert json.loads((tmp_path / "some.json").read_text())["provenance"]["parameters"]["ks"] is None
 
 
 def test_attention_of_different_builds_has_no_ratio():

@@ -18,9 +18,8 @@ from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.microbench import tune
 from nwor_lab.microbench.inputs import AttentionShape
+from tests.devices import A100, L40S, limit
 
-A100 = Device("NVIDIA A100-SXM4-80GB", multiprocessors=108, shared_memory=163 << 10)
-L40S = Device("NVIDIA L40S", multiprocessors=142, shared_memory=99 << 10)
 A10 = Device("NVIDIA A10", multiprocessors=84, shared_memory=99 << 10)
 B200 = Device("NVIDIA B200", multiprocessors=148, shared_memory=227 << 10)
 RTX_5090 = Device("NVIDIA GeForce RTX 5090", multiprocessors=170, shared_memory=99 << 10)
@@ -218,6 +217,23 @@ def test_heads_of_a_model(tmp_path):
     assert tune.heads_of("llama-2-7b-8kv") == (32, 8, 128)
     target, _ = write_shape("tiny", tmp_path, 128)
     assert tune.heads_of(str(target)) == (4, 2, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [A100, L40S], ids=lambda device: device.name)
+def test_it_finds_what_fits_a_smaller_device(device, tmp_path, monkeypatch):
+    """On whatever GPU is there, within that device's limits; compiled here, where they are known."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: nothing to compare with")
+    limit(device, monkeypatch)
+    monkeypatch.setattr(tune, "compile_all", lambda *_: None)
+    asked = ["--heads", "32x8", "--caches", "bf16", "--batches", "4", "--repeats", "2", "--out", str(tmp_path)]
+    assert tune.main(asked) == 0
+    [entry] = configs.read(tmp_path / configs.file_name(device.name))
+    config = Config(**{name: entry[name] for name in Config.__dataclass_fields__})
+    rows, _ = tune.rows_of(AttentionShape(32, 8, 4, 512), device)
+    assert configs.shrunk(config, rows, 128, 2, device) == config
+    searched = pd.read_parquet(next(tmp_path.glob("*_search.parquet")))
+    assert len(searched) > 20 and (searched["value"] > 0).all()
 
 
 def test_a_table_is_added_to(tmp_path):
