@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The microbenchmarks: bytes by hand, what is made of samples and counters, the recorded data."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -238,6 +239,21 @@ def test_a_forced_version_has_a_ratio_of_its_own():
     assert "over_flash2" not in attention.net(samples(0.8))
 
 
+def test_the_cliff_has_a_panel_for_each_attention_of_vllms(tmp_path):
+    """Over version 2, which takes 10 us a 1,000 positions, and over the two backends; k=3 is not drawn."""
+    frames = []
+    for context, batch, k in itertools.product((2048, 8192), (1, 4), (3, 8)):
+        alone = samples(0.8, context=context, batch=batch, k=k)
+        slow = alone[(alone["op"] == "nwor") & (alone["metric"] == "time")].assign(op="flash2", value=2 + context / 100)
+        frames += [alone, slow]
+    drawn = pd.read_csv(attention_plots.cliff(tmp_path, pd.concat(frames)).with_suffix(".csv"))
+    assert drawn.groupby("panel").size().to_dict() == dict.fromkeys(attention_plots.CLIFF.values(), 4)
+    found = drawn.set_index(["panel", "context", "batch"])["over"]
+    assert found["FlashAttention 2, forced", 8192, 4] == pytest.approx(80 / 81.92)
+    assert (found["FlashAttention 3", 2048, 1], found["Triton", 2048, 1]) == pytest.approx((80 / 100, 80 / 150))
+    style.close()
+
+
 def test_options_say_which_shapes(tmp_path, monkeypatch, capsys):
     asked, answer = [], samples(0.8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -248,7 +264,6 @@ def test_options_say_which_shapes(tmp_path, monkeypatch, capsys):
     expected = [AttentionShape(*heads, batch, 131072, k=48) for heads in ((32, 8), (16, 4)) for batch in (1, 4)]
     assert asked == [(expected, 7), (attention.grid(), 7)]
     assert len(results.read_table("some", tmp_path)) == len(answer) and "ratio" in capsys.readouterr().out
-    assert json.loads((tmp_path / "some.json").read_text())["provenance"]["parameters"]["ks"] is None
 
 
 def test_attention_of_different_builds_has_no_ratio():
