@@ -41,6 +41,7 @@ class EngineSpec:
     acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
     runner: vLLM's model runner, v1 or v2; empty for its own choice: V2 on a GPU, V1 on a CPU.
     attention_backend: FLASH_ATTN, TRITON_ATTN or another of vLLM's; empty for its own choice.
+    flash_attn_version: FlashAttention 2, 3 or 4 under FLASH_ATTN, whatever the GPU has; 0 for vLLM's own choice.
     cudagraph_mode: FULL, PIECEWISE or another of vLLM's; empty for its own choice, FULL_AND_PIECEWISE.
     cudagraph_capture_sizes: tokens of a batch for which graphs are captured; empty for vLLM's own choice, which on an
         H200 ends at 512.
@@ -71,6 +72,7 @@ class EngineSpec:
     acceptance_length: float = 0.0
     runner: str = ""
     attention_backend: str = ""
+    flash_attn_version: int = 0
     cudagraph_mode: str = ""
     cudagraph_capture_sizes: tuple[int, ...] = ()
     plugins: str = ""
@@ -105,6 +107,7 @@ class EngineSpec:
             "block_size": self.block_size,
             "kv_cache_memory_bytes": self.kv_cache_memory << 20,
             "attention_backend": self.attention_backend,
+            "attention_config": self.flash_attn_version and {"flash_attn_version": self.flash_attn_version},
             "compilation_config": {name: value for name, value in graphs.items() if value},
             "kv_transfer_config": self.offload and self._offloading(),
         }

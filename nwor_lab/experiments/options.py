@@ -88,7 +88,8 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
     if given["shape"]:
         if not given["random_prompts"]:
             raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
-        target, head = shapes.write_shape(given["shape"], paths.RESULTS / "shapes", given["max_model_len"])
+        folder = paths.RESULTS / "shapes" / f"{given['max_model_len']}"  # of its own: others may start beside it
+        target, head = shapes.write_shape(given["shape"], folder, given["max_model_len"])
         given |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
     if given["count"]:
         given |= {"modes": ("off",), "audit": False}

@@ -12,11 +12,14 @@ prefix, attend, and leave the rows stored.
     flash            `reshape_and_cache_flash`, then FlashAttention 3 as vLLM calls it in a full graph: a schedule made
                      outside the graph for at most 32 splits
     flash 1 ... 16   the same with that many splits fixed, without a schedule: "best split" is the fastest of all
+    flash2           `reshape_and_cache_flash`, then FlashAttention 2, which vLLM takes on an A100: forced on a Hopper,
+                     and left out with an fp8 cache and where vLLM comes without it
     triton           `triton_reshape_and_cache_flash`, then vLLM's `unified_attention`
     write            `reshape_and_cache_flash` alone
     empty            one kernel of one thread that does nothing
 
-The grid has the settings that `nwor tune` searched, and others between them (`held_out`): column `tuned_on`.
+The grid has the settings that `nwor tune` searched, and others between them (`held_out`): column `tuned_on`. Options
+name others: `--heads 32x8 --contexts 2048,131072 --batches 1,4 --ks 8,48 --caches bf16`.
 
 Metric `between` is what a layer takes in a chain of kernels: projection, rope, this, output projection, eight layers
 with weights of their own in one graph, whose replay is divided by eight; `none` is the same without it. There the new
@@ -45,6 +48,8 @@ from nwor_lab.microbench.timer import Call, interleaved
 HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
+AXES = {"heads": timer.pairs, "batches": timer.numbers, "contexts": timer.numbers, "caches": timer.words}
+AXES |= {"ks": timer.numbers}
 
 
 def shapes(
@@ -97,7 +102,9 @@ def measure(chosen: Sequence[AttentionShape] | None = None, repeats: int = 30, s
         ]
         rows, common = interleaved(chains, repeats, clean=True), common | {"metric": "between", "unit": "us"}
         found += [common | {"op": op, "repeat": n, "value": us / CHAIN} for op, n, us in rows]
-        print(f"{shape}: nwor over vLLM's faster {net(pd.DataFrame(timed))['ratio'].item():.3f}", flush=True)
+        line = net(pd.DataFrame(timed)).iloc[0]
+        forced = f", over flash2 {line['over_flash2']:.3f}" if "over_flash2" in line else ""
+        print(f"{shape}: nwor over vLLM's faster {line['ratio']:.3f}{forced}", flush=True)
         del case, calls, chains
     return results.tidy(found, mode="", model="", seed=seed)
 
@@ -136,7 +143,8 @@ def weights(heads: int, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
 def net(frame: pd.DataFrame) -> pd.DataFrame:
     """Median times with the empty kernel's taken off: one row a shape, one column an op, us.
 
-    `vanilla` is the faster of vLLM's two backends (any split of FlashAttention 3), `ratio` is nwor's time over it.
+    `vanilla` is the faster of vLLM's two backends (any split of FlashAttention 3), `ratio` is nwor's time over it, and
+    `over_flash2` that over FlashAttention 2's, where it was forced.
 
     Raises:
         ValueError: the rows are of different builds.
@@ -145,16 +153,18 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
     times = frame[frame["metric"] == "time"]
     table = times.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median")
     table = table.sub(table["empty"], axis=0).drop(columns="empty")
-    table["vanilla"] = table.drop(columns=["nwor", "write"]).min(axis=1)
+    table["vanilla"] = table.drop(columns=["nwor", "write", "flash2"], errors="ignore").min(axis=1)
     table["ratio"] = table["nwor"] / table["vanilla"]
+    if "flash2" in table:
+        table["over_flash2"] = table["nwor"] / table["flash2"]
     return table
 
 
 def main(argv: list[str] | None = None) -> int:
-    found = timer.options("attention", __doc__, argv)
-    times = measure(repeats=found.repeats)
-    timer.write(found, "attention", times)
-    print(net(times)["ratio"].round(3).to_string())
+    found = timer.options("attention", __doc__, argv, AXES | {"name": str})
+    times = measure(grid(**{axis: given for axis in AXES if (given := getattr(found, axis))}), found.repeats)
+    timer.write(found, found.name or "attention", times)
+    print(net(times).filter(regex="ratio|over_flash2").round(3).to_string())
     return 0
 
 

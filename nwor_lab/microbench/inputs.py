@@ -232,6 +232,16 @@ def split_scratch(shape: AttentionShape, device: torch.device) -> dict[str, Any]
     }
 
 
+@functools.cache
+def has_flash2() -> bool:
+    """Whether vLLM's FlashAttention 2 can be called here; where it cannot, a line says why, once."""
+    from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
+
+    if why := fa_version_unsupported_reason(2):
+        print(f"flash2 is left out: {why}", flush=True)
+    return not why
+
+
 class AttentionCase:
     """The tensors of one layer and step, the cache laid out as vLLM's (block, slot, head, key and value): "NHD"."""
 
@@ -246,7 +256,8 @@ class AttentionCase:
         self.kv_cache = self.cache(batch * pages, generator)
         self.staging = self.cache(-(-tokens // BLOCK_SIZE), generator)
         table = torch.randperm(batch * pages, device="cuda", generator=generator).view(batch, pages)
-        self.block_table = torch.zeros(batch, 1024, dtype=torch.int32, device="cuda")  # room for 16k positions
+        width = 1024 * -(-pages // 1024)  # room for 16k positions, or for 32k and so on
+        self.block_table = torch.zeros(batch, width, dtype=torch.int32, device="cuda")
         self.block_table[:, :pages] = table
         self.qkv = random(tokens, shape.heads + 2 * shape.kv_heads, shape.head_size).bfloat16()
         query, self.key, self.value = self.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -299,10 +310,10 @@ class AttentionCase:
             "max_seqlen_k": self.block_table.shape[1] * BLOCK_SIZE, "softmax_scale": self.scale, "causal": True,
         }  # fmt: skip
 
-    def flash(self, splits: int) -> Call:
+    def flash(self, splits: int, version: int = 3) -> Call:
         """vLLM's write and FlashAttention 3; 32 splits mean at most, by a schedule as vLLM makes it for full graphs.
 
-        Where there is no FlashAttention 3, FlashAttention 2 with splits of its own choice.
+        With `version` 2, or where there is no FlashAttention 3, FlashAttention 2, which takes no number of splits.
         """
         from vllm.vllm_flash_attn.flash_attn_interface import (
             flash_attn_varlen_func,
@@ -310,9 +321,9 @@ class AttentionCase:
             is_fa_version_supported,
         )
 
-        shape, given, schedule, version = self.shape, self.arguments(), None, 3 if is_fa_version_supported(3) else 2
-        if version == 2:
-            splits = 0
+        shape, given, schedule = self.shape, self.arguments(), None
+        if version == 2 or not is_fa_version_supported(3):
+            splits, version = 0, 2
         elif splits == 32:
             schedule = get_scheduler_metadata(
                 batch_size=shape.batch, max_seqlen_q=shape.query, max_seqlen_k=given["max_seqlen_k"],
@@ -359,6 +370,7 @@ class AttentionCase:
             "nwor": self.nwor(),
             "flash": self.flash(32),
             **{f"flash {splits}": self.flash(splits) for splits in FLASH_SPLITS},
+            **({"flash2": self.flash(0, version=2)} if not self.fp8 and has_flash2() else {}),
             "triton": self.triton(),
             "write": self.write,
         }

@@ -8,8 +8,9 @@ ratio. Here each repeat samples every call once, and the ratios are of neighbour
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -59,12 +60,33 @@ def interleaved(calls: dict[str, Call], repeats: int, clean: bool = False) -> It
             yield from ((name, repeat, 1e3 * begin.elapsed_time(end)) for name, (begin, end) in events.items())
 
 
-def options(module: str, doc: str, argv: list[str] | None, **switches: str) -> argparse.Namespace:
-    """Read the command line of `python -m nwor_lab.microbench.<module>`: `out`, `repeats` and `switches` with their
-    help. It ends here with status 2 and a line where there is no GPU."""
+def numbers(text: str) -> list[int]:
+    """Numbers that commas divide."""
+    return [int(number) for number in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    """Words that commas divide."""
+    return text.split(",")
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    """Query heads and KV heads: 32x8,16x4."""
+    return [(int(heads), int(kv_heads)) for heads, kv_heads in (pair.split("x") for pair in text.split(","))]
+
+
+def options(
+    module: str, doc: str, argv: list[str] | None, values: Mapping[str, Callable[[str], Any]] | None = None,
+    **switches: str,
+) -> argparse.Namespace:  # fmt: skip
+    """Read the command line of `python -m nwor_lab.microbench.<module>`: `out`, `repeats`, `values` by what reads them,
+    None where they are not given, and `switches` with their help. It ends here with status 2 and a line where there is
+    no GPU."""
     parser = argparse.ArgumentParser(prog=f"python -m nwor_lab.microbench.{module}", description=doc.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the table and what made it")
     parser.add_argument("--repeats", type=int, default=30, help="samples of each call that is timed (default: 30)")
+    for name, read in (values or {}).items():
+        parser.add_argument(f"--{name}", type=read, help=(read.__doc__ or "").strip(".") if read is not str else None)
     for name, said in switches.items():
         parser.add_argument(f"--{name}", action="store_true", help=said)
     found = parser.parse_args(argv)
@@ -75,7 +97,7 @@ def options(module: str, doc: str, argv: list[str] | None, **switches: str) -> a
 
 def write(found: argparse.Namespace, name: str, frame: pd.DataFrame) -> None:
     """Write table `name` and what made it to the folder asked for: words as categories, values in single precision."""
-    words = [column for column in frame if frame[column].dtype == object]
+    texts = [column for column in frame if frame[column].dtype == object]
     path = found.out / f"{name}.parquet"
-    results.write_table(path, frame.astype(dict.fromkeys(words, "category") | {"value": "float32"}))
+    results.write_table(path, frame.astype(dict.fromkeys(texts, "category") | {"value": "float32"}))
     results.write_provenance(path, vars(found))

@@ -45,7 +45,7 @@ from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.microbench.attention import shapes
 from nwor_lab.microbench.held_out import CONTEXTS
 from nwor_lab.microbench.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
-from nwor_lab.microbench.timer import empty, interleaved
+from nwor_lab.microbench.timer import empty, interleaved, numbers, pairs
 
 NOISE = 1.02  # medians that are no further apart are called equal when configurations are chosen
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
@@ -245,16 +245,6 @@ def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterab
     known = read(path) if path.exists() else known
     entries = {tuple(entry[name] for name in ENTRY): entry for entry in [*known, *found]}
     return results.write_json(path, {"gpu": gpu, "configurations": list(entries.values())})
-
-
-def numbers(text: str) -> list[int]:
-    """Numbers that commas divide."""
-    return [int(number) for number in text.split(",")]
-
-
-def pairs(text: str) -> list[tuple[int, int]]:
-    """Query heads and KV heads: 32x8,16x4."""
-    return [(int(heads), int(kv_heads)) for heads, kv_heads in (pair.split("x") for pair in text.split(","))]
 
 
 def parser() -> argparse.ArgumentParser:

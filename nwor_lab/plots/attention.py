@@ -24,6 +24,7 @@ BACKENDS = {
     "triton": "Triton + write",
     "floor": "bytes",
 }
+CLIFF = {"flash2": "FlashAttention 2, forced", "triton": "Triton", "flash": "FlashAttention 3"}
 
 
 def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
@@ -36,7 +37,7 @@ def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
         bandwidth: of a large copy, in TB/s.
     """
     table, known = net(times), [name for name in ("bytes", "tuned_on") if name in times]
-    table["flash"] = table.filter(regex="^flash").min(axis=1)
+    table["flash"] = table.filter(regex="^flash( |$)").min(axis=1)
     facts = times.groupby(KEYS, observed=True)[known].first()
     table = table.drop(columns=list(table.filter(regex="^flash "))).join(facts).reset_index()
     floor, tuned_on = table["bytes"] / bandwidth / 1e6, table.get("tuned_on", True)
@@ -122,6 +123,30 @@ def over_floor(run: results.Run | Path, table: pd.DataFrame, k: int = 8, cache: 
         f"large copy. {cache}, {k + 1} rows a request, 32 query heads of 128. Medians, empty kernel taken off, cold L2."
     )
     return style.save(grid, run, "attention_over_floor", drawn, caption)
+
+
+def cliff(run: results.Run | Path, times: pd.DataFrame, k: int = 8, kv_heads: int = 8) -> Path:
+    """Draw nwor's time over that of each attention of vLLM's alone, by context and batch, a panel an attention.
+
+    Args:
+        times: table `gpu_cliff`, or `attention` of shapes on which FlashAttention 2 was forced.
+    """
+    table = net(times)
+    table["flash"] = table.filter(regex="^flash( |$)").min(axis=1)
+    rows = table.reset_index().query("k == @k and kv_heads == @kv_heads").sort_values("batch")
+    over = rows.assign(**{panel: rows["nwor"] / rows[op] for op, panel in CLIFF.items()})
+    drawn = over.melt(["context", "batch"], list(CLIFF.values()), "panel", "over")
+    drawn["requests"] = [f"batch {batch:>2}" for batch in drawn["batch"]]
+    grid = _over_context(drawn, "over", "requests")
+    grid.set(ylim=(0, None)).refline(y=1, color="black", linestyle="-", linewidth=0.8)
+    grid.set_axis_labels(f"context, k={k}", "time / vLLM's\n(line: equal)")
+    caption = (
+        "Verify attention and write of one layer: time of this kit's one launch over that of vLLM's attention with its "
+        "write. FlashAttention 2, which GPUs other than Hopper take, was forced on an H200; like Triton it does not "
+        f"split a window's context, and FlashAttention 3 (best split) does. A token and {k} drafts a request, "
+        f"{kv_heads} KV heads, bf16. Medians, empty kernel taken off, cold L2 cache."
+    )
+    return style.save(grid, run, "attention_cliff", drawn, caption)
 
 
 def _over_context(rows: pd.DataFrame, y: str, by: str) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import A100, L40S, limit
 from tests.kernels.windows import DEVICE, DTYPE, INTERPRETED, MARKS, Windows, relative
 
 # isort: split
@@ -276,6 +277,25 @@ def test_long_contexts_no_worse_than_flash_attention(heads, kv_heads, kv_cache_d
     )  # fmt: skip
     wanted = problem.expected()[0]
     assert ours <= 1.02 * relative(theirs.cpu().to(problem.dtype), wanted)
+
+
+@on_gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("query", [9, 49])
+@pytest.mark.parametrize("device", [A100, L40S], ids=lambda device: device.name)
+def test_within_the_limits_of_a_smaller_device(device, query, kv_cache_dtype, monkeypatch):
+    """What is chosen for it is exact, on whatever GPU is there, and takes no more shared memory than it has."""
+    limit(device, monkeypatch)
+    taken, run = [], kernel.verify_windows.run
+    monkeypatch.setattr(
+        kernel.verify_windows, "run", lambda *args, **named: taken.append(run(*args, **named).metadata.shared)
+    )
+    for heads, kv_heads, head_size in ((32, 8, 128), (8, 8, 64), (16, 2, 256)):
+        Windows(
+            ((511, query), (8192, query), (0, 3), (700, 0)), num_heads=heads, num_kv_heads=kv_heads,
+            head_size=head_size, max_query_len=query, kv_cache_dtype=kv_cache_dtype,
+        ).check()  # fmt: skip
+    assert len(taken) == 3 and max(taken) <= device.shared_memory
 
 
 @on_gpu

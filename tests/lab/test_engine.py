@@ -55,12 +55,21 @@ def test_a_damaged_model_is_refused_and_the_file_named(file, content, message, t
 
 
 def test_what_is_left_empty_is_vllms_own_choice():
-    chosen = {"compilation_config", "attention_backend", "block_size", "async_scheduling"}
+    chosen = {"compilation_config", "attention_backend", "attention_config", "block_size", "async_scheduling"}
     assert not chosen & EngineSpec(*PAIR).llm_arguments().keys()
     graphs = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": (9, 576)}
     given = EngineSpec(*PAIR, enforce_eager=False, async_scheduling=False, **graphs).llm_arguments()
     assert given["compilation_config"] == {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [9, 576]}
     assert given["async_scheduling"] is False
+
+
+def test_a_version_of_flash_attention_arrives_in_vllms_config():
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils", reason="vLLM is not installed")
+    forced = {"attention_backend": "FLASH_ATTN", "flash_attn_version": 2}
+    for given, expected in (({}, (None, None)), (forced, ("FLASH_ATTN", 2))):
+        arguments = arg_utils.EngineArgs(**EngineSpec(*PAIR, **given).llm_arguments())
+        found = arguments.create_engine_config().attention_config
+        assert (found.backend and found.backend.name, found.flash_attn_version) == expected
 
 
 @pytest.mark.engine

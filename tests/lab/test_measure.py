@@ -52,8 +52,8 @@ def test_a_mode_more_is_a_word_more():
 def test_every_bench_is_one(name, tmp_path, monkeypatch):
     """Options, shapes and draft lengths that the bench takes; an hour on a GPU must not end at a misspelt word.
 
-    No point of a grid of steps is left out for want of cache but its largest of 32 KV heads: 64 prompts of 8k are 131
-    GiB in fp8.
+    No point of a grid of steps is left out for want of cache but its largest of 32 KV heads, 64 prompts of 8k, which
+    are 131 GiB in fp8, and of the cliff, 16 of 32k.
     """
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
     words = [word.replace("{out}", str(tmp_path)) for word in measure.MEASUREMENTS[name].command]
@@ -68,12 +68,32 @@ def test_every_bench_is_one(name, tmp_path, monkeypatch):
     assert len(prompts) >= 1 and plan.variants[0].columns["mode"] in ("off", "vllm")
     every = plan.loads(engine.max_model_len, 10**9)
     assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in every if plan.random_prompts)
-    if name in STEPS:
+    cliff = name.startswith("cliff_steps")
+    if name in STEPS or cliff:
         config = json.loads((Path(engine.model) / "config.json").read_text())
         layers, heads = config["num_hidden_layers"] + 1, config["num_key_value_heads"]  # the drafter has one
         position = 2 * layers * heads // engine.tp * 128 * (1 if engine.kv_cache_dtype == "fp8" else 2)
         loads = plan.loads(engine.max_model_len, (engine.kv_cache_memory << 20) // position)
-        assert set(every) - set(loads) == ({(max(plan.random_prompts), max(plan.sizes))} if heads == 32 else set())
+        assert set(every) - set(loads) == (
+            {(max(plan.random_prompts), max(plan.sizes))} if heads == 32 or cliff else set()
+        )
+
+
+LAYERS = [name for name, one in measure.MEASUREMENTS.items() if one.command[0] == attention.__name__]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_table_of_layers_is_one(name, tmp_path, monkeypatch):
+    """Options that the command takes, caches that half a GPU holds, and its table where it is looked for."""
+    asked, made = [], bench_table({"off": 1.0})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(attention, "measure", lambda shapes, repeats: asked.extend(shapes) or made)
+    monkeypatch.setattr(attention, "net", lambda times: times)
+    path = measure.table(tmp_path, name)
+    words = [word.replace("{out}", str(path.parent)) for word in measure.MEASUREMENTS[name].command[1:]]
+    assert attention.main(words) == 0 and path.exists() and path.with_suffix(".json").exists()
+    assert len(set(asked)) == len(asked) > 10 and max(shape.bytes for shape in asked) < 40e9
+    assert {shape.heads // shape.kv_heads for shape in asked} <= {1, 4} and {shape.heads for shape in asked} <= {16, 32}
 
 
 def test_the_other_commands_are_of_their_modules():

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The microbenchmarks: bytes by hand, what is made of samples and counters, the recorded data."""
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +226,44 @@ def test_net_times_are_without_the_empty_kernel_and_beside_the_faster_backend():
     table = attention_plots.frame(samples(), bandwidth=4.0)
     assert table["floor"].iloc[0] == pytest.approx(SHAPE.bytes / 4e6)
     assert attention_plots.errors(samples())["over_flash"].tolist() == [1]
+
+
+def test_a_forced_version_has_a_ratio_of_its_own():
+    """It is none of vLLM's two backends on that GPU: not even where it is the fastest is it `vanilla`."""
+    forced = samples(0.8).query("op == 'nwor' and metric == 'time'").assign(op="flash2", value=42)
+    frame = pd.concat([samples(0.8), forced, samples(0.8, cache="fp8")])
+    line, other = attention.net(frame).reset_index().sort_values("cache").to_dict("records")
+    assert line["over_flash2"] == pytest.approx(2) and math.isnan(other["over_flash2"])
+    assert line["ratio"] == pytest.approx(0.8) == other["ratio"]
+    assert attention_plots.frame(frame, bandwidth=4.0)["flash"].tolist() == pytest.approx([100, 100])
+    assert "over_flash2" not in attention.net(samples(0.8))
+
+
+def test_the_cliff_has_a_panel_for_each_attention_of_vllms(tmp_path):
+    """Over version 2, which takes 10 us a 1,000 positions, and over the two backends; k=3 is not drawn."""
+    frames = []
+    for context, batch, k in itertools.product((2048, 8192), (1, 4), (3, 8)):
+        alone = samples(0.8, context=context, batch=batch, k=k)
+        slow = alone[(alone["op"] == "nwor") & (alone["metric"] == "time")].assign(op="flash2", value=2 + context / 100)
+        frames += [alone, slow]
+    drawn = pd.read_csv(attention_plots.cliff(tmp_path, pd.concat(frames)).with_suffix(".csv"))
+    assert drawn.groupby("panel").size().to_dict() == dict.fromkeys(attention_plots.CLIFF.values(), 4)
+    found = drawn.set_index(["panel", "context", "batch"])["over"]
+    assert found["FlashAttention 2, forced", 8192, 4] == pytest.approx(80 / 81.92)
+    assert (found["FlashAttention 3", 2048, 1], found["Triton", 2048, 1]) == pytest.approx((80 / 100, 80 / 150))
+    style.close()
+
+
+def test_options_say_which_shapes(tmp_path, monkeypatch, capsys):
+    asked, answer = [], samples(0.8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "measure", lambda shapes, repeats: asked.append((shapes, repeats)) or answer)
+    where = ["--out", str(tmp_path), "--name", "some", "--repeats", "7"]
+    chosen = ["--heads", "32x8,16x4", "--batches", "1,4", "--contexts", "131072", "--ks", "48", "--caches", "bf16"]
+    assert attention.main([*where, *chosen]) == 0 == attention.main(where)
+    expected = [AttentionShape(*heads, batch, 131072, k=48) for heads in ((32, 8), (16, 4)) for batch in (1, 4)]
+    assert asked == [(expected, 7), (attention.grid(), 7)]
+    assert len(results.read_table("some", tmp_path)) == len(answer) and "ratio" in capsys.readouterr().out
 
 
 def test_attention_of_different_builds_has_no_ratio():

@@ -18,11 +18,12 @@ from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.microbench import tune
 from nwor_lab.microbench.inputs import AttentionShape
+from tests.devices import A100, L40S, limit
 
-A100 = Device("NVIDIA A100-SXM4-80GB", multiprocessors=108, shared_memory=163 << 10)
-L40S = Device("NVIDIA L40S", multiprocessors=142, shared_memory=99 << 10)
 A10 = Device("NVIDIA A10", multiprocessors=84, shared_memory=99 << 10)
-SMALLER = [pytest.param(device, id=device.name) for device in (A100, L40S, A10)]
+B200 = Device("NVIDIA B200", multiprocessors=148, shared_memory=227 << 10)
+RTX_5090 = Device("NVIDIA GeForce RTX 5090", multiprocessors=170, shared_memory=99 << 10)
+SMALLER = [pytest.param(device, id=device.name) for device in (A100, L40S, A10, RTX_5090)]
 LAYER = AttentionShape(32, 8, 16, 512)
 SHAPE = {"kv_heads": 8, "group": 4, "head_size": 128, "cache_bytes": 2, "max_query_len": 9}
 HERE = Path(__file__).parent
@@ -135,8 +136,14 @@ def test_a_sweep_on_an_h200_tries_what_it_tried():
 
 @pytest.mark.parametrize(
     ("capability", "device", "kv_cache_dtype", "head_sizes"),
-    [(80, A100, "auto", [256]), (86, A10, "auto", [128, 256]), (89, L40S, "fp8", [128, 256])],
-    ids=["sm_80", "sm_86", "sm_89"],
+    [
+        pytest.param(80, A100, "auto", [256], id="sm_80"),
+        pytest.param(86, A10, "auto", [128, 256], id="sm_86"),
+        pytest.param(89, L40S, "fp8", [128, 256], id="sm_89"),
+        pytest.param(100, B200, "fp8", [128, 256], id="sm_100"),
+        pytest.param(120, RTX_5090, "auto", [128, 256], id="sm_120"),
+        pytest.param(120, RTX_5090, "fp8", [128, 256], id="sm_120-fp8"),
+    ],
 )
 def test_what_is_compiled_fits_the_device(capability, device, kv_cache_dtype, head_sizes, monkeypatch):
     """Shared memory that the kernel takes, compiled for a chip that is not here, on shapes that take most."""
@@ -210,6 +217,23 @@ def test_heads_of_a_model(tmp_path):
     assert tune.heads_of("llama-2-7b-8kv") == (32, 8, 128)
     target, _ = write_shape("tiny", tmp_path, 128)
     assert tune.heads_of(str(target)) == (4, 2, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [A100, L40S], ids=lambda device: device.name)
+def test_it_finds_what_fits_a_smaller_device(device, tmp_path, monkeypatch):
+    """On whatever GPU is there, within that device's limits; compiled here, where they are known."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: nothing to compare with")
+    limit(device, monkeypatch)
+    monkeypatch.setattr(tune, "compile_all", lambda *_: None)
+    asked = ["--heads", "32x8", "--caches", "bf16", "--batches", "4", "--repeats", "2", "--out", str(tmp_path)]
+    assert tune.main(asked) == 0
+    [entry] = configs.read(tmp_path / configs.file_name(device.name))
+    config = Config(**{name: entry[name] for name in Config.__dataclass_fields__})
+    rows, _ = tune.rows_of(AttentionShape(32, 8, 4, 512), device)
+    assert configs.shrunk(config, rows, 128, 2, device) == config
+    searched = pd.read_parquet(next(tmp_path.glob("*_search.parquet")))
+    assert len(searched) > 20 and (searched["value"] > 0).all()
 
 
 def test_a_table_is_added_to(tmp_path):

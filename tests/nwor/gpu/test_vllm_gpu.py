@@ -5,6 +5,8 @@ Thirteen prompts of 10 to 149 tokens, eight at a time, 96 tokens a batch:
 chunked prefill runs beside decodes throughout.
 """
 
+from functools import partial
+
 import pytest
 
 from nwor.settings import Settings
@@ -14,9 +16,22 @@ from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.experiments import options
 from nwor_lab.experiments.parity import compare, tolerance
 from nwor_lab.experiments.plan import Plan, settings_of
+from nwor_lab.microbench.inputs import has_flash2
+from tests.checkpoints import random_pair
+from tests.devices import A100, L40S, limit
 from tests.engines import PROMPTS
 from tests.nwor import faults
-from tests.nwor.gpu.on_gpu import GAPS, STACKS, assert_clean_and_counted, both, spec_of, stacks, treated
+from tests.nwor.gpu.on_gpu import (
+    GAPS,
+    LAYERS,
+    STACKS,
+    assert_clean_and_counted,
+    assert_parity,
+    both,
+    spec_of,
+    stacks,
+    treated,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -68,6 +83,29 @@ def test_direct_leaves_what_vanilla_leaves(engines, model, vanilla, stack):
     assert outcome.audit["unwritten_rows"] == 0
     parity = compare(vanilla(stack).generation, outcome.generation)
     assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+
+
+@pytest.mark.parametrize("device", [A100, L40S], ids=lambda device: device.name)
+def test_stage_serves_within_the_limits_of_a_smaller_device(engines, model, vanilla, device):
+    """The check at start-up included: what it finds wrong would fall back."""
+    outcome = treated(engines, model, "stage", "v2 FA graphs", partial(limit, device))
+    assert not outcome.error, outcome.error
+    assert_clean_and_counted(outcome, "stage")
+    assert_parity(vanilla("v2 FA graphs"), outcome, "stage")
+
+
+@both
+def test_a_mode_is_exact_beside_flash_attention_2(engines, tmp_path, mode):
+    """Forced on a GPU that would take another version. Heads of 128: vLLM may have been packed with no other."""
+    if not has_flash2():
+        pytest.skip("vLLM comes without FlashAttention 2 here")
+    random_pair(tmp_path, noise=0.3, num_hidden_layers=LAYERS, head_dim=128)
+    forced = {"flash_attn_version": 2, "attention_backend": "FLASH_ATTN"}
+    plain = engines.run(spec_of(tmp_path, "v2 FA graphs", **forced), Settings(), logprobs=5)
+    outcome = treated(engines, tmp_path, mode, "v2 FA graphs", **forced)
+    assert not plain.error and not outcome.error, plain.error + outcome.error
+    assert_clean_and_counted(outcome, mode)
+    assert_parity(plain, outcome, mode)
 
 
 @both
