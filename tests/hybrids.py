@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
-from tests.checkpoints import random_pair
+from nwor_lab.pair.model import load_weights
+from tests.checkpoints import CONFIG, layer_shapes, random_pair, random_weights, save_checkpoint
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # One full layer and three with windows: three groups on a CPU, and the drafter's layer lies over a target's.
@@ -74,6 +77,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
 }
+# Qwen3-Next's: three layers with a gated delta net, one with attention, and a mixture of experts in one of the four,
+# without which vLLM does not take it. Its CPU kernels know heads of 64 and more.
+RECURRENT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "layer_types": [*3 * ["linear_attention"], FULL],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "mlp_only_layers": [0, 1, 2],
+    "decoder_sparse_step": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 # A drafter that looks for what was said before finds much of it among so few tokens.
 PROMPTS = [[(j * j * (i + 3) + 5 * i) % 29 + 2 for j in range(12 + 17 * i)] for i in range(8)]
 
@@ -90,3 +112,40 @@ def shape(name: str, path: Path, dtype: str = "float32", **more: Any) -> EngineS
     (path / "config.json").write_text(json.dumps({**_SHAPE, **SHAPES[name], "dtype": dtype}))
     fields = {"num_blocks": 96, "max_num_batched_tokens": 96, "method": "ngram", **more}
     return EngineSpec(str(path), load_format=FORMAT, dtype=dtype, **fields)
+
+
+def recurrent_pair(path: Path, noise: float = 0.3) -> Path:
+    """A pair as `random_pair` writes it, of which the target has the shape of `RECURRENT`."""
+    target, _ = random_pair(path, noise=noise, head_dim=64)
+    config, weights = {**CONFIG, "head_dim": 64, **RECURRENT}, load_weights(target)
+    hidden, width = config["hidden_size"], config["linear_key_head_dim"]
+    keys, values = (config[f"linear_num_{name}_heads"] for name in ("key", "value"))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for n, kind in enumerate(config["layer_types"]):
+        layer = {"input_layernorm.weight": (hidden,)} | layer_shapes(config)
+        if kind == FULL:
+            layer |= {f"self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+            layer["self_attn.q_proj.weight"] = (2 * layer["self_attn.q_proj.weight"][0], hidden)  # and its gate
+        else:
+            layer = {name: shape for name, shape in layer.items() if "self_attn" not in name}
+            layer |= {
+                "linear_attn.in_proj_qkvz.weight": (2 * (keys + values) * width, hidden),
+                "linear_attn.in_proj_ba.weight": (2 * values, hidden),
+                "linear_attn.conv1d.weight": ((2 * keys + values) * width, 1, config["linear_conv_kernel_dim"]),
+                "linear_attn.A_log": (values,),
+                "linear_attn.dt_bias": (values,),
+                "linear_attn.norm.weight": (width,),
+                "linear_attn.out_proj.weight": (hidden, values * width),
+            }
+        if n not in config["mlp_only_layers"]:
+            layer = {name: shape for name, shape in layer.items() if "mlp" not in name}
+            layer |= {"mlp.gate.weight": (config["num_experts"], hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
+            for expert in ("shared_expert", *(f"experts.{i}" for i in range(config["num_experts"]))):
+                for name in ("gate", "up", "down"):
+                    size = config["moe_intermediate_size"], hidden
+                    layer[f"mlp.{expert}.{name}_proj.weight"] = size[::-1] if name == "down" else size
+        shapes |= {f"model.layers.{n}.{name}": tuple(shape) for name, shape in layer.items()}
+    drawn = random_weights(shapes, noise, torch.Generator().manual_seed(0))
+    own = {name: tensor for name, tensor in weights.items() if ".layers." not in name}
+    save_checkpoint(target, config, own | drawn, torch.bfloat16)
+    return path
