@@ -2,6 +2,7 @@
 """Small models whose layers lie in several cache groups: a pair with random weights, and real architectures' shapes."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
 }
-# Qwen3-Next's: three layers with a gated delta net, one with attention, and a mixture of experts in one of the four,
-# without which vLLM does not take it. Its CPU kernels know heads of 64 and more.
+# Qwen3-Next's: three layers with a gated delta net and one with attention. VLLM takes neither the model nor its MTP
+# without a mixture of experts, which the first layer says of both, and its CPU kernels know heads of 64 and more.
 RECURRENT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -89,7 +90,7 @@ RECURRENT: dict[str, Any] = {
     "linear_value_head_dim": 64,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
-    "mlp_only_layers": [0, 1, 2],
+    "mlp_only_layers": [1, 2, 3],
     "decoder_sparse_step": 1,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -115,37 +116,51 @@ def shape(name: str, path: Path, dtype: str = "float32", **more: Any) -> EngineS
 
 
 def recurrent_pair(path: Path, noise: float = 0.3) -> Path:
-    """A pair as `random_pair` writes it, of which the target has the shape of `RECURRENT`."""
+    """A pair as `random_pair` writes it, of which the target has the shape of `RECURRENT`, and one layer for MTP.
+
+    That one drafts as the pair's EAGLE head does: what it computes is mostly the last token's embedding.
+    """
     target, _ = random_pair(path, noise=noise, head_dim=64)
     config, weights = {**CONFIG, "head_dim": 64, **RECURRENT}, load_weights(target)
-    hidden, width = config["hidden_size"], config["linear_key_head_dim"]
-    keys, values = (config[f"linear_num_{name}_heads"] for name in ("key", "value"))
-    shapes: dict[str, tuple[int, ...]] = {}
+    hidden = config["hidden_size"]
+    shapes: dict[str, Sequence[int]] = {}
     for n, kind in enumerate(config["layer_types"]):
-        layer = {"input_layernorm.weight": (hidden,)} | layer_shapes(config)
-        if kind == FULL:
-            layer |= {f"self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
-            layer["self_attn.q_proj.weight"] = (2 * layer["self_attn.q_proj.weight"][0], hidden)  # and its gate
-        else:
-            layer = {name: shape for name, shape in layer.items() if "self_attn" not in name}
-            layer |= {
-                "linear_attn.in_proj_qkvz.weight": (2 * (keys + values) * width, hidden),
-                "linear_attn.in_proj_ba.weight": (2 * values, hidden),
-                "linear_attn.conv1d.weight": ((2 * keys + values) * width, 1, config["linear_conv_kernel_dim"]),
-                "linear_attn.A_log": (values,),
-                "linear_attn.dt_bias": (values,),
-                "linear_attn.norm.weight": (width,),
-                "linear_attn.out_proj.weight": (hidden, values * width),
-            }
-        if n not in config["mlp_only_layers"]:
-            layer = {name: shape for name, shape in layer.items() if "mlp" not in name}
-            layer |= {"mlp.gate.weight": (config["num_experts"], hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
-            for expert in ("shared_expert", *(f"experts.{i}" for i in range(config["num_experts"]))):
-                for name in ("gate", "up", "down"):
-                    size = config["moe_intermediate_size"], hidden
-                    layer[f"mlp.{expert}.{name}_proj.weight"] = size[::-1] if name == "down" else size
-        shapes |= {f"model.layers.{n}.{name}": tuple(shape) for name, shape in layer.items()}
+        experts = n not in config["mlp_only_layers"]
+        shapes |= {f"model.layers.{n}.{name}": x for name, x in _layer_shapes(config, kind, experts).items()}
+    shapes |= {f"mtp.layers.0.{name}": x for name, x in _layer_shapes(config, FULL, experts=True).items()}
+    shapes |= {f"mtp.{name}": (hidden,) for name in ("norm.weight", "pre_fc_norm_hidden.weight")}
+    shapes |= {"mtp.pre_fc_norm_embedding.weight": (hidden,), "mtp.fc.weight": (hidden, 2 * hidden)}
     drawn = random_weights(shapes, noise, torch.Generator().manual_seed(0))
+    drawn["mtp.fc.weight"] = torch.cat((torch.eye(hidden), 0.3 * drawn["mtp.fc.weight"][:, hidden:]), 1)
     own = {name: tensor for name, tensor in weights.items() if ".layers." not in name}
     save_checkpoint(target, config, own | drawn, torch.bfloat16)
     return path
+
+
+def _layer_shapes(config: dict[str, Any], kind: str, experts: bool) -> dict[str, Sequence[int]]:
+    """The weights of one of Qwen3-Next's layers; experts: it has a mixture of experts."""
+    hidden, width = config["hidden_size"], config["linear_key_head_dim"]
+    layer = {"input_layernorm.weight": (hidden,), **layer_shapes(config)}
+    if kind == FULL:
+        layer |= {f"self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+        layer["self_attn.q_proj.weight"] = (2 * layer["self_attn.q_proj.weight"][0], hidden)  # and its gate
+    else:
+        keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        layer = {name: shape for name, shape in layer.items() if "self_attn" not in name}
+        layer |= {
+            "linear_attn.in_proj_qkvz.weight": (2 * (keys + values) * width, hidden),
+            "linear_attn.in_proj_ba.weight": (2 * values, hidden),
+            "linear_attn.conv1d.weight": ((2 * keys + values) * width, 1, config["linear_conv_kernel_dim"]),
+            "linear_attn.A_log": (values,),
+            "linear_attn.dt_bias": (values,),
+            "linear_attn.norm.weight": (width,),
+            "linear_attn.out_proj.weight": (hidden, values * width),
+        }
+    if experts:
+        layer = {name: shape for name, shape in layer.items() if "mlp" not in name}
+        layer |= {"mlp.gate.weight": (config["num_experts"], hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
+        for expert in ("shared_expert", *(f"experts.{i}" for i in range(config["num_experts"]))):
+            inner = config["moe_intermediate_size"]
+            layer |= {f"mlp.{expert}.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+            layer[f"mlp.{expert}.down_proj.weight"] = (hidden, inner)
+    return layer

@@ -129,11 +129,11 @@ def test_eagle3(engines, tmp_path):
 LONG = {"max_tokens": 120, "logprobs": 5}
 
 
-@pytest.fixture(scope="module")
-def recurrent(tmp_path_factory):
+@pytest.fixture(scope="module", params=["eagle", "mtp"])
+def recurrent(request, tmp_path_factory):
     """Qwen3-Next's shape, in a cache too small for its batch: blocks go from states to rows and back."""
-    pair = hybrids.recurrent_pair(tmp_path_factory.mktemp("recurrent"))
-    return replace(spec_of(pair, "bfloat16"), num_blocks=45)
+    spec = spec_of(hybrids.recurrent_pair(tmp_path_factory.mktemp("recurrent")), "bfloat16")
+    return replace(spec, num_blocks=45, method=request.param, draft=spec.draft if request.param == "eagle" else "")
 
 
 @pytest.fixture(scope="module")
