@@ -135,6 +135,25 @@ def _known_layers(runner: Any) -> dict[str, Any]:
     return {name: layer for name, layer in context.items() if type(layer) in served and name not in drafter}
 
 
+def recurrent_layers(runner: Any) -> set[str]:
+    """Names of the layers that keep a state and write no rows, in cache groups of their own: vLLM's recurrent ones.
+
+    vLLM itself keeps a state for each draft there, and goes on from that of the last one that was accepted.
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    context = runner.compilation_config.static_forward_context
+    groups = [
+        group for group in runner.kv_cache_config.kv_cache_groups if kinds_of(group.kv_cache_spec) == {"MambaSpec"}
+    ]
+    return {name for group in groups for name in group.layer_names if isinstance(context.get(name), MambaBase)}
+
+
+def kinds_of(spec: Any) -> set[str]:
+    """The classes of a cache group's spec, by name: one, or those of its layers where vLLM keeps one for each."""
+    return {type(each).__name__ for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
+
+
 def is_latent(layer: Any) -> bool:
     """Whether it is DeepSeek's attention (MLA), which caches one latent row a token, and no keys and values by head."""
     from vllm.model_executor.layers.attention import MLAAttention

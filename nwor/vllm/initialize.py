@@ -16,6 +16,7 @@ from nwor.vllm.context import (
     cache_of,
     context_of,
     is_latent,
+    kinds_of,
     set_served_groups,
     target_groups,
     target_layers,
@@ -149,5 +150,4 @@ def _layout_of(layers: list[Any], on_gpu: bool) -> tuple[Any, str]:
 
 def blocks_stay(spec: Any) -> bool:
     """Whether vLLM leaves a running request its blocks in a cache group of this spec; windows and chunks free them."""
-    kinds = {type(each).__name__ for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
-    return kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}
+    return kinds_of(spec) <= {"FullAttentionSpec", "MLAAttentionSpec"}

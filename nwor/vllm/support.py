@@ -5,7 +5,7 @@ from typing import Any
 
 from nwor.vllm import own_write
 from nwor.vllm.connectors import why_not_beside
-from nwor.vllm.context import draft_layers, is_latent, sharing_layers
+from nwor.vllm.context import draft_layers, is_latent, recurrent_layers, sharing_layers
 from nwor.vllm.masks import unknown_mask
 
 
@@ -67,7 +67,8 @@ def why_not_whole(runner: Any, layers: dict[str, Any]) -> str:
     """
     cached = {name for spec in runner.kv_cache_config.kv_cache_groups for name in spec.layer_names}
     context = runner.compilation_config.static_forward_context
-    if others := sorted(cached - layers.keys() - draft_layers(runner) - sharing_layers(runner)):
+    known = layers.keys() | draft_layers(runner) | sharing_layers(runner) | recurrent_layers(runner)
+    if others := sorted(cached - known):
         kind = type(context[others[0]]).__name__ if others[0] in context else "a class of its own"
         return f"a hybrid model: {len(others)} of its layers are not served, {others[0]} ({kind}) among them"
     if missing := sorted(layers.keys() - cached):

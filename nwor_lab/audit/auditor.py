@@ -14,13 +14,16 @@ What it does not see:
 * The content of rows whose write passes no hook: under replayed CUDA graphs, in micro-batches, and where a backend
   writes inside its attention. `content_checked` beside `kept_rows` says how many rows were compared.
 * A slot that is changed and put right within one step, and layers of the drafter.
+* Recurrent layers. Their blocks hold states, which vLLM writes as it likes: whatever is written to a block is passed
+  over for as long as one of their cache groups has it (`groups.py`).
 
 A step compares the whole cache twice and needs a copy of it, and scratch for its rows. On two CPU cores an audited step
 of the shipped pair took 1.8 times the CPU time of one that is not (`stage`, 8 requests, k=8, 22 MB of cache).
 
-What vLLM copies, zeroes or discards itself between steps counts as stray: it does so for Mamba layers and caches of
-mixed precision, which are refused, and for an engine that sleeps. Blocks that a KV connector brings back are taken as
-they are: `accept` names their slots.
+What vLLM copies or discards itself between steps counts as stray: it does so for an engine that sleeps, and for the
+states of recurrent layers beside prefix caching, which is refused. Taken as they are, `accept` naming their slots, are
+blocks that a KV connector brings back, and new ones that vLLM zeroes, beside recurrent layers and in caches of mixed
+precision.
 """
 
 from __future__ import annotations
@@ -270,7 +273,8 @@ class CacheAudit:
 
     @torch.inference_mode()
     def accept(self, slots: Tensor) -> None:
-        """A KV connector has loaded these slots, int64 [n], of all layers, whole blocks: take them as they are."""
+        """A KV connector has loaded these slots, int64 [n], of all layers, whole blocks, or vLLM has zeroed them: take
+        them as they are."""
         slots = slots.to(self._left.device)
         blocks = (slots // self.block_size).unique()
         for seen, cache in zip(self._seen, self.caches, strict=True):

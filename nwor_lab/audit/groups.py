@@ -4,11 +4,15 @@
 vLLM hands out all blocks from one pool and lays the groups over the same memory: what a layer of one group writes is
 seen through the view of another's. But a block is one group's at a time. So each change is held against the group that
 has the block, and through the views of the others it is passed over; in a block that nobody has had, all object.
+
+The blocks of recurrent layers hold states, which vLLM writes as it likes: what changes in them is passed over, and all
+blocks that a request's table names there are the group's. Beside such layers vLLM zeroes attention's new blocks as it
+hands them out: they are taken as zeroed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -25,10 +29,18 @@ class GroupsAudit:
         audits: by the index of the group.
         block_sizes: slots of a block, of every group.
         num_blocks: blocks of the pool.
+        recurrent: indices of the groups whose layers keep states, and have no slots.
     """
 
-    def __init__(self, audits: Mapping[int, CacheAudit], block_sizes: Sequence[int], num_blocks: int) -> None:
+    def __init__(
+        self,
+        audits: Mapping[int, CacheAudit],
+        block_sizes: Sequence[int],
+        num_blocks: int,
+        recurrent: Collection[int] = (),
+    ) -> None:
         self.audits, self.enabled = dict(audits), True
+        self._recurrent = recurrent
         self._block_sizes = block_sizes
         self._owner = torch.full((num_blocks,), -1)
         self.reset()
@@ -82,7 +94,10 @@ class GroupsAudit:
         """
         self.look_between_steps()
         for index, rows in tables.items():
-            blocks = _in_use(rows, query_start_loc, slot_mappings[index].tolist(), self._block_sizes[index])
+            if index in self._recurrent:
+                blocks = {block for row in rows for block in row}
+            else:
+                blocks = _in_use(rows, query_start_loc, slot_mappings[index].tolist(), self._block_sizes[index])
             self._owner[sorted(blocks - {0})] = index  # block 0 is nobody's
         if tables:
             for index, audit in self.audits.items():
@@ -94,6 +109,12 @@ class GroupsAudit:
     def after(self, num_rejected: Sequence[int]) -> None:
         for audit in self.audits.values():
             audit.after(num_rejected)
+
+    def accept(self, blocks: Sequence[int]) -> None:
+        """VLLM has zeroed these blocks as it handed them out: all groups take them as they are."""
+        for index, audit in self.audits.items():
+            size = self._block_sizes[index]
+            audit.accept((torch.tensor(blocks)[:, None] * size + torch.arange(size)).flatten())
 
     def look_between_steps(self) -> None:
         for audit in self.audits.values():

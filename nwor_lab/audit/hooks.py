@@ -21,6 +21,14 @@ from torch import Tensor
 
 from nwor_lab.audit.auditor import CacheAudit
 from nwor_lab.audit.groups import GroupsAudit
+from nwor_lab.audit.layers import (
+    cache_of,
+    incomplete,
+    recurrent_groups,
+    refuse_unknown_owners,
+    slot_parts,
+    target_groups,
+)
 
 _wrapped: dict[tuple[type, str], Callable] = {}
 
@@ -61,77 +69,12 @@ def stop_audit(worker: Any) -> None:
         audit.enabled = False
 
 
-def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
-    """The attention layers that are modules of the target model and have a cache, by name, of each cache group.
-
-    Raises:
-        RuntimeError: a part of the target's cache would not be seen. It is a layer of neither the target's nor the
-            drafter's model, or of a class that does not write each row to one slot.
-    """
-    from vllm.model_executor.layers import attention
-
-    known = {
-        attention.Attention,
-        attention.ChunkedLocalAttention,
-        attention.MLAAttention,
-        attention.PrefillPrefixLMAttention,
-        attention.RSWAAttention,
-    }
-    target, drafter = runner.get_model(), runner.get_draft_model()
-    modules = {id(module) for module in target.modules()}
-    drafting = {id(module) for module in drafter.modules()} if drafter is not None else set()
-    context = runner.compilation_config.static_forward_context
-    groups: dict[int, dict[str, Any]] = {}
-    for index, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
-        own = {name: context.get(name) for name in spec.layer_names if id(context.get(name)) not in drafting}
-        for name, layer in own.items():
-            if id(layer) not in modules or type(layer) not in known:
-                raise _incomplete(f"{name} is a {type(layer).__name__}, no attention layer of the target that it knows")
-        # A layer that reads another's cache has the same memory.
-        cached = {n: layer for n, layer in own.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
-        if cached:
-            groups[index] = cached
-    return groups
-
-
-def cache_of(layer: Any) -> Tensor:
-    """A layer's cache as [num_blocks, H, N, C]; MLA's is [num_blocks, N, C], one latent row a slot."""
-    return layer.kv_cache.unsqueeze(1) if layer.kv_cache.dim() == 3 else layer.kv_cache
-
-
-def slot_parts(layer: Any) -> Tensor:
-    """int64 [N * 2 * head_size], for each element of a (block, head) chunk twice its slot, and 1 more for a value's.
-
-    vLLM's CPU caches transpose or tile keys inside a block, by instruction set, so vLLM's own writer is asked: it
-    writes the keys or values of one slot of a scratch block at a time, and what is no longer zero is theirs.
-
-    Raises:
-        RuntimeError: an element is written with no slot's keys or values, or with several.
-    """
-    _, heads, block_size, width = layer.kv_cache.shape
-    dtype = layer.kv_cache.dtype if layer.kv_cache.is_floating_point() else torch.bfloat16
-    rows = torch.eye(2, dtype=dtype).view(2, 2, 1, 1, 1).expand(2, 2, 1, heads, width // 2).contiguous()
-    written = torch.zeros(block_size, 2, block_size * width, dtype=torch.bool)
-    for offset in range(block_size):
-        for half, (key, value) in enumerate(rows):
-            scratch = torch.zeros_like(layer.kv_cache[:1])
-            layer.impl.do_kv_cache_update(layer, key, value, scratch, torch.tensor([offset]))
-            written[offset, half] = scratch[0, 0].flatten() != 0
-    if not (written.flatten(0, 1).sum(0) == 1).all():
-        raise _incomplete("this CPU cache's layout has elements that belong to no slot or to several")
-    return written.flatten(0, 1).int().argmax(0)
-
-
 def rejected(sampled_token_ids: Tensor, metadata: Any) -> list[int]:
     """Rejected drafts of each request on the V1 runner, whose sampler writes -1 for them; none without drafts."""
     if metadata is None:
         return [0] * len(sampled_token_ids)
     accepted = (sampled_token_ids != -1).sum(dim=1) - 1
     return [max(0, drafts - taken) for drafts, taken in zip(metadata.num_draft_tokens, accepted.tolist(), strict=True)]
-
-
-def _incomplete(why: str) -> RuntimeError:
-    return RuntimeError(f"the audit would not see the whole cache: {why}: unset VLLM_NWOR_AUDIT")
 
 
 def _wrap(owner: type, name: str, parameters: str, around: Callable[..., Any], optional: str = "") -> None:
@@ -186,6 +129,7 @@ def install_v1() -> None:
 
     forward = "self input_ids positions intermediate_tensors inputs_embeds model_kwargs"
     _wrap(Runner, "initialize_kv_cache", _INITIALIZE, _initialize)
+    _wrap(Runner, "_update_states", "self scheduler_output", _update)
     _wrap(Runner, "_model_forward", forward, _forward)
     _wrap(Runner, "_sample", "self logits spec_decode_metadata", _sample)
 
@@ -195,6 +139,7 @@ def install_v2() -> None:
 
     sampled = "self idx_mapping sampled_tokens num_sampled num_rejected query_start_loc"
     _wrap(Runner, "initialize_kv_cache", _INITIALIZE, _initialize)
+    _wrap(Runner, "update_requests", "self scheduler_output", _update)
     _wrap(Runner, "prepare_attn", "self input_batch", _prepare_attn)
     _wrap(Runner, "postprocess_sampled", sampled, _postprocess_sampled, optional="draft_tokens")
 
@@ -203,6 +148,7 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
     self.cache_audit = None
     original(self, *args, **kwargs)
     groups, config, limits = target_groups(self), self.kv_cache_config, self.vllm_config.scheduler_config
+    refuse_unknown_owners(self, groups)
     audits = {}
     for group, layers in groups.items():
         first = next(iter(layers.values()))
@@ -210,7 +156,7 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
         caches = [cache_of(layer) for layer in layers.values()]
         audits[group] = CacheAudit(caches, parts, limits.max_num_batched_tokens, limits.max_num_seqs)
     sizes = [spec.kv_cache_spec.block_size for spec in config.kv_cache_groups]
-    self.cache_audit = GroupsAudit(audits, sizes, config.num_blocks)
+    self.cache_audit = GroupsAudit(audits, sizes, config.num_blocks, recurrent_groups(self))
     for group, layers in groups.items():
         for index, layer in enumerate(layers.values()):
             layer.cache_audit = self.cache_audit, group, index
@@ -236,7 +182,7 @@ def _watch_connector(runner: Any) -> None:
     connector = kv_transfer.get_kv_transfer_group()
     for each in getattr(connector, "_connectors", [connector]):
         if (kind := type(each).__name__) not in _WATCHED:
-            raise _incomplete(f"{kind} may write to pages, and it follows {' and '.join(_WATCHED)} alone")
+            raise incomplete(f"{kind} may write to pages, and it follows {' and '.join(_WATCHED)} alone")
         _WATCHED[kind](runner, each)
 
 
@@ -257,7 +203,7 @@ def _watch_offloading(runner: Any, connector: Any) -> None:
 
 def _watch_example(runner: Any, connector: Any) -> None:
     if len(runner.cache_audit.audits) > 1:
-        raise _incomplete("ExampleConnector's slots are of one cache group, and the target has several")
+        raise incomplete("ExampleConnector's slots are of one cache group, and the target has several")
     connector.cache_audit = runner.cache_audit
     connector.layers = runner.compilation_config.static_forward_context
     _wrap(type(connector), "start_load_kv", "self forward_context kwargs", _load_requests)
@@ -328,6 +274,13 @@ def _write_latent(
 
         audit.audits[group].copy_write(index, write, slot_mapping)
     original(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more)
+
+
+def _update(original: Callable, self: Any, scheduler_output: Any) -> Any:
+    result = original(self, scheduler_output)
+    if self.cache_audit.enabled and (zeroed := scheduler_output.new_block_ids_to_zero):
+        self.cache_audit.accept(zeroed)
+    return result
 
 
 def _forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -86,3 +86,51 @@ def test_a_block_changes_hands():
     made.audit.after([0])
     assert (made.audit.report.dirty_slots, made.audit.report.unwritten_rows) == (1, 0), "14 is group 0's now"
     assert made.audit.examples[0].startswith("group 0, step 1, layer 0, slot 14")
+
+
+class BesideStates:
+    """Group 1 is a recurrent one, whose states lie over group 0's layer; vLLM makes no slots for such a group."""
+
+    def __init__(self, recurrent: set[int]) -> None:
+        self.cache = torch.zeros(7, 2, SIZE, 8)
+        audits = {0: CacheAudit([self.cache], max_tokens=4, max_requests=1)}
+        self.audit = GroupsAudit(audits, [SIZE, 512], 7, recurrent)
+        self.step({0: [[1, 2]], 1: [[3, 4]]})
+
+    def step(self, tables: dict[int, list[list[int]]], *written: int) -> None:
+        """A step whose last row is rejected, in which these blocks' states are written."""
+        slots = {0: torch.tensor([4, 5, 6]), 1: torch.zeros(3, dtype=torch.int64)}
+        self.audit.before(STARTS, slots, tables)
+        self.cache[[*written]] = torch.rand(len(written), 2, SIZE, 8)
+        for slot in (4, 5):
+            self.cache[1, :, slot % SIZE] = torch.rand(2, 8)
+        self.audit.after([1])
+
+
+@pytest.mark.parametrize(("recurrent", "dirty"), [({1}, 0), (set(), 2 * SIZE)])
+def test_states_are_passed_over_in_blocks_of_their_own(recurrent, dirty):
+    made = BesideStates(recurrent)
+    made.step({0: [[1, 2]], 1: [[3, 4]]}, 3, 4)
+    assert (made.audit.report.dirty_slots, made.audit.report.unwritten_rows) == (dirty, 0)
+
+
+def test_states_in_a_block_of_attention_are_dirty():
+    """In one that attention has, in one that nobody has had, and in one that has gone back to attention."""
+    made = BesideStates({1})
+    made.step({0: [[1, 2]], 1: [[3, 4]]}, 2, 5)
+    assert made.audit.report.dirty_slots == 2 * SIZE
+    made.step({0: [[1, 4]], 1: [[3, 6]]}, 4, 6)
+    assert made.audit.report.dirty_slots == 3 * SIZE
+
+
+@pytest.mark.parametrize(("accepted", "stray"), [(True, 0), (False, SIZE)])
+def test_a_new_block_is_taken_as_zeroed(accepted, stray):
+    made = BesideStates({1})
+    made.cache[5] = 0.0
+    if accepted:
+        made.audit.accept([5])
+    made.step({0: [[1, 5]], 1: [[3, 4]]})
+    assert (made.audit.report.stray_slots, made.audit.report.dirty_slots) == (stray, 0)
+    made.cache[5] = 1.0
+    made.audit.look_between_steps()
+    assert made.audit.report.stray_slots == stray + SIZE

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The auditor as a plugin: which layers it looks at, what it learns from vLLM's writer, and its hooks."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from vllm.distributed import kv_transfer
 from vllm.model_executor.layers import attention as layer_classes
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from nwor_lab.audit import hooks
 from tests.lab.audited import parts
@@ -60,6 +62,45 @@ def test_an_audit_of_a_part_is_refused(other):
     stray = runner_of({"a": two["a"]}, two["draft"], [["a", "elsewhere"]])
     with pytest.raises(RuntimeError, match="elsewhere is a NoneType"):
         hooks.target_groups(stray)
+
+
+def test_recurrent_layers_are_no_part_of_what_is_audited():
+    layers = {"a": attention_layer(), "state": object.__new__(ShortConv), "draft": attention_layer()}
+    nn.Module.__init__(layers["state"])
+    runner = runner_of(layers, layers["draft"], [["state"], ["a", "draft"], []])
+    assert hooks.target_groups(runner) == {1: {"a": layers["a"]}} and hooks.recurrent_groups(runner) == {0}
+    mixed = runner_of(layers, layers["draft"], [["state", "a", "draft"]])
+    with pytest.raises(RuntimeError, match="state is a ShortConv, no attention layer of the target that it knows"):
+        hooks.target_groups(mixed)
+
+
+@pytest.mark.parametrize(
+    ("mode", "block_size", "why"),
+    [
+        ("none", 16, ""),
+        ("align", 16, "with mamba_cache_mode align block tables go on naming blocks that others have"),
+        ("none", 32, "of several cache groups one has its blocks split for its attention kernel"),
+    ],
+)
+def test_block_tables_that_do_not_tell_who_has_a_block_are_refused(mode, block_size, why):
+    layers = {"a": attention_layer(), "state": object.__new__(ShortConv)}
+    nn.Module.__init__(layers["state"])
+    layers["a"].kv_cache = torch.zeros(2, 1, 16, 8)
+    runner = runner_of(layers, attention_layer(), [["state"], ["a"]])
+    runner.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
+    runner.kv_cache_config.kv_cache_groups[1].kv_cache_spec = SimpleNamespace(block_size=block_size)
+    with pytest.raises(RuntimeError, match=why) if why else contextlib.nullcontext():
+        hooks.refuse_unknown_owners(runner, hooks.target_groups(runner))
+
+
+def test_what_vllm_zeroes_before_a_step_is_accepted():
+    passed: list = []
+    for enabled, zeroed, taken in ((True, [3, 4], [[3, 4]]), (True, None, []), (False, [3], [])):
+        runner = SimpleNamespace(cache_audit=SimpleNamespace(enabled=enabled, accept=passed.append))
+        step = SimpleNamespace(new_block_ids_to_zero=zeroed)
+        assert hooks._update(lambda self, given: given, runner, step) is step
+        assert passed == taken
+        passed.clear()
 
 
 class Writer:

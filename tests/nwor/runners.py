@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 FUSED = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_attn_quant")
 
@@ -20,7 +21,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
         use_ubatching=False,
         enable_elastic_ep=False,
     )
-    groups = [SimpleNamespace(layer_names=[*names, "draft"])]
+    groups = groups_of([*names, "draft"])
     runner = SimpleNamespace(
         vllm_config=SimpleNamespace(
             speculative_config=SimpleNamespace(),
@@ -36,7 +37,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
             cache_config=SimpleNamespace(block_size=16, skip_page_size_padded=None),
         ),
         device=torch.device("cpu"),
-        kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+        kv_cache_config=groups,
         compilation_config=SimpleNamespace(static_forward_context={}),
         drafter=SimpleNamespace(_draft_attn_layer_names={"draft"}),
     )
@@ -84,12 +85,19 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Atte
     return layer
 
 
-def groups_of(*names: list[str]) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=group) for group in names])
+def groups_of(*names: list[str], **recurrent: list[str]) -> SimpleNamespace:
+    """Cache groups of layers with these names; recurrent: those that hold states, by the name of their spec's class."""
+    specs = [*((None, group) for group in names), *((type(kind, (), {})(), group) for kind, group in recurrent.items())]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=x, layer_names=y) for x, y in specs])
 
 
 # A runner whose layer "reader" reads the cache of "a".
 SHARING = {
     "kv_cache_config": groups_of(["a", "b", "reader"], ["draft"]),
     "compilation_config__static_forward_context": {"reader": gpu_layer(kv_sharing_target_layer_name="a")},
+}
+# One with a recurrent layer beside its attention.
+RECURRENT = {
+    "kv_cache_config": groups_of(["a", "b", "draft"], MambaSpec=["state"]),
+    "compilation_config__static_forward_context": {"state": object.__new__(ShortConv)},
 }

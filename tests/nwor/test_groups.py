@@ -45,17 +45,38 @@ def test_a_layer_that_shares_a_cache_is_no_target_layer():
     assert target_groups(made, target_layers(made)) == {0: [context["a"], context["b"]]}
 
 
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_recurrent_layers_are_named(mode):
-    """Beside attention in groups of its own that would be served."""
+HYBRID = "a hybrid model: 1 of its layers are not served, "
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage", "direct"])
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        (groups_of(["a"], ["b", "draft"], MambaSpec=["state"]), ""),
+        (groups_of(["a", "b", "draft"], FullAttentionSpec=["state"]), HYBRID + "state (ShortConv) among them"),
+        (groups_of(["a", "b", "draft", "state"]), HYBRID + "state (ShortConv) among them"),
+        (groups_of(["a", "b", "draft", "other"], MambaSpec=["state"]), HYBRID + "other (object) among them"),
+        (groups_of(["a", "b", "draft"], MambaSpec=["other", "state"]), HYBRID + "other (object) among them"),
+        (groups_of(["a", "b", "draft"], MambaSpec=["nowhere"]), HYBRID + "nowhere (a class of its own) among them"),
+        (groups_of(["draft"], MambaSpec=["state"]), "2 of the target's layers lie in no cache group, a among them"),
+    ],
+    ids=["alone", "a spec of rows", "among attention", "beside another", "among others", "unknown", "no attention"],
+)
+def test_recurrent_layers_are_left_alone(mode, groups, why):
+    """Where both the layer's class and its group's spec say that it keeps a state; all others are named."""
     layers = {"a": gpu_layer(), "b": gpu_layer()}
-    made = make_runner(
-        kv_cache_config=groups_of(["a"], ["b", "draft"], ["state"]),
-        compilation_config__static_forward_context=layers | {"state": object.__new__(ShortConv)},
-    )
-    why = "a hybrid model: 1 of its layers are not served, state (ShortConv) among them"
+    context = layers | {"state": object.__new__(ShortConv), "other": object()}
+    made = make_runner(kv_cache_config=groups, compilation_config__static_forward_context=context)
     assert support.why_unsupported(made, layers, mode) == why
-    assert support.why_unsupported(make_runner(kv_cache_config=groups_of(["draft"])), {}, mode) == "no attention layers"
+    found = [layer for group in target_groups(made, layers).values() for layer in group]
+    assert context["state"] not in found and context["other"] not in found
+
+
+def test_recurrent_layers_alone_are_not_served():
+    state = {"state": object.__new__(ShortConv)}
+    groups = groups_of(["draft"], MambaSpec=["state"])
+    made = make_runner(kv_cache_config=groups, compilation_config__static_forward_context=state)
+    assert support.why_unsupported(made, {}, "cow") == "no attention layers"
 
 
 def test_each_cache_group_has_its_own_layers():
@@ -66,7 +87,13 @@ def test_each_cache_group_has_its_own_layers():
 
 @pytest.mark.parametrize(
     ("kind", "stay"),
-    [("FullAttentionSpec", True), ("MLAAttentionSpec", True), ("SlidingWindowSpec", False), ("RSWASpec", False)],
+    [
+        ("FullAttentionSpec", True),
+        ("MLAAttentionSpec", True),
+        ("SlidingWindowSpec", False),
+        ("RSWASpec", False),
+        ("MambaSpec", False),
+    ],
 )
 def test_windows_give_blocks_back_while_a_request_runs(kind, stay):
     """A log that outlives its step would hold what another request, or this one, has written there since."""

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from nwor.vllm import attention_gpu, connectors, own_write, support
 from nwor.vllm.context import target_layers
 from nwor_lab import paths
-from tests.nwor.runners import FUSED, SHARING, gpu_layer, groups_of, make_runner
+from tests.nwor.runners import FUSED, RECURRENT, SHARING, gpu_layer, groups_of, make_runner
 
 
 def test_cow_needs_neither_attention_nor_a_whole_batch():
@@ -226,7 +226,8 @@ MATRIX = {
         ({"kv_cache_config": groups_of(["a"], ["b"])}, {}),
         ({"kv_cache_config": groups_of(["draft"], ["b"], ["a"])}, {}),
     ],
-    "recurrent layers, any layer of the target whose class no mode knows": [
+    "recurrent layers (Qwen3-Next)": [(RECURRENT, {})],
+    "any layer of the target whose class no mode knows": [
         ({"kv_cache_config": groups_of([])}, {}),
         ({"kv_cache_config": groups_of(["a", "b", "sparse", "draft"])}, {}),
         ({"kv_cache_config": groups_of(["a", "b"], ["mamba"])}, {}),
