@@ -89,7 +89,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_head": 2,
     },
 }
-# Qwen3-Next's: three layers with a gated delta net and one with attention. VLLM takes neither the model nor its MTP
+# Qwen3-Next's: three layers with a gated delta net and one with attention. vLLM takes neither the model nor its MTP
 # without a mixture of experts, which the first layer says of both, and its CPU kernels know heads of 64 and more.
 RECURRENT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],

@@ -111,7 +111,7 @@ class GroupsAudit:
             audit.after(num_rejected)
 
     def accept(self, blocks: Sequence[int]) -> None:
-        """VLLM has zeroed these blocks as it handed them out: all groups take them as they are."""
+        """vLLM has zeroed these blocks as it handed them out: all groups take them as they are."""
         for index, audit in self.audits.items():
             size = self._block_sizes[index]
             audit.accept((torch.tensor(blocks)[:, None] * size + torch.arange(size)).flatten())

@@ -16,7 +16,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class ByBatch(EngineSpec):
-    """VLLM shortens the drafts as the batch grows: (least requests, most requests, drafts)."""
+    """vLLM shortens the drafts as the batch grows: (least requests, most requests, drafts)."""
 
     schedule: tuple[tuple[int, int, int], ...] = ()
 
@@ -36,7 +36,7 @@ class OnRay(EngineSpec):
 
 @dataclass(frozen=True)
 class MicroBatched(EngineSpec):
-    """VLLM is to split batches in two; the transport between experts is named and not used."""
+    """vLLM is to split batches in two; the transport between experts is named and not used."""
 
     def llm_arguments(self) -> dict[str, Any]:
         return {**super().llm_arguments(), "ubatch_size": 2, "all2all_backend": "deepep_low_latency"}

@@ -60,7 +60,7 @@ def test_round_trip(mode, flags):
 
 
 def test_ray_takes_every_setting_to_its_workers(monkeypatch):
-    """VLLM copies variables to Ray's actors by prefix; ours bear it for that reason."""
+    """vLLM copies variables to Ray's actors by prefix; ours bear it for that reason."""
     ray_env = pytest.importorskip("vllm.ray.ray_env")
     for name, value in Settings("stage").environ().items():
         monkeypatch.setenv(name, value)

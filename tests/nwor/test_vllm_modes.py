@@ -232,7 +232,7 @@ def test_a_model_no_mode_can_serve_falls_back_with_its_reason(engines, model, va
     ids=["blind attention", "a kernel that fails", "direct's too", "a commit too far", "a restore too far"],
 )
 def test_an_operator_that_fails_here_is_met_before_any_request(engines, model, vanilla, mode, fault, says):
-    """VLLM's own write serves, and the rank says why."""
+    """vLLM's own write serves, and the rank says why."""
     outcome = engines.run(spec_of(model), Settings(mode=mode), fault)
     assert not outcome.error, outcome.error
     assert outcome.tokens == vanilla().tokens

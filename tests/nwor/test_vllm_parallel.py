@@ -151,7 +151,7 @@ def serve_on_ray(spec: EngineSpec, settings: Settings) -> Outcome:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install nwor[ray]")
 @both
 def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, mode, monkeypatch):
-    """TP=2 on one machine. VLLM refuses Ray on a CPU for want of a resource's name, which `ray_on_cpu` gives it."""
+    """TP=2 on one machine. vLLM refuses Ray on a CPU for want of a resource's name, which `ray_on_cpu` gives it."""
     plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
     places = [str(Path(__file__).parent / "ray_on_cpu"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
@@ -173,7 +173,7 @@ def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, mode, mo
 def splits_every_batch(patch: Any) -> None:
     """The V1 runner splits each batch of several requests, and runs one half after the other.
 
-    VLLM itself splits mixtures of experts alone, where data-parallel ranks agree to, on two streams of a GPU.
+    vLLM itself splits mixtures of experts alone, where data-parallel ranks agree to, on two streams of a GPU.
     """
     from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -120,7 +120,7 @@ def test_audit_command_tells_clean_from_dirty(small, tmp_path, capsys):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_serve_exports_the_counters(tp, tmp_path):
-    """VLLM's server on loopback, and its `/metrics`; over two ranks where there are two GPUs.
+    """vLLM's server on loopback, and its `/metrics`; over two ranks where there are two GPUs.
 
     Started by its module: the `vllm` command asks for a distribution named vllm, which the CPU build is not.
     """

@@ -148,7 +148,7 @@ def test_under_batch_invariance_a_request_is_the_same_alone_and_in_company(model
 
 @both
 def test_no_step_waits_for_the_device(model, monkeypatch, mode):
-    """VLLM's own guard, which makes every synchronisation of a step an error."""
+    """vLLM's own guard, which makes every synchronisation of a step an error."""
     monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "error")
     with Engine(spec_of(model, "v2 FA graphs"), Settings(mode=mode)) as engine:
         engine.generate([[5, 6, 7, 8] * 8, [9, 10, 11] * 5], 24)
