@@ -23,6 +23,7 @@ from nwor.vllm.context import LayerContext
 _TOLERANCE = {torch.float32: 1e-4}
 _ROUNDED = 2e-2
 _LARGEST_BATCH = 64  # larger ones are run as it is, and would take scratch that a GPU has not left
+_SCRATCH_SLOTS = 8192  # two blocks a request: beside recurrent layers blocks are large, and batches smaller
 _QUANTISED = 0.3  # of a row in fp8 beside what was to be written
 
 
@@ -37,8 +38,9 @@ def failure(manager: DraftCommitManager, layers: Sequence[Any]) -> str:
         torch.cuda.OutOfMemoryError: there is no room for a window.
     """
     checked = _one_of_each_shape(layers) if manager.mode in ATTENDING else layers[:2]
+    most = min(len(manager.slots), max(2, _SCRATCH_SLOTS // (2 * manager.layout.block_size)))
     try:
-        for requests in _batches(len(manager.slots), manager.slots.is_cuda and manager.mode in ATTENDING):
+        for requests in _batches(most, manager.slots.is_cuda and manager.mode in ATTENDING):
             window = _Window(manager, checked, requests)
             if wrong := window.wrong():
                 return f"the check at start-up failed, {wrong} of {requests} requests"

@@ -30,6 +30,8 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return "sparse MLA: the caches of its indexer are not served"
     if reason := why_not_whole(runner, layers):
         return reason
+    if recurrent_layers(runner) and (states := config.cache_config.mamba_cache_mode) != "none":
+        return f"states of recurrent layers in the prefix cache ({states}): use --no-enable-prefix-caching"
     if mode == "cow":
         return ""
     if sharing := sorted(sharing_layers(runner)):

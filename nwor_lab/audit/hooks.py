@@ -148,7 +148,7 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
     self.cache_audit = None
     original(self, *args, **kwargs)
     groups, config, limits = target_groups(self), self.kv_cache_config, self.vllm_config.scheduler_config
-    refuse_unknown_owners(self, groups)
+    refuse_unknown_owners(self)
     audits = {}
     for group, layers in groups.items():
         first = next(iter(layers.values()))

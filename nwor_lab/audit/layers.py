@@ -49,9 +49,13 @@ def recurrent_groups(runner: Any) -> set[int]:
     """The cache groups of vLLM's recurrent layers, by index: their blocks hold states, and no slots."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    context = runner.compilation_config.static_forward_context
-    groups = [[*map(context.get, group.layer_names)] for group in runner.kv_cache_config.kv_cache_groups]
-    return {i for i, layers in enumerate(groups) if layers and all(isinstance(layer, MambaBase) for layer in layers)}
+    context, found = runner.compilation_config.static_forward_context, set()
+    for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+        layers = [context.get(name) for name in group.layer_names]
+        if layers and all(isinstance(layer, MambaBase) for layer in layers):
+            found |= {index} if {type(spec).__name__ for spec in specs} == {"MambaSpec"} else set()
+    return found
 
 
 def cache_of(layer: Any) -> Tensor:
@@ -82,17 +86,10 @@ def slot_parts(layer: Any) -> Tensor:
     return written.flatten(0, 1).int().argmax(0)
 
 
-def refuse_unknown_owners(runner: Any, groups: dict[int, dict[str, Any]]) -> None:
-    """Raise `RuntimeError` where block tables would not tell which group has a block.
-
-    groups: the layers that are audited, as `target_groups` has them.
-    """
+def refuse_unknown_owners(runner: Any) -> None:
+    """Raise `RuntimeError` where block tables would not tell which group has a block."""
     if recurrent_groups(runner) and (mode := runner.vllm_config.cache_config.mamba_cache_mode) != "none":
         raise incomplete(f"with mamba_cache_mode {mode} block tables go on naming blocks that others have")
-    specs = runner.kv_cache_config.kv_cache_groups
-    for index, layers in groups.items():
-        if len(specs) > 1 and next(iter(layers.values())).kv_cache.shape[-2] != specs[index].kv_cache_spec.block_size:
-            raise incomplete("of several cache groups one has its blocks split for its attention kernel")
 
 
 def incomplete(why: str) -> RuntimeError:

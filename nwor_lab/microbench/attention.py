@@ -48,8 +48,10 @@ from nwor_lab.microbench.timer import Call, interleaved
 HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
-AXES = {"heads": timer.pairs, "batches": timer.numbers, "contexts": timer.numbers, "caches": timer.words}
-AXES |= {"ks": timer.numbers}
+AXES = {
+    "heads": timer.pairs, "batches": timer.numbers, "contexts": timer.numbers, "caches": timer.words,
+    "ks": timer.numbers,
+}  # fmt: skip
 
 
 def shapes(

@@ -273,12 +273,14 @@ def hooks():
     patch.undo_all()
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("num_drafts", [(4, 2, 0, 8, 3), (0, 2, 0, 8, 0)], ids=["decodes", "with a prefill"])
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
-def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_drafts, hooks):
+def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_drafts, sinks, hooks):
     """Outputs are vanilla's, no held row is in the pages before the commit,
     and all kept ones after."""
     vanilla = Backend(dtype, kv_cache_dtype, isa)
+    vanilla.impl.sinks = torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=dtype) if sinks else None
     prefix = [row for row in range(len(vanilla.slots)) if row not in vanilla.tail_rows.tolist()]
     vanilla.write(vanilla.layer.kv_cache, vanilla.slots[prefix], torch.tensor(prefix))
     before = vanilla.layer.kv_cache.clone()
@@ -286,6 +288,7 @@ def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_d
     expected = vanilla.attend()
 
     backend = Backend(dtype, kv_cache_dtype, isa)
+    backend.impl.sinks = vanilla.impl.sinks
     backend.layer.kv_cache.copy_(before)
     layout = CacheLayout.from_kv_caches([backend.layer.kv_cache], attention_cpu.find_packing(backend.layer))
     manager = DraftCommitManager(layout, "stage", len(TAILS), 8, 64)

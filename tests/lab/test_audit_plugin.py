@@ -22,6 +22,9 @@ def attention_layer(kind: type = layer_classes.Attention) -> nn.Module:
     return layer
 
 
+States, Rows = type("MambaSpec", (), {}), type("FullAttentionSpec", (), {})
+
+
 def runner_of(layers: dict[str, nn.Module], drafter: nn.Module, groups: list[list[str]]) -> SimpleNamespace:
     """A runner whose target model holds all `layers` and whose drafter is the layer `drafter` alone."""
     target = nn.ModuleList(layer for layer in layers.values() if layer is not drafter)
@@ -29,7 +32,12 @@ def runner_of(layers: dict[str, nn.Module], drafter: nn.Module, groups: list[lis
         get_model=lambda: target,
         get_draft_model=lambda: drafter,
         compilation_config=SimpleNamespace(static_forward_context=layers),
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=names) for names in groups]),
+        kv_cache_config=SimpleNamespace(
+            kv_cache_groups=[
+                SimpleNamespace(layer_names=names, kv_cache_spec=(States if names == ["state"] else Rows)())
+                for names in groups
+            ]
+        ),
     )
 
 
@@ -70,27 +78,22 @@ def test_recurrent_layers_are_no_part_of_what_is_audited():
     runner = runner_of(layers, layers["draft"], [["state"], ["a", "draft"], []])
     assert hooks.target_groups(runner) == {1: {"a": layers["a"]}} and hooks.recurrent_groups(runner) == {0}
     mixed = runner_of(layers, layers["draft"], [["state", "a", "draft"]])
-    with pytest.raises(RuntimeError, match="state is a ShortConv, no attention layer of the target that it knows"):
-        hooks.target_groups(mixed)
+    of_rows = runner_of(layers, layers["draft"], [["state"], ["a", "draft"]])
+    of_rows.kv_cache_config.kv_cache_groups[0].kv_cache_spec = Rows()
+    for other in (mixed, of_rows):
+        with pytest.raises(RuntimeError, match="state is a ShortConv, no attention layer of the target that it knows"):
+            hooks.target_groups(other)
 
 
-@pytest.mark.parametrize(
-    ("mode", "block_size", "why"),
-    [
-        ("none", 16, ""),
-        ("align", 16, "with mamba_cache_mode align block tables go on naming blocks that others have"),
-        ("none", 32, "of several cache groups one has its blocks split for its attention kernel"),
-    ],
-)
-def test_block_tables_that_do_not_tell_who_has_a_block_are_refused(mode, block_size, why):
-    layers = {"a": attention_layer(), "state": object.__new__(ShortConv)}
-    nn.Module.__init__(layers["state"])
-    layers["a"].kv_cache = torch.zeros(2, 1, 16, 8)
-    runner = runner_of(layers, attention_layer(), [["state"], ["a"]])
+@pytest.mark.parametrize(("mode", "refused"), [("none", False), ("align", True), ("all", True)])
+def test_block_tables_that_do_not_tell_who_has_a_block_are_refused(mode, refused):
+    runner = runner_of(
+        {"a": attention_layer(), "state": object.__new__(ShortConv)}, attention_layer(), [["state"], ["a"]]
+    )
     runner.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
-    runner.kv_cache_config.kv_cache_groups[1].kv_cache_spec = SimpleNamespace(block_size=block_size)
-    with pytest.raises(RuntimeError, match=why) if why else contextlib.nullcontext():
-        hooks.refuse_unknown_owners(runner, hooks.target_groups(runner))
+    why = f"with mamba_cache_mode {mode} block tables go on naming blocks that others have"
+    with pytest.raises(RuntimeError, match=why) if refused else contextlib.nullcontext():
+        hooks.refuse_unknown_owners(runner)
 
 
 def test_what_vllm_zeroes_before_a_step_is_accepted():

@@ -51,3 +51,19 @@ def verdict_for_one_group(patch: pytest.MonkeyPatch) -> None:
             group.manager.num_requests = None
 
     patch.setattr(RunnerContext, "commit", commit_first)
+
+
+def states_touched(patch: pytest.MonkeyPatch) -> None:
+    """After each step one number in every state of every recurrent layer is another."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    update = GPUModelRunner._update_states_after_model_execute
+
+    def touched(self, *arguments):  # type: ignore[no-untyped-def]
+        update(self, *arguments)
+        for layer in self.compilation_config.static_forward_context.values():
+            if isinstance(layer, MambaBase):
+                layer.kv_cache[1].flatten(1)[:, 0] += 1
+
+    patch.setattr(GPUModelRunner, "_update_states_after_model_execute", touched)

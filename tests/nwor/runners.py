@@ -34,7 +34,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
                 splitting_ops=["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"],
             ),
             model_config=SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None),
-            cache_config=SimpleNamespace(block_size=16, skip_page_size_padded=None),
+            cache_config=SimpleNamespace(block_size=16, skip_page_size_padded=None, mamba_cache_mode="none"),
         ),
         device=torch.device("cpu"),
         kv_cache_config=groups,

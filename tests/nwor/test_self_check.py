@@ -63,3 +63,23 @@ def test_no_room_is_no_fault_of_the_operators(paged, monkeypatch):
     monkeypatch.setattr(ops, "log_all_layers", fail)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         check(paged)
+
+
+@pytest.mark.parametrize(("block_size", "batches"), [(16, [1, 2, 4, 8, 16, 32, 64]), (544, [1, 2, 4, 7])])
+def test_scratch_of_large_blocks_is_bounded(block_size, batches, monkeypatch):
+    """Beside recurrent layers a block is as large as a state: 64 requests would take gigabytes of a full GPU."""
+    asked: list[int] = []
+
+    class Slots:
+        is_cuda = True
+
+        def __len__(self) -> int:
+            return 256
+
+    def window(manager, layers, requests):
+        asked.append(requests)
+        return SimpleNamespace(wrong=lambda: "")
+
+    monkeypatch.setattr(self_check, "_Window", window)
+    manager = SimpleNamespace(mode="stage", slots=Slots(), layout=SimpleNamespace(block_size=block_size))
+    assert self_check.failure(manager, []) == "" and asked == batches

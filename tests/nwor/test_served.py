@@ -227,6 +227,9 @@ MATRIX = {
         ({"kv_cache_config": groups_of(["draft"], ["b"], ["a"])}, {}),
     ],
     "recurrent layers (Qwen3-Next)": [(RECURRENT, {})],
+    "recurrent layers beside prefix caching": [
+        (RECURRENT | {"vllm_config__cache_config__mamba_cache_mode": states}, {}) for states in ("align", "all")
+    ],
     "any layer of the target whose class no mode knows": [
         ({"kv_cache_config": groups_of([])}, {}),
         ({"kv_cache_config": groups_of(["a", "b", "sparse", "draft"])}, {}),

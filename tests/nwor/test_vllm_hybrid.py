@@ -2,6 +2,7 @@
 """Modes in real vLLM on the CPU, for models whose layers lie in several cache groups over one memory."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -154,16 +155,20 @@ def test_left_out_sinks_are_met_before_any_request(engines, tmp_path):
 
 
 def test_the_choice_of_experts_multiplies_rounding(engines, tmp_path):
-    """A token near a tie between two experts goes to the other one, and its log-probabilities jump."""
+    """A token near a tie between two experts goes to the other one, and its log-probabilities jump.
+
+    The same four experts for all: with two of them chosen for each token, or with all.
+    """
     shift = {}
-    for experts in (2, 4):  # of which each token goes to two
-        spec = hybrids.shape("gpt-oss", tmp_path / str(experts), block_size=32, config={"num_local_experts": experts})
+    for chosen in (2, 4):
+        experts = {"num_local_experts": 4, "num_experts_per_tok": chosen}
+        spec = hybrids.shape("gpt-oss", tmp_path / str(chosen), block_size=32, config=experts)
         call = {"prompts": hybrids.PROMPTS, "max_tokens": 60, "logprobs": 5}
         plain = engines.run(spec, Settings(), **call)
         noisy = engines.run(spec, Settings(mode="stage", audit=True), calls=[{"fault": noisy_attention}], **call)
         assert noisy.ranks[0]["serving"] == "stage", noisy.error
-        shift[experts] = compare(plain.generation, noisy.generation).shift
-    assert 0 < 4 * shift[2] < shift[4]
+        shift[chosen] = compare(plain.generation, noisy.generation).shift
+    assert 0 < 4 * shift[4] < shift[2], shift
 
 
 LONG = {"max_tokens": 120}
@@ -177,11 +182,11 @@ def beside_states(engines, tmp_path_factory):
     drafters = {"eagle": spec, "mtp": replace(spec, method="mtp", draft="")}
 
     @functools.cache
-    def run(drafter: str, mode: str) -> Outcome:
+    def run(drafter: str, mode: str, fault=None) -> Outcome:
         if mode in ("cow", "stage"):
             outcome = treated(engines, drafters[drafter], mode, group_faults.held_in_block_0, **LONG)
         else:
-            outcome = engines.run(drafters[drafter], Settings(mode=mode, audit=True), **LONG)
+            outcome = engines.run(drafters[drafter], Settings(mode=mode, audit=True), fault, **LONG)
         assert not outcome.error, outcome.error
         return outcome
 
@@ -200,13 +205,22 @@ def test_rejected_rows_stay_beside_recurrent_layers(beside_states, drafter, mode
 
 
 @pytest.mark.parametrize(
-    ("drafter", "mode", "control"), [("eagle", "cow", "off"), ("eagle", "stage", "direct"), ("mtp", "cow", "off")]
+    ("drafter", "mode", "control"),
+    [
+        *itertools.product(["eagle", "mtp"], ["cow"], ["off"]),
+        *itertools.product(["eagle", "mtp"], ["stage"], ["direct"]),
+    ],
 )
 def test_recurrent_layers_are_left_alone(beside_states, drafter, mode, control):
     """Tokens are those of the same attention that writes every row."""
     outcome = beside_states(drafter, mode)
     assert outcome.tokens == beside_states(drafter, control).tokens
     assert_clean_and_counted(outcome, mode, 1, slot_bytes=2 * 128 * 2)
+
+
+def test_a_touched_state_changes_tokens(beside_states):
+    """The negative control of tokens, which alone say whether a state was left alone: one number of each is off."""
+    assert beside_states("eagle", "off", group_faults.states_touched).tokens != beside_states("eagle", "off").tokens
 
 
 # Layers with a cache; why stage leaves the model to vLLM's write, where it does.
