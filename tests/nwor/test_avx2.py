@@ -2,6 +2,7 @@
 """Modes on vLLM's AVX2 library, whatever CPU this is: processes look like one by `tests/nwor/avx2`."""
 
 import platform
+import re
 from dataclasses import replace
 
 import pytest
@@ -59,9 +60,12 @@ def test_a_mode_on_vllms_avx2_library(run, mode, dtype):
 
 def test_packings_and_our_attention_on_vllms_avx2_library():
     """The operators' own tests of vLLM's CPU cache, there; fp8 caches are skipped with their reason."""
-    chosen = "packing_of_vllms_writer or attention_is_vllms or backends_methods"
+    chosen = "packing_of_vllms_writer or attention_is_vllms or sinks_are_vllms or backends_methods"
     words = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/kernels/test_cpu_attention.py", "-k", chosen]
     done = on_avx2(*words)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "48 passed, 96 skipped" in done.stdout
+    counts = re.search(r"(\d+) passed, (\d+) skipped", done.stdout)
+    assert counts, done.stdout[-500:]
+    passed, skipped = map(int, counts.groups())
+    assert skipped == 2 * passed > 90, "of three caches two are fp8"
     assert "vLLM has no fp8 cache on this CPU (x86_64 without AVX-512 and AMX)" in done.stdout
