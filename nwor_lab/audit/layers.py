@@ -49,12 +49,13 @@ def recurrent_groups(runner: Any) -> set[int]:
     """The cache groups of vLLM's recurrent layers, by index: their blocks hold states, and no slots."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    context, found = runner.compilation_config.static_forward_context, set()
+    context, found = runner.compilation_config.static_forward_context, set[int]()
     for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+        holds_states = {type(spec).__name__ for spec in specs} == {"MambaSpec"}
         layers = [context.get(name) for name in group.layer_names]
-        if layers and all(isinstance(layer, MambaBase) for layer in layers):
-            found |= {index} if {type(spec).__name__ for spec in specs} == {"MambaSpec"} else set()
+        if holds_states and layers and all(isinstance(layer, MambaBase) for layer in layers):
+            found.add(index)
     return found
 
 
