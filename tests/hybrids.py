@@ -86,7 +86,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "bloom",
         "num_hidden_layers": 4,
         "n_layer": 4,
-        "n_head": 2,
+        "num_attention_heads": 2,  # heads of 64; `n_head` is its other name, and gives way to this one
     },
 }
 # Qwen3-Next's: three layers with a gated delta net and one with attention. vLLM takes neither the model nor its MTP
