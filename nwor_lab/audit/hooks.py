@@ -4,8 +4,9 @@
 Nothing here imports `nwor`: the proof shares no code with what it proves, and holds vanilla vLLM to the same rule.
 Layers, slots and rejections come from vLLM's own model, block tables and sampler output. Other plugins' hooks lie
 inside this one's: on the V1 runner these go on last; the V2 runner makes its slots in the very method in which a
-window may open, so there they go on first, next to vLLM. Only the hook of the cache write goes on last in both: it sees
-what vLLM hands to its writer, whatever a mode does with it, and lets vLLM's own writer make the same bytes in scratch.
+window may open, so there they go on first, next to vLLM. Only the hook of the cache write goes on last in both (on V2
+before the warm-up): it sees what vLLM hands to its writer, whatever a mode does with it, and lets vLLM's own writer
+make the same bytes in scratch.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ def _init_device(original: Callable, self: Any) -> Any:
 
 
 def _warm_up(original: Callable, self: Any) -> Any:
+    if getattr(self.model_runner, "cache_audit", None) is not None:
+        _watch_writes(self.model_runner)
     result = original(self)
     if (audit := getattr(self.model_runner, "cache_audit", None)) is not None:
         audit.reset()  # the V2 runner's warm-up runs real steps
@@ -160,13 +163,21 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
     for group, layers in groups.items():
         for index, layer in enumerate(layers.values()):
             layer.cache_audit = self.cache_audit, group, index
+    if not self.vllm_config.use_v2_model_runner:  # there a mode's hooks go on around this one, and would lie outside
+        _watch_writes(self)
+    _watch_connector(self)
+
+
+def _watch_writes(runner: Any) -> None:
+    """Let the audit see what vLLM hands to its writer, outside whatever hooks of it there are by now."""
+    for layers in target_groups(runner).values():
+        for layer in layers.values():
             if layer.kv_cache.dim() == 3:
                 latent = "self kv_c_normed k_pe kv_cache slot_mapping attn_metadata kv_cache_dtype k_scale"
                 _wrap(type(layer), "update_kv_cache", latent, _write_latent)
             elif not layer.attn_backend.forward_includes_kv_cache_update:
                 kind = _definer(layer.impl, "do_kv_cache_update")
                 _wrap(kind, "do_kv_cache_update", "self layer key value kv_cache slot_mapping", _write)
-    _watch_connector(self)
 
 
 def _watch_connector(runner: Any) -> None:

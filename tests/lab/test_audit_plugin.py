@@ -2,6 +2,7 @@
 """The auditor as a plugin: which layers it looks at, what it learns from vLLM's writer, and its hooks."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,50 @@ def test_hooks_fit_the_installed_vllm_and_come_off_again():
     finally:
         hooks.uninstall()
     assert dict(vars(GPUModelRunner)) == before
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["V1", "V2"])
+def test_a_write_that_a_mode_takes_over_is_seen(monkeypatch, is_v2):
+    """A mode's hooks go on inside the audit's on the V1 runner, and around them on V2, but for the write's."""
+
+    class Writer:
+        def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping): ...
+
+    def mode_goes_on(*arguments) -> None:
+        write = Writer.do_kv_cache_update
+        Writer.do_kv_cache_update = functools.wraps(write)(lambda *arguments: None)
+
+    layer = SimpleNamespace(
+        impl=Writer(),
+        kv_cache=torch.zeros(2, 1, 4, 8),
+        attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
+    )
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=4))
+    runner = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group], num_blocks=2),
+        vllm_config=SimpleNamespace(
+            use_v2_model_runner=is_v2, scheduler_config=SimpleNamespace(max_num_batched_tokens=4, max_num_seqs=1)
+        ),
+    )
+    for name, found in (("target_groups", {0: {"a": layer}}), ("recurrent_groups", set())):
+        monkeypatch.setattr(hooks, name, lambda runner, found=found: found)
+    for name in ("refuse_unknown_owners", "_watch_connector"):
+        monkeypatch.setattr(hooks, name, lambda runner: None)
+    try:
+        hooks._initialize((lambda runner: None) if is_v2 else mode_goes_on, runner)
+        if is_v2:
+            mode_goes_on()
+        hooks._warm_up(lambda worker: None, SimpleNamespace(model_runner=runner))
+        slots = torch.arange(2)
+        runner.cache_audit.before((0, 2), {0: slots}, {})
+        key = torch.ones(2, 1, 4)
+        layer.impl.do_kv_cache_update(layer, key, key, layer.kv_cache, slots)
+        runner.cache_audit.after((0,))
+    finally:
+        hooks.uninstall()
+    report = runner.cache_audit.report
+    assert report.content_checked == report.kept_rows == report.unwritten_rows == 2
 
 
 def test_a_parameter_that_some_releases_lack_is_passed_on(monkeypatch):
