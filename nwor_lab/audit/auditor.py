@@ -37,9 +37,16 @@ import torch
 from torch import Tensor
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-# Fixed and hashed bits of an element: a large finite number, never 0, in every cache dtype of its size. Finite, for
-# kernels multiply what lies beyond a sequence by zero, and 0 x NaN is NaN.
-_POISON = {1: (0x50, 0xA7), 2: (0x5500, 0x80FF), 4: (0x55000000, 0x00FFFFFF)}
+# Fixed and hashed bits of an element: a large finite number, never 0, in every cache dtype of its size but bfloat16.
+# Finite, for kernels multiply what lies beyond a sequence by zero, and 0 x NaN is NaN. And not so large that attention
+# makes NaN of it: FlashAttention takes exp2(score - the largest), of which rounding leaves millions if scores are 1e13;
+# the V2 runner may make of NaN a token beyond a small vocabulary, and the fault ends the process before it is reported.
+_POISON: dict[object, tuple[int, int]] = {
+    1: (0x50, 0xA7),
+    2: (0x5500, 0x80FF),
+    4: (0x46000000, 0x00FFFFFF),
+    torch.bfloat16: (0x4600, 0x80FF),
+}
 _BLOCKS_AT_ONCE = 64
 _EXAMPLES = 8
 _HISTORY = 64
@@ -84,9 +91,9 @@ class AuditReport:
 class CacheAudit:
     """Compares caches with a copy, on their own device: before a step, and after it.
 
-    All slots are poisoned from the start, so a kernel that reads where nothing was written reads numbers of 1e13 (8 and
-    more in fp8, 80 in fp16) and its tokens cannot stay vanilla's. A slot keeps its poison for as long as nobody writes
-    it, since a mode may count on what it left there.
+    All slots are poisoned from the start, so a kernel that reads where nothing was written reads numbers of 8000 and
+    more (8 in fp8, 80 in fp16) and its tokens cannot stay vanilla's. A slot keeps its poison for as long as nobody
+    writes it, since a mode may count on what it left there.
 
     Args:
         caches: the target layers' views, each [num_blocks, H, N, 2 * head_size].
@@ -160,6 +167,9 @@ class CacheAudit:
         Args:
             query_start_loc: [num_reqs + 1], where each request's rows start.
             slot_mapping: int64 [num_rows] or longer, the slots of all rows of the step; negative ones are skipped.
+
+        Raises:
+            ValueError: a slot lies beyond the cache.
         """
         self.look_between_steps()
         self.open_step(query_start_loc, slot_mapping)
@@ -171,6 +181,8 @@ class CacheAudit:
         self._starts = list(query_start_loc)
         rows = slot_mapping[: self._starts[-1]]
         self._slots = rows.tolist()
+        if (last := max(self._slots, default=-1)) >= len(self._overwritten):  # on a GPU no index may be
+            raise ValueError(f"a row's slot is {last}, and the cache has {len(self._overwritten)}")
         row = (rows >= 0).nonzero().flatten()
         slots = rows[row]
         self._blocks, line = (slots // self.block_size).unique(return_inverse=True)
@@ -315,7 +327,7 @@ class CacheAudit:
         for layer, cache in enumerate(self.caches):
             bits, seen = _bits(cache), _bits(self._seen[layer])
             heads, device = torch.arange(cache.shape[1], device=cache.device), cache.device
-            fixed, hashed = _POISON[cache.element_size()]
+            fixed, hashed = _POISON.get(cache.dtype) or _POISON[cache.element_size()]
             place = ((self._time * len(self.caches) + layer) * len(heads) + heads)[:, None] * 2
             place = place + torch.arange(2, device=device)
             offsets = torch.arange(self.block_size, device=device)

@@ -209,14 +209,15 @@ def test_rows_whose_write_nobody_saw_are_counted_as_unchecked(kind):
 )
 @each_device
 def test_poison_differs_everywhere_and_is_finite(dtype, device):
-    """By step, layer, slot, head and half; large, so that a read of it shows, and never 0."""
+    """By step, layer, slot, head and half; large, so that a read of it shows, never 0, and not so large as to give NaN:
+    what rounding leaves of a score of poison is taken to the power of 2."""
     size = 24  # elements: the shifts of the hashed bits do not tell keys from values
     caches = [torch.zeros(4, 2, 4, 2 * size, dtype=dtype, device=device) for _ in range(2)]
     audit = CacheAudit(caches)
 
     def poison() -> list[bytes]:
         chunks = torch.stack(caches).view(-1, size)
-        assert chunks.float().isfinite().all() and (chunks.float().abs() >= 8).all()
+        assert (chunks.float().abs() >= 8).all() and (chunks.float().abs() < 2**16).all()
         return [bytes(chunk.tolist()) for chunk in chunks.view(torch.uint8).cpu()]
 
     first = poison()
@@ -287,6 +288,13 @@ def test_a_step_that_was_not_opened_is_an_error():
     clean_step(audited)
     with pytest.raises(ValueError, match="no step is open"):
         audited.audit.after(GONE)
+
+
+def test_a_slot_beyond_the_cache_is_an_error():
+    """On a GPU it would end the process as it is used for an index."""
+    audit = CacheAudit([torch.zeros(2, 1, 4, 8)])
+    with pytest.raises(ValueError, match="a row's slot is 8, and the cache has 8"):
+        audit.before((0, 2), torch.tensor([7, 8]))
 
 
 def test_examples_name_step_layer_slot_head_half_and_request():
