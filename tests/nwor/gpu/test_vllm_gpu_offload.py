@@ -58,4 +58,5 @@ def test_blocks_of_the_simple_connector_come_back(engines, model, answers, mode)
     [rank] = outcome.ranks
     assert rank["serving"] == mode, rank["reason"]
     assert rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
-    assert outcome.metrics["external_prefix_cache_hits"] >= len(answers) * BLOCK
+    # The host has two blocks of each, of which EAGLE's lookup gives up the last; half are still on the GPU as well.
+    assert min(run.metrics["external_prefix_cache_hits"] for run in (plain, outcome)) >= len(answers) // 2 * BLOCK
