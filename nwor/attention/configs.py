@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ SHIPPED = Path(__file__).parent / "configs"
 HEAD_SIZES = (64, 96, 128, 256)
 LARGEST_TILE = 128  # packed rows of one tile; more make more tiles, each of which reads the pages
 MAX_SUMS_PER_WARP = 1 << 11  # sums that each warp keeps of its own keys: of more, the registers would spill
+MAX_SUMS_OF_FOUR_WARPS = 1 << 13  # of a tile; more are those of eight
+NATIVE_FP8_ROWS = 64  # of a tile, from which the tensor cores multiply fp8 as it is
+MAX_SPLITS = 64  # of a window, KV head and tile of rows
 MAX_COMBINED_SUMS = 1 << 14  # partial sums that are added at a time: of more, the registers would spill
 
 
@@ -76,6 +79,8 @@ class Config:
     tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
     splits: programs of a window, KV head and tile of rows, at most. min_tiles_per_split: tiles of positions for which
     one more split is worth its sums. keys_per_warp: each warp attends to keys of its own, for tiles of few rows.
+    twice_from: tiles of positions from which there are twice as many splits, two on a multiprocessor, so that one
+    computes while the other waits for memory; 0 is never.
     """
 
     tile: int = 64
@@ -85,12 +90,25 @@ class Config:
     splits: int = 1
     min_tiles_per_split: int = 1
     keys_per_warp: bool = False
+    twice_from: int = 0
 
 
-def row_tiles(max_query_len: int, group: int, largest: int = LARGEST_TILE) -> tuple[int, int]:
-    """How the window's rows for each of the `group` query heads of a KV head are packed: (rows of a tile, tiles)."""
+def of_entry(entry: Mapping[str, Any]) -> Config:
+    """The configuration of a table's entry; what an older table does not name is off."""
+    return Config(**{name: entry[name] for name in Config.__dataclass_fields__ if name in entry})
+
+
+def row_tiles(max_query_len: int, group: int, largest: int = LARGEST_TILE, query_fp8: bool = False) -> tuple[int, int]:
+    """How the window's rows for each of the `group` query heads of a KV head are packed: (rows of a tile, tiles).
+
+    From 64 rows on the tensor cores take fp8 keys from where they were copied to, if the query is fp8 too, which is
+    worth rows that are empty. Up to 16 are better served with keys of each warp's own.
+    """
     packed = max_query_len * group
-    rows = min(largest, max(16, next_power_of_2(packed)))
+    rows = max(16, next_power_of_2(packed))
+    if query_fp8 and rows > 16:
+        rows = max(NATIVE_FP8_ROWS, rows)
+    rows = min(largest, rows)
     return rows, -(-packed // rows)
 
 
@@ -168,14 +186,14 @@ def choose(
     """The configuration of the nearest shape of the device's table; without one, what fills the device twice."""
     entry = nearest(tuned(device), requests, kv_heads, group, head_size, cache_bytes, max_query_len)
     if entry is None:
-        splits = max(1, min(64, 2 * device.multiprocessors // (requests * kv_heads)))
+        splits = max(1, min(MAX_SPLITS, 2 * device.multiprocessors // (requests * kv_heads)))
         config = Config(splits=splits, min_tiles_per_split=2)
     else:
-        config = Config(**{name: entry[name] for name in Config.__dataclass_fields__})
+        config = of_entry(entry)
         # The number of programs is what a number of splits is good for.
         splits = max(1, round(config.splits * entry["programs"] / (requests * kv_heads)))
         config = replace(config, splits=splits)
-    rows, _ = row_tiles(max_query_len, group, device.largest_tile(head_size))
+    rows, _ = row_tiles(max_query_len, group, device.largest_tile(head_size), query_fp8=cache_bytes == 1)
     return _fitting(config, rows, head_size, cache_bytes, device)
 
 
@@ -191,25 +209,41 @@ def shrunk(config: Config, rows: int, head_size: int, cache_bytes: int, device: 
 def _fitting(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> Config:
     """`config`, or the like of it whose tiles fit into shared memory, and whose sums into registers."""
     width = next_power_of_2(head_size)
-    warps = 8 if rows * width > 8192 else config.warps
+    warps = 8 if rows * width > MAX_SUMS_OF_FOUR_WARPS else config.warps
     registers = config.registers if width <= 128 else 0
     config = shrunk(replace(config, tile=max(config.tile, 32)), rows, head_size, cache_bytes, device)
     keys_per_warp = config.keys_per_warp and rows * width <= MAX_SUMS_PER_WARP and config.tile >= 16 * warps
-    return replace(config, warps=warps, registers=registers, keys_per_warp=keys_per_warp)
+    config = replace(config, warps=warps, registers=registers, keys_per_warp=keys_per_warp)
+    return config if fits_twice(config, rows, head_size, cache_bytes, device) else replace(config, twice_from=0)
+
+
+def fits_twice(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> bool:
+    """Whether two programs fit on a multiprocessor, which has 64 Ki registers, and 1 KiB more than a block can have."""
+    width = next_power_of_2(head_size)
+    converted = config.tile * width * 2 if cache_bytes == 1 else 0
+    taken = config.stages * config.tile * 2 * width * cache_bytes + rows * width * 2 + converted
+    registers = config.warps * 32 * (config.registers or 255)
+    return 2 * (taken + 1024) <= device.shared_memory + 1024 and 2 * registers <= 1 << 16
 
 
 def plan_split_combine(
-    splits: int, windows: int, rows: int, head_size: int, multiprocessors: int
-) -> tuple[int, bool, int, int]:
-    """How splits are combined: (splits, grid barrier, the most splits compiled for, rows combined at a time).
+    config: Config, room: int, windows: int, rows: int, head_size: int, multiprocessors: int
+) -> tuple[int, int, bool, int, int]:
+    """How a window is split and combined: (splits, `twice_from`, grid barrier, most splits compiled for, rows combined
+    at a time).
 
-    Behind a grid barrier all splits share the work. It takes a multiprocessor for each program, and a cooperative
-    launch, which promises that all run at once; else the last split to arrive combines alone.
+    Behind a grid barrier all splits share the work. It takes room on the multiprocessors for all programs at once, and
+    a cooperative launch, which promises that they run so; else the last split to arrive combines alone.
+
+    Args:
+        room: splits at most. windows: programs without splits. rows: of a tile.
     """
-    splits = min(splits, 64)
-    grid_barrier = 1 < splits <= multiprocessors // windows
+    room = min(room, MAX_SPLITS)
+    twice = config.twice_from > 0 and 1 < 2 * config.splits <= room
+    splits = min(config.splits, room) << twice
+    grid_barrier = 1 < splits <= (multiprocessors << twice) // windows
     max_splits = next_power_of_2(splits)
     # A row for each of four warps at least; of more than eight, a window's few rows would be left to few splits.
     wanted = 8 if rows > 4 * max_splits else 4
     combine_rows = min(wanted, MAX_COMBINED_SUMS // (max_splits * next_power_of_2(head_size)))
-    return splits, grid_barrier, max_splits, combine_rows
+    return splits, config.twice_from * twice, grid_barrier, max_splits, combine_rows

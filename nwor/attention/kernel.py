@@ -137,7 +137,7 @@ def _combine(
     )
 
 
-@triton.jit(do_not_specialize=["min_tiles_per_split"])
+@triton.jit(do_not_specialize=["min_tiles_per_split", "twice_from"])
 def verify_windows(
     query,
     key,
@@ -176,6 +176,7 @@ def verify_windows(
     staging_slot,
     table_row,
     min_tiles_per_split,
+    twice_from,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -216,7 +217,8 @@ def verify_windows(
     if SLIDING_WINDOW > 0:
         lowest = tl.maximum(prefix - SLIDING_WINDOW + 1, 0) // TILE
     tiles = tl.cdiv(prefix, TILE) - lowest
-    active = tl.maximum(tl.minimum(tiles // min_tiles_per_split, splits), 1)
+    most = tl.where(tiles < twice_from, splits // 2, splits)
+    active = tl.maximum(tl.minimum(tiles // min_tiles_per_split, most), 1)
     if split >= active:
         return
     begin = lowest + tl.cdiv(tiles * split, active)
@@ -267,7 +269,7 @@ def verify_windows(
         other=0.0,
     )
     # Where the tensor cores take fp8 from shared memory, the keys need no conversion.
-    NATIVE: tl.constexpr = QUERY_FP8 and FP8 == 1 and ROWS >= 64
+    NATIVE: tl.constexpr = QUERY_FP8 and FP8 == 1 and ROWS >= 64  # configs.NATIVE_FP8_ROWS
     if QUERY_FP8 and not NATIVE:
         q = q.to(tl.float16)
 

@@ -117,13 +117,15 @@ def verify_attention(
     group = heads // kv_heads
     if config is None:
         config = choose(workspace.device, requests, kv_heads, group, head_size, kv_cache.element_size(), max_query_len)
-    rows, tiles = row_tiles(max_query_len, group, workspace.device.largest_tile(head_size))
+    query_fp8 = query.dtype == torch.float8_e4m3fn
+    rows, tiles = row_tiles(max_query_len, group, workspace.device.largest_tile(head_size), query_fp8)
     fp8 = FP8.get(kv_cache_dtype, 0)
     if fp8:  # as such the tensor cores can take keys from where they were copied to
         kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2
         kv_cache, staging = kv_cache.view(kind), staging.view(kind)
-    splits, grid_barrier, max_splits, combine_rows = plan_split_combine(
-        min(config.splits, workspace.splits(requests)),
+    splits, twice_from, grid_barrier, max_splits, combine_rows = plan_split_combine(
+        config,
+        workspace.splits(requests),
         kv_heads * requests * tiles,
         min(rows, max_query_len * group),
         head_size,
@@ -163,6 +165,7 @@ def verify_attention(
         *staging.stride()[:3],
         block_table.stride(0),
         config.min_tiles_per_split,
+        twice_from,
         GROUP=group,
         HEAD_SIZE=head_size,
         WIDTH=next_power_of_2(head_size),
@@ -178,7 +181,7 @@ def verify_attention(
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
         FP8=fp8,
-        QUERY_FP8=query.dtype == torch.float8_e4m3fn,
+        QUERY_FP8=query_fp8,
         STAGES=config.stages,
         KEY_GROUPS=config.warps if config.keys_per_warp else 1,
         GRID_BARRIER=grid_barrier,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl", "RocmAiterUnifiedAttentionImpl")
 FP8_SINCE = (8, 9)  # Triton's fp8e4nv
+FASTER_ROWS = 64  # packed rows of a window; with more our kernel loses to FlashAttention 3 at long contexts
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 
 
@@ -80,6 +81,17 @@ def cannot_attend(layer: Any) -> str:
         return "ALiBi under FlashInfer, which leaves it out"
     if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
         return "a scale for each head"
+    return ""
+
+
+def is_slower(layer: Any, query_len: int) -> str:
+    """Why vLLM's attention is the faster one for windows of so many rows, or an empty string."""
+    rows, version = query_len * layer.impl.num_queries_per_kv, getattr(layer.impl, "vllm_flash_attn_version", 0) or 0
+    if rows > FASTER_ROWS and version >= 3:
+        return (
+            f"windows of {query_len} rows for {layer.impl.num_queries_per_kv} query heads of a KV head: of more than "
+            f"{FASTER_ROWS} in all FlashAttention {version} is faster; use cow, or fewer drafts"
+        )
     return ""
 
 

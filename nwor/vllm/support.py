@@ -56,8 +56,12 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     if runner.device.type == "cuda":
         from nwor.vllm import attention_gpu
 
-        blocked = attention_gpu.fused_passes(config) or attention_gpu.captured_writes(config)
-        return blocked or next(filter(None, map(attention_gpu.cannot_attend, layers.values())), "")
+        if blocked := attention_gpu.fused_passes(config) or attention_gpu.captured_writes(config):
+            return blocked
+        query_len = 1 + config.speculative_config.num_speculative_tokens
+        for layer in layers.values():
+            if reason := attention_gpu.cannot_attend(layer) or attention_gpu.is_slower(layer, query_len):
+                return reason
     return ""
 
 

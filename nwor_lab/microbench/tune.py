@@ -5,7 +5,7 @@
     VLLM_NWOR_TUNING=$PWD/tuning VLLM_NWOR_MODE=stage vllm serve ...
 
 The file is named after the GPU, and holds what was known of it before as well. Each k, cache and number of ranks takes
-about half a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
+about a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
 interleaved with the candidates.
 """
 
@@ -28,10 +28,14 @@ import torch
 from nwor.attention.configs import (
     H200,
     HEAD_SIZES,
+    MAX_SPLITS,
+    MAX_SUMS_OF_FOUR_WARPS,
     MAX_SUMS_PER_WARP,
+    NATIVE_FP8_ROWS,
     Config,
     Device,
     file_name,
+    fits_twice,
     next_power_of_2,
     plan_split_combine,
     read,
@@ -44,10 +48,11 @@ from nwor_lab import results
 from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.microbench.attention import shapes
 from nwor_lab.microbench.held_out import CONTEXTS
-from nwor_lab.microbench.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
+from nwor_lab.microbench.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
 from nwor_lab.microbench.timer import empty, interleaved, numbers, pairs
 
 NOISE = 1.02  # medians that are no further apart are called equal when configurations are chosen
+THREE_AT_ONCE = 168  # registers of a thread at most, if three programs of four warps are to share a multiprocessor
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 
 
@@ -59,8 +64,14 @@ def kernels(shape: AttentionShape, device: Device = H200) -> list[Config]:
     most = (2, 3) if shape.element == 1 else (2,)
     rows, width = rows_of(shape, device)[0], next_power_of_2(shape.head_size)
     kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
+    if rows * width > MAX_SUMS_OF_FOUR_WARPS:
+        kept = {(32, 8): (3, 4), (64, 8): (2, 3), (128, 8): most}
     found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
-    if shape.heads == shape.kv_heads:
+    if rows * width > MAX_SUMS_OF_FOUR_WARPS:
+        found += [Config(tile, 8, 2, registers=128) for tile in (32, 64)]
+    elif shape.element == 1 and rows == NATIVE_FP8_ROWS:
+        found += [Config(64, 4, stage, registers=THREE_AT_ONCE) for stage in (2, 3)]
+    elif shape.heads == shape.kv_heads:
         found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
     if rows * width <= MAX_SUMS_PER_WARP:
         few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
@@ -71,7 +82,7 @@ def kernels(shape: AttentionShape, device: Device = H200) -> list[Config]:
 
 def rows_of(shape: AttentionShape, device: Device) -> tuple[int, int]:
     """Packed rows of a tile, and tiles of a window and KV head."""
-    return row_tiles(shape.query, shape.group, device.largest_tile(shape.head_size))
+    return row_tiles(shape.query, shape.group, device.largest_tile(shape.head_size), shape.cache == "fp8")
 
 
 def programs(shape: AttentionShape, device: Device) -> int:
@@ -89,17 +100,31 @@ def divisions(
     kernel: Config,
     device: Device = H200,
     positions_per_split: Sequence[int] = (64, 128, 256, 512, 2048, 4096),
+    twice_from: Sequence[int] = (4096, 16384, 65536),
 ) -> list[Config]:
-    """The kernel with every worthwhile number of splits and of tiles that one has at least."""
+    """The kernel with every worthwhile number of splits, of tiles that one has at least, and of tiles for twice as many.
+
+    positions_per_split, twice_from: those that are tried, in positions.
+    """
     if kernel.splits == 1:
         return [kernel]
-    splits = {2} | {int(fill * filled(device) / programs(shape, device)) for fill in (0.5, 1, 2)}
-    return [
+    fills = (0.5, 1, 2, 3) if kernel.registers == THREE_AT_ONCE else (0.5, 1, 2)
+    splits = {2} | {int(fill * filled(device) / programs(shape, device)) for fill in fills}
+    found = [
         replace(kernel, splits=number, min_tiles_per_split=positions // kernel.tile)
-        for number in sorted(splits & set(range(2, 65)))
+        for number in sorted(splits & set(range(2, MAX_SPLITS + 1)))
         for positions in positions_per_split
         if positions >= kernel.tile
     ]
+    once = filled(device) // programs(shape, device)
+    if fits_twice(kernel, rows_of(shape, device)[0], shape.head_size, shape.element, device):
+        found += [
+            replace(config, twice_from=positions // kernel.tile)
+            for config in found
+            if config.splits == once <= MAX_SPLITS // 2
+            for positions in twice_from
+        ]
+    return found
 
 
 def filling(shape: AttentionShape, kernel: Config, device: Device = H200) -> Config:
@@ -138,9 +163,9 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, device, (512,)):
                 size = shape.query * shape.group, shape.head_size, device.multiprocessors
-                combined = plan_split_combine(config.splits, programs(shape, device), *size)[1:]
-                undivided = replace(config, splits=config.splits > 1, min_tiles_per_split=0)
-                binary = undivided, combined, shape.group, shape.query, shape.cache
+                _, _, *combined = plan_split_combine(config, MAX_SPLITS, programs(shape, device), *size)
+                undivided = replace(config, splits=config.splits > 1, min_tiles_per_split=0, twice_from=0)
+                binary = undivided, *combined, shape.group, shape.query, shape.cache
                 if binary not in known:
                     known.add(binary)
                     configs.append(config)
@@ -170,7 +195,7 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
             second = []
             for split in (False, True):
                 ranked = [n for n in logs.argsort() if (first[n].splits > 1) == split]
-                second += [config for n in ranked[:3] for config in divisions(everywhere[0], first[n], device)]
+                second += [config for n in ranked[:5] for config in divisions(everywhere[0], first[n], device)]
             for shape in everywhere:
                 time(shape, AttentionCase(shape), second)
                 fastest = min(found[-len(second) :], key=lambda row: row["value"])
@@ -258,6 +283,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--ks", type=numbers, default=[8], help="drafts of a window: 1,3,8 (default: 8)")
     parser.add_argument("--caches", default="bf16,fp8", help="of bf16 and fp8, those to tune for (default: both)")
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="requests (default: 1,4,16,64)")
+    parser.add_argument(
+        "--contexts", type=numbers, default=list(CONTEXTS),
+        help=f"positions before the window (default: {','.join(map(str, CONTEXTS))})",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="samples of each candidate (default: 5)")
     parser.add_argument(
         "--out", type=Path, default=Settings.from_env().tuning or "tuning",
@@ -286,7 +315,9 @@ def main(argv: list[str] | None = None) -> int:
         print("nwor tune: this GPU has no fp8: bf16 alone")
         caches.remove("fp8")
     device = Device.of("cuda")
-    chosen = shapes(ranks, options.batches, CONTEXTS, caches, options.ks, head_size=head_size)
+    chosen = shapes(ranks, options.batches, options.contexts, caches, options.ks, head_size=head_size)
+    memory = torch.cuda.get_device_properties("cuda").total_memory
+    chosen = [shape for shape in chosen if LAYERS * shape.bytes < memory]
     known = tuned(device)
     searched = search(chosen, options.repeats, workers=min(14, os.cpu_count() or 1))
     found = best(searched, head_size)

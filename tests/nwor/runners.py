@@ -24,7 +24,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
     groups = groups_of([*names, "draft"])
     runner = SimpleNamespace(
         vllm_config=SimpleNamespace(
-            speculative_config=SimpleNamespace(),
+            speculative_config=SimpleNamespace(num_speculative_tokens=4),
             kv_transfer_config=None,
             parallel_config=parallel,
             compilation_config=SimpleNamespace(
@@ -60,6 +60,8 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Atte
         "alibi_slopes": None,
         "sinks": None,
         "sliding_window": (-1, -1),
+        "num_queries_per_kv": 4,
+        "vllm_flash_attn_version": 3,
     }
     of_layer = {
         "attn_backend": type(implementation.replace("Impl", "Backend"), (), {}),

@@ -146,6 +146,29 @@ def test_fp8_caches_need_a_gpu_that_computes_with_them(capability, serves, monke
     assert attention_gpu.cannot_attend(gpu_layer()) == ""
 
 
+@pytest.mark.parametrize(
+    ("drafts", "backend", "version", "serves"),
+    [
+        (15, "FlashAttentionImpl", 3, True),
+        (16, "FlashAttentionImpl", 3, False),
+        (16, "FlashAttentionImpl", 4, False),
+        (16, "FlashAttentionImpl", 2, True),
+        (16, "TritonAttentionImpl", None, True),
+    ],
+)
+def test_long_windows_are_left_to_a_faster_attention(drafts, backend, version, serves):
+    """16 drafts and a token for four query heads of a KV head: 68 rows, more than the tensor cores take at a time."""
+    layers = {"a": gpu_layer(backend, vllm_flash_attn_version=version)}
+    changes = {"device": torch.device("cuda"), "vllm_config__speculative_config__num_speculative_tokens": drafts}
+    made = make_runner(("a",), **changes)
+    why = (
+        f"windows of 17 rows for 4 query heads of a KV head: of more than 64 in all FlashAttention {version} is faster"
+    )
+    found = support.why_unsupported(made, layers, "stage")
+    assert found.startswith("" if serves else why) and bool(found) != serves
+    assert support.why_unsupported(made, layers, "cow") == ""
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_batch_invariance_is_cows_alone(device, monkeypatch):
     """Stage's splits of a prefix are chosen by the batch; cow leaves attention to vLLM."""

@@ -4,7 +4,7 @@
 import itertools
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,8 +40,8 @@ def read_anew(monkeypatch):
         cached.cache_clear()
 
 
-def test_an_h200_is_run_as_before_its_table_was_named_after_it():
-    """Recorded before that: of all that is measured on H200s nothing moved."""
+def test_no_choice_for_an_h200_moves_unnoticed():
+    """Recorded: who changes how a shape is chosen for sees which shapes are run otherwise."""
     before = pd.read_parquet(HERE / "h200_choices.parquet")
     knobs = [*Config.__dataclass_fields__]
     shapes = before.drop(columns=knobs)
@@ -100,6 +100,46 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     asked = Settings.from_env({"VLLM_NWOR_TUNING": str(tmp_path)})
     assert asked == Settings(tuning=str(tmp_path)) == Settings.from_env(asked.environ())
     assert "VLLM_NWOR_TUNING" not in Settings().environ(), "a child would lose what its parent was given"
+
+
+def test_two_programs_share_a_multiprocessor_where_they_fit():
+    """As compiled for an H200: 112 KiB of 228 do, and what a shape does not fit goes on with one."""
+    config = Config(tile=64, warps=4, stages=3, splits=16, twice_from=64)
+    assert configs.fits_twice(config, 64, 128, 2, H200)
+    assert not configs.fits_twice(replace(config, stages=4), 64, 128, 2, H200), "144 KiB"
+    assert not configs.fits_twice(replace(config, warps=8), 64, 128, 1, H200), "255 registers of 512 threads"
+    assert not configs.fits_twice(config, 64, 128, 2, A100)
+    assert configs._fitting(config, 64, 128, 2, H200) == config
+    assert configs._fitting(config, 128, 128, 2, H200).twice_from == 0
+
+
+@pytest.mark.parametrize(
+    ("splits", "room", "windows", "planned"),
+    [
+        (16, 227, 8, (32, 64, True)),
+        (16, 31, 8, (16, 0, True)),  # no room for the sums of so many
+        (64, 227, 2, (64, 0, True)),
+        (4, 227, 33, (8, 64, True)),
+        (4, 227, 34, (8, 64, False)),  # more than fit at once: the last to arrive combines
+    ],
+)
+def test_twice_as_many_splits_wait_for_each_other_where_all_run_at_once(splits, room, windows, planned):
+    config = Config(tile=64, splits=splits, twice_from=64)
+    assert configs.plan_split_combine(config, room, windows, 36, 128, 132)[:3] == planned
+
+
+def test_an_older_table_has_no_such_word(tmp_path):
+    entry = {name: value for name, value in tuned(H200)[0].items() if name != "twice_from"}
+    tune.write(tmp_path, H200.name, [], [entry])
+    (read,) = configs.read(tmp_path / configs.file_name(H200.name))
+    assert configs.of_entry(read).twice_from == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "query_fp8", "tile"), [(16, True, 16), (17, True, 64), (17, False, 32), (65, True, 128)]
+)
+def test_rows_in_fp8_fill_a_tile_that_takes_fp8_keys(rows, query_fp8, tile):
+    assert row_tiles(rows, 1, query_fp8=query_fp8) == (tile, 1)
 
 
 @pytest.mark.parametrize("device", SMALLER)
@@ -229,7 +269,7 @@ def test_it_finds_what_fits_a_smaller_device(device, tmp_path, monkeypatch):
     asked = ["--heads", "32x8", "--caches", "bf16", "--batches", "4", "--repeats", "2", "--out", str(tmp_path)]
     assert tune.main(asked) == 0
     [entry] = configs.read(tmp_path / configs.file_name(device.name))
-    config = Config(**{name: entry[name] for name in Config.__dataclass_fields__})
+    config = configs.of_entry(entry)
     rows, _ = tune.rows_of(AttentionShape(32, 8, 4, 512), device)
     assert configs.shrunk(config, rows, 128, 2, device) == config
     searched = pd.read_parquet(next(tmp_path.glob("*_search.parquet")))
@@ -276,7 +316,7 @@ def test_a_configuration_that_never_loses_comes_first():
 
 def test_warps_keep_keys_of_their_own_where_windows_have_few_rows():
     def tried(heads: int, k: int) -> bool:
-        return max(list(asdict(config).values())[-1] for config in tune.kernels(AttentionShape(32, heads, 4, 512, k=k)))
+        return max(config.keys_per_warp for config in tune.kernels(AttentionShape(32, heads, 4, 512, k=k)))
 
     assert (tried(32, 8), tried(8, 3), tried(8, 8)) == (True, True, False)
 
