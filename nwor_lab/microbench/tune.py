@@ -102,7 +102,7 @@ def divisions(
     positions_per_split: Sequence[int] = (64, 128, 256, 512, 2048, 4096),
     twice_from: Sequence[int] = (4096, 16384, 65536),
 ) -> list[Config]:
-    """The kernel with every worthwhile number of splits, of tiles that one has at least, and of tiles for twice as many.
+    """The kernel with every worthwhile number of splits, of tiles for one at least, and of tiles for twice as many.
 
     positions_per_split, twice_from: those that are tried, in positions.
     """
