@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from docs.values import table, value
-from nwor_lab.experiments.gpu_steps import SETTING, beside_control, between_engine_spread, gpu_steps
+from nwor_lab.experiments.gpu_steps import MAIN, SETTING, beside_control, between_engine_spread, gpu_steps
 from nwor_lab.microbench.attention import net
 from nwor_lab.model.breakeven import published_differences
 from nwor_lab.model.predicted import against_measured, beside_no_effect, fell_back
@@ -49,22 +49,27 @@ def step_row(mode: str, batches: tuple[int, ...] = (1, 4, 16, 64), column: str =
 
 
 @functools.cache
+def main_settings() -> pd.DataFrame:
+    """The lines of `beside_control` with k=8, prompts of 512 and a bf16 cache."""
+    return beside_control(table("gpu_direct")).query(MAIN)
+
+
 def control(mode: str, beside: str, kv_heads: int = 32) -> str:
     """A mode's step over another's in the run with the control, by batch, between slashes; see `beside_control`."""
-    points = beside_control(table("gpu_direct")).query("mode == @mode and beside == @beside and kv_heads == @kv_heads")
+    points = main_settings().query("mode == @mode and beside == @beside and kv_heads == @kv_heads")
     return " / ".join(f"{ratio:.3f}" for ratio in points.sort_values("batch")["ratio"])
 
 
 def control_range(batches: tuple[int, ...]) -> str:
     """The least and the greatest step of `stage` over its control's at these batches."""
-    points = beside_control(table("gpu_direct")).query("mode == 'stage' and beside == 'direct' and batch in @batches")
+    points = main_settings().query("mode == 'stage' and beside == 'direct' and batch in @batches")
     ends = sorted({f"{points['ratio'].min():.3f}", f"{points['ratio'].max():.3f}"})
     return " to ".join(ends)
 
 
 def control_us(kind: str, mode: str, batch: int, kv_heads: int = 32) -> float:
     """GPU microseconds of a decode step in kernels of a kind, in the run with the control."""
-    rows = table("gpu_direct").query("metric == 'kernel_us' and batch == @batch and kv_heads == @kv_heads")
+    rows = table("gpu_direct").query(MAIN).query("metric == 'kernel_us' and batch == @batch and kv_heads == @kv_heads")
     return float(rows.loc[(rows["kind"] == kind) & (rows["mode"] == mode), "value"].mean())
 
 

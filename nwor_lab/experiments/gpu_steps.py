@@ -101,6 +101,10 @@ COMPARED = (("stage", "vllm"), ("direct", "vllm"), ("stage", "direct"))
 """Modes whose steps are compared in table `gpu_direct`; ``vllm`` is an engine that was never patched."""
 
 
+MAIN = "k == 8 and prompt == 512 and kv_cache_dtype == 'auto'"
+"""The settings of `gpu_direct` that one line of a table or a figure shows, by batch and KV heads."""
+
+
 def beside_control(table: pd.DataFrame) -> pd.DataFrame:
     """One line a setting and pair of modes of `COMPARED`: the first one's step over the other's, in table `gpu_direct`.
 

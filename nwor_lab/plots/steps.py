@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import paths, results
-from nwor_lab.experiments.gpu_steps import beside_control
+from nwor_lab.experiments.gpu_steps import MAIN, beside_control
 from nwor_lab.model import predicted, ratios
 from nwor_lab.plots import style
 
@@ -33,12 +33,13 @@ def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
 def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
     """Draw the README's figure as a PNG: `stage` and its control `direct` over vLLM never patched, by batch.
 
-    A panel for each number of KV heads; error bars are the range over repeats.
+    k=8, prompts of 512 tokens, bf16. A panel for each number of KV heads; error bars are the range over repeats.
 
     Args:
         steps: table `gpu_direct`, by default the recorded one.
     """
     points = beside_control(results.read_table("gpu_direct", paths.RECORDED) if steps is None else steps)
+    points = points.query(MAIN)
     points = points[points["beside"] == "vllm"].rename(columns={"ratio": "measured"})
     points["panel"] = points["kv_heads"].astype(str) + " KV heads"
     return _over_batch(
