@@ -94,6 +94,17 @@ def test_stage_serves_within_the_limits_of_a_smaller_device(engines, model, vani
     assert_parity(vanilla("v2 FA graphs"), outcome, "stage")
 
 
+@pytest.mark.parametrize(("stack", "serving"), [("v2 FA eager", "off"), ("v2 Triton graphs", "stage")])
+def test_long_windows_are_left_to_flash_attention_3(engines, model, stack, serving):
+    """32 drafts and a token for two query heads of a KV head: 66 rows."""
+    outcome = treated(engines, model, "stage", stack, k=32, max_num_batched_tokens=512)
+    assert not outcome.error, outcome.error
+    [rank] = outcome.ranks
+    assert rank["serving"] == serving
+    assert rank["reason"].startswith("windows of 33 rows for 2 query heads" if serving == "off" else "")
+    assert (outcome.audit["dirty_layer_steps"] > 0) == (serving == "off")
+
+
 @both
 def test_a_mode_is_exact_beside_flash_attention_2(engines, tmp_path, mode):
     """Forced on a GPU that would take another version. Heads of 128: vLLM may have been packed with no other."""
