@@ -286,6 +286,11 @@ MATRIX = {
     "other attention backends": [
         (ON_A_GPU, {"implementation": name}) for name in ("FlexAttentionImpl", "RocmAttentionImpl")
     ],
+    "windows of more than 64 rows for the query heads of a KV head beside FlashAttention 3 or later (16 drafts with"
+    " four query heads to a KV head, 8 with eight)": [
+        (ON_A_GPU | {"vllm_config__speculative_config__num_speculative_tokens": 16}, {}),
+        (ON_A_GPU | {"vllm_config__speculative_config__num_speculative_tokens": 8}, {"num_queries_per_kv": 8}),
+    ],
     "heads of a size other than 64, 96, 128, 256 (GPU)": [(ON_A_GPU, {"head_size": 80})],
     "a cache of fp8 e5m2 or with scales per token or head (GPU)": [
         (ON_A_GPU, {"kv_cache_dtype": "fp8_e5m2"}),
