@@ -197,13 +197,20 @@ def choose(
     return _fitting(config, rows, head_size, cache_bytes, device)
 
 
+def tile_bytes(config: Config, rows: int, head_size: int, cache_bytes: int) -> int:
+    """Bytes of shared memory that tiles of pages and queries take."""
+    width = next_power_of_2(head_size)
+    return config.stages * config.tile * 2 * width * cache_bytes + rows * width * 2
+
+
 def shrunk(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> Config:
     """`config`, or the like of it whose tiles of pages and queries fit into shared memory."""
-    width = next_power_of_2(head_size)
-    tile, stages = config.tile, config.stages
-    while stages * tile * 2 * width * cache_bytes + rows * width * 2 > device.usable and (stages > 1 or tile > 32):
-        stages, tile = (stages - 1, tile) if stages > 2 or tile <= 32 else (stages, tile // 2)
-    return replace(config, tile=tile, stages=stages)
+    while tile_bytes(config, rows, head_size, cache_bytes) > device.usable and (config.stages > 1 or config.tile > 32):
+        if config.stages > 2 or config.tile <= 32:
+            config = replace(config, stages=config.stages - 1)
+        else:
+            config = replace(config, tile=config.tile // 2)
+    return config
 
 
 def _fitting(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> Config:
@@ -219,9 +226,8 @@ def _fitting(config: Config, rows: int, head_size: int, cache_bytes: int, device
 
 def fits_twice(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> bool:
     """Whether two programs fit on a multiprocessor, which has 64 Ki registers, and 1 KiB more than a block can have."""
-    width = next_power_of_2(head_size)
-    converted = config.tile * width * 2 if cache_bytes == 1 else 0
-    taken = config.stages * config.tile * 2 * width * cache_bytes + rows * width * 2 + converted
+    converted = config.tile * next_power_of_2(head_size) * 2 if cache_bytes == 1 else 0
+    taken = tile_bytes(config, rows, head_size, cache_bytes) + converted
     registers = config.warps * 32 * (config.registers or 255)
     return 2 * (taken + 1024) <= device.shared_memory + 1024 and 2 * registers <= 1 << 16
 

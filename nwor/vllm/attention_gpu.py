@@ -84,7 +84,7 @@ def cannot_attend(layer: Any) -> str:
     return ""
 
 
-def is_slower(layer: Any, query_len: int) -> str:
+def why_slower(layer: Any, query_len: int) -> str:
     """Why vLLM's attention is the faster one for windows of so many rows, or an empty string."""
     rows, version = query_len * layer.impl.num_queries_per_kv, getattr(layer.impl, "vllm_flash_attn_version", 0) or 0
     if rows > FASTER_ROWS and version >= 3:

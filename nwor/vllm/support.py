@@ -60,7 +60,7 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
             return blocked
         query_len = 1 + config.speculative_config.num_speculative_tokens
         for layer in layers.values():
-            if reason := attention_gpu.cannot_attend(layer) or attention_gpu.is_slower(layer, query_len):
+            if reason := attention_gpu.cannot_attend(layer) or attention_gpu.why_slower(layer, query_len):
                 return reason
     return ""
 

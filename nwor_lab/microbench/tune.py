@@ -53,6 +53,7 @@ from nwor_lab.microbench.timer import empty, interleaved, numbers, pairs
 
 NOISE = 1.02  # medians that are no further apart are called equal when configurations are chosen
 THREE_AT_ONCE = 168  # registers of a thread at most, if three programs of four warps are to share a multiprocessor
+TIMED = (*CONTEXTS, 32816, 131120)  # contexts by default
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 
 
@@ -63,16 +64,17 @@ def kernels(shape: AttentionShape, device: Device = H200) -> list[Config]:
     """The binaries that are tried: tiles, warps, stages, bounds of registers, keys per warp; whole and split."""
     most = (2, 3) if shape.element == 1 else (2,)
     rows, width = rows_of(shape, device)[0], next_power_of_2(shape.head_size)
-    kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
     if rows * width > MAX_SUMS_OF_FOUR_WARPS:
         kept = {(32, 8): (3, 4), (64, 8): (2, 3), (128, 8): most}
-    found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages]
-    if rows * width > MAX_SUMS_OF_FOUR_WARPS:
-        found += [Config(tile, 8, 2, registers=128) for tile in (32, 64)]
-    elif shape.element == 1 and rows == NATIVE_FP8_ROWS:
-        found += [Config(64, 4, stage, registers=THREE_AT_ONCE) for stage in (2, 3)]
-    elif shape.heads == shape.kv_heads:
-        found += [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
+        bounded = [Config(tile, 8, 2, registers=128) for tile in (32, 64)]
+    else:
+        kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
+        bounded = []
+        if shape.element == 1 and rows == NATIVE_FP8_ROWS:
+            bounded = [Config(64, 4, stage, registers=THREE_AT_ONCE) for stage in (2, 3)]
+        elif shape.heads == shape.kv_heads:
+            bounded = [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
+    found = [Config(tile, warps, stage) for (tile, warps), stages in kept.items() for stage in stages] + bounded
     if rows * width <= MAX_SUMS_PER_WARP:
         few = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))
         found += [Config(tile, warps, stage, keys_per_warp=True) for tile, warps, stage in few]
@@ -284,8 +286,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--caches", default="bf16,fp8", help="of bf16 and fp8, those to tune for (default: both)")
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="requests (default: 1,4,16,64)")
     parser.add_argument(
-        "--contexts", type=numbers, default=list(CONTEXTS),
-        help=f"positions before the window (default: {','.join(map(str, CONTEXTS))})",
+        "--contexts", type=numbers, default=list(TIMED),
+        help=f"positions before the window (default: {','.join(map(str, TIMED))})",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="samples of each candidate (default: 5)")
     parser.add_argument(

@@ -33,6 +33,7 @@ from nwor.attention.verify import Workspace, verify_attention
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.bfloat16
+SPLIT = Config(tile=32, splits=3, min_tiles_per_split=1)
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # Relative error over all outputs: half a unit in the last place of the weights and of the output.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}

@@ -23,6 +23,8 @@ def test_the_grid_has_settings_that_were_tuned_on_and_others_that_were_not():
         assert known == (shape.batch in attention.BATCHES) == (shape.context in attention.CONTEXTS)
         entry = configs.nearest(table, shape.batch, shape.kv_heads, shape.group, 128, shape.element, shape.query)
         assert known <= (entry["programs"] == shape.batch * shape.kv_heads)
+    searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet")
+    assert set(searched["context"]) == set(held_out.CONTEXTS), "what is called tuned on was timed"
     known = AttentionShape(32, 8, 16, 512)
     for other in ({"batch": 12}, {"context": 1024}, {"k": 4}, {"head_size": 64}, {"context": 0}, {"heads": 64}):
         assert held_out.is_tuned_on(known, table) and not held_out.is_tuned_on(replace(known, **other), table), other

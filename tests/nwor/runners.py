@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from vllm.config import KVTransferConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
@@ -103,3 +104,11 @@ RECURRENT = {
     "kv_cache_config": groups_of(["a", "b", "draft"], MambaSpec=["state"]),
     "compilation_config__static_forward_context": {"state": object.__new__(ShortConv)},
 }
+
+
+def connector(name: str, *children: dict, path: str | None = None) -> KVTransferConfig:
+    """The configuration of a KV connector, of several behind one where there are `children`."""
+    options = {"connectors": [*children]} if children else {}
+    return KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=options, kv_connector_module_path=path
+    )

@@ -8,10 +8,7 @@ import torch
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
-from vllm.config import KVTransferConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.distributed import kv_transfer
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.layers import attention as layer_classes
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
@@ -19,19 +16,12 @@ from vllm.platforms import current_platform
 from nwor.vllm import attention_gpu, connectors, own_write, support
 from nwor.vllm.context import target_layers
 from nwor_lab import paths
-from tests.nwor.runners import FUSED, RECURRENT, SHARING, gpu_layer, groups_of, make_runner
+from tests.nwor.runners import FUSED, RECURRENT, SHARING, connector, gpu_layer, groups_of, make_runner
 
 
 def test_cow_needs_neither_attention_nor_a_whole_batch():
     made = make_runner(device=torch.device("cuda"), vllm_config__parallel_config__use_ubatching=True)
     assert support.why_unsupported(made, {"a": None, "b": None}, "cow") == ""
-
-
-def connector(name: str, *children: dict, path: str | None = None) -> KVTransferConfig:
-    options = {"connectors": [*children]} if children else {}
-    return KVTransferConfig(
-        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=options, kv_connector_module_path=path
-    )
 
 
 @pytest.mark.parametrize(
@@ -57,59 +47,6 @@ def test_unsupported(changes, why):
     """Each configuration that no mode serves is named, and vLLM's own write serves it."""
     found = support.why_unsupported(make_runner(**changes), {"a": gpu_layer(), "b": gpu_layer()}, "stage")
     assert found.startswith(why) and bool(found) == bool(why)
-
-
-UNKNOWN = "it is not known to read pages only when rejected drafts are out of them"
-BY_LAYERS = "the KV connector LMCacheConnectorV1 with use_layerwise"
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        (connector("NixlConnector"), ""),
-        (connector("MoRIIOConnector"), f"the KV connector MoRIIOConnector: {UNKNOWN}"),
-        (connector("OffloadingConnector", path="a.module"), f"the KV connector OffloadingConnector: {UNKNOWN}"),
-        (connector("MultiConnector", {"kv_connector": "NixlConnector"}, {"kv_connector": "OffloadingConnector"}), ""),
-        (
-            connector("MultiConnector", {"kv_connector": "NixlConnector"}, {"kv_connector": "MoRIIOConnector"}),
-            f"the KV connector MoRIIOConnector: {UNKNOWN}",
-        ),
-    ],
-)
-def test_connectors_that_read_pages_before_the_verdict_are_named(config, why):
-    assert connectors.why_not_beside(config) == why
-
-
-@pytest.mark.parametrize(
-    ("engine", "why"),
-    [
-        (SimpleNamespace(use_layerwise=False), ""),
-        (SimpleNamespace(use_layerwise=True), BY_LAYERS),
-        (SimpleNamespace(), BY_LAYERS),
-    ],
-)
-@pytest.mark.parametrize("among_others", [False, True])
-def test_a_layerwise_lmcache_is_known_by_what_was_loaded(engine, why, among_others, monkeypatch):
-    """LMCache reads that from its own file or variables: vLLM's configuration does not tell."""
-    config = connector("LMCacheConnectorV1")
-    assert connectors.why_not_beside(config) == "", "not loaded yet"
-    loaded = type("LMCacheConnectorV1", (), {"_lmcache_engine": engine})()
-    if among_others:
-        config = connector(
-            "MultiConnector", {"kv_connector": "ExampleConnector"}, {"kv_connector": config.kv_connector}
-        )
-        loaded = SimpleNamespace(_connectors=[SimpleNamespace(), loaded])
-    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: loaded)
-    assert connectors.why_not_beside(config).startswith(why)
-    assert bool(connectors.why_not_beside(config)) == bool(why)
-
-
-def test_the_connectors_that_serve_are_vllms():
-    """A name that vLLM has given up, or never had, would be a promise that nobody can check."""
-    assert {*KVConnectorFactory._registry} >= connectors.AFTER_THE_VERDICT
-    not_served = {"MultiConnector", "ExampleHiddenStatesConnector", "HiSparseConnector", "MoRIIOConnector"}
-    assert {*KVConnectorFactory._registry} - connectors.AFTER_THE_VERDICT == not_served
 
 
 @pytest.mark.parametrize(
