@@ -111,6 +111,15 @@ def test_the_headline_is_small_and_as_recorded(tmp_path: Path) -> None:
     assert plt.imread(path).shape[:2] == (500, 1400)
 
 
+def test_the_headline_shows_the_settings_that_it_names(tmp_path: Path, recorded: dict) -> None:
+    """Longer prompts, an fp8 cache and fewer drafts in the same table move none of its points."""
+    table = recorded["gpu_direct"]
+    others = [table.assign(**other) for other in ({"prompt": 2048}, {"kv_cache_dtype": "fp8"}, {"k": 3})]
+    alone = steps.headline(tmp_path / "alone.png", table)
+    among_others = steps.headline(tmp_path / "among_others.png", pd.concat([table, *others]))
+    assert (plt.imread(alone) == plt.imread(among_others)).all()
+
+
 def test_each_write_policy_beside_vanilla(tmp_path: Path, recorded: dict) -> None:
     data = drawn_data(paper.policies(tmp_path, recorded["reference"], recorded["traffic"]))
     wide = data.pivot(index="mode", columns="metric", values="value")
