@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nwor_lab import claim_table, parameters, paths, report, results
 
@@ -64,10 +64,34 @@ def is_whole(notebook: Path, directory: Path, given: dict[str, Any]) -> bool:
     return entry.get("whole") == fingerprint(notebook, given) and (directory / notebook.name).exists()
 
 
-def run_notebook(notebook: Path, directory: Path, given: dict[str, Any]) -> str | None:
-    """Run one notebook into `directory` and return None, or in one line why it failed. Its output goes to `logs/`."""
+def _execute(notebook: Path, output: Path, given: dict[str, Any], log: TextIO) -> None:
+    """Run a notebook with papermill. A kernel that died before any cell ran is started again, twice at most.
+
+    Its ports are chosen before it starts; when another program takes one in between, it dies.
+    """
     import papermill
 
+    for attempt in range(3):
+        try:
+            papermill.execute_notebook(
+                str(notebook),
+                str(output),
+                parameters=given,
+                kernel_name="python3",
+                cwd=str(paths.ROOT),
+                stdout_file=log,
+                stderr_file=log,
+                extra_arguments=KERNEL,
+            )
+            return
+        except RuntimeError as error:
+            if attempt == 2 or "Kernel died before replying" not in str(error):
+                raise
+            log.write(f"{error}; started again\n")
+
+
+def run_notebook(notebook: Path, directory: Path, given: dict[str, Any]) -> str | None:
+    """Run one notebook into `directory` and return None, or in one line why it failed. Its output goes to `logs/`."""
     name, made_from = notebook.stem, fingerprint(notebook, given)
     log, part = directory / "logs" / f"{name}.log", directory / f".{name}.part.ipynb"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -76,16 +100,7 @@ def run_notebook(notebook: Path, directory: Path, given: dict[str, Any]) -> str 
     try:
         with open(log, "w", encoding="utf-8", buffering=1) as file:
             try:
-                papermill.execute_notebook(
-                    str(notebook),
-                    str(part),
-                    parameters={**given, "run_dir": str(directory)},
-                    kernel_name="python3",
-                    cwd=str(paths.ROOT),
-                    stdout_file=file,
-                    stderr_file=file,
-                    extra_arguments=KERNEL,
-                )
+                _execute(notebook, part, {**given, "run_dir": str(directory)}, file)
                 problem = None if fingerprint(notebook, given) == made_from else "the notebook changed while it ran"
             except Exception as error:  # noqa: BLE001 - the other notebooks still run, and the run fails at its end
                 file.write(traceback.format_exc())
