@@ -11,22 +11,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from nwor.vllm.releases import KNOWN
 from nwor_lab import claim_table
 from nwor_lab.compatibility import compare
 from nwor_lab.experiments import parity
-from nwor_lab.model.breakeven import MODELS
-from nwor_lab.model.recurrent import MAMBA_2, state_memory, state_traffic
 from nwor_lab.plots import promises
 from nwor_lab.plots.parity import margin_points
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "data" / "recorded"
-RENAMED = {"05_paper_figures": "09_paper_figures", "09_cache_audit": "05_cache_audit"}
-"""Notebooks that have another number since the recorded run."""
 
 
 @functools.cache
@@ -46,10 +41,8 @@ def value(rows: pd.DataFrame, column: str = "value", **where: Any) -> float:
 
 @functools.cache
 def notebooks() -> dict[str, dict[str, Any]]:
-    """By notebook, as it is numbered now, what the manifest of the recorded run on a CPU says of it."""
-    found = json.loads((RECORDED / "manifest.json").read_text())["notebooks"]
-    old = set(found) & set(RENAMED) and not set(found) & {"05_cache_audit"}
-    return {RENAMED.get(name, name) if old else name: entry for name, entry in found.items()}
+    """By notebook, what the manifest of the recorded run on a CPU says of it."""
+    return json.loads((RECORDED / "manifest.json").read_text())["notebooks"]
 
 
 def minutes(number: str = "") -> float:
@@ -88,25 +81,16 @@ def cpu() -> str:
 
 @functools.cache
 def claims() -> pd.DataFrame:
-    """All recorded claims, as `claim_table.COLUMNS`, with notebooks as they are numbered now, and their `verdict`."""
-    rows = table("claims")
-    if set(rows["notebook"]) & set(RENAMED) and "05_cache_audit" not in set(rows["notebook"]):
-        rows = rows.assign(notebook=rows["notebook"].replace(RENAMED))
-    if "origin" not in rows:
-        recorded = rows["claim"].str.contains("recorded|at scale|as timed") | rows["notebook"].str.match("06|07")
-        rows = rows.assign(
-            origin=np.select([rows["notebook"].str.match("08"), recorded], ["model", "recorded"], "measured")
-        )
+    """All recorded claims, as `claim_table.COLUMNS`, and their `verdict`."""
     on_gpus = table("gpu_claims").assign(origin="recorded")
     on_gpus["claim"] = "whole notebook on GPUs: " + on_gpus["claim"]
-    found = pd.concat([claim_table.complete(rows), claim_table.complete(on_gpus)], ignore_index=True)
+    found = pd.concat([claim_table.complete(table("claims")), claim_table.complete(on_gpus)], ignore_index=True)
     return found.assign(verdict=list(map(claim_table.verdict, found["kind"], found["holds"])))
 
 
-def measured(claim: str, *earlier: str) -> str:
-    """What the recorded run measured for the claim of exactly that text, or of one that it had earlier."""
-    rows = claims()
-    found = next((part for text in (claim, *earlier) if len(part := rows[rows["claim"] == text])), rows[:0])
+def measured(claim: str) -> str:
+    """What the recorded run measured for the claim of exactly that text."""
+    found = claims()[claims()["claim"] == claim]
     if len(found) != 1:
         raise LookupError(f"{len(found)} recorded claims read {claim!r}")
     return str(found["measured"].iloc[0])
@@ -200,7 +184,7 @@ def gpu_tests(outcome: str, of: str = "") -> int:
     return int((rows["test"].str.contains(of, regex=False) & (rows["outcome"] == outcome)).sum())
 
 
-# -- promises, and recurrent state -----------------------------------------------------------------------------------
+# -- promises --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -216,15 +200,3 @@ def promise(name: str, case: str) -> str:
     if found.empty:
         raise LookupError(f"the promise {name!r} has no case {case!r}")
     return promises.spread(found)
-
-
-def state_mb(way: str, side: str, k: int = 4, accepted: int = 2) -> float:
-    """MB that a verify step of a Mamba-2 layer has `read` or `written`, or `held` meanwhile, by the model of bytes."""
-    if side == "held":
-        return state_memory(way, MAMBA_2, k) / 1e6
-    return float(getattr(state_traffic(way, MAMBA_2, k, accepted), side)) / 1e6
-
-
-def rows_a_state() -> float:
-    """Rows of keys and values of a Llama-2-7B layer that are as large as one state of a Mamba-2 layer."""
-    return MAMBA_2.state / MODELS["llama-2-7b"].row

@@ -52,11 +52,15 @@ def _short(files: Iterable[Path]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
 
+def of_rows(*frames: pd.DataFrame) -> list[str]:
+    """Return the builds of all rows of these tables, sorted; rows that were made without a GPU have none."""
+    columns = [frame["build"].astype(object) if "build" in frame else pd.Series([UNKNOWN]) for frame in frames]
+    return sorted({str(build) for column in columns for build in column.fillna(UNKNOWN).unique()} - {""})
+
+
 def require_one_build(*frames: pd.DataFrame) -> None:
     """Raise ValueError, naming the builds, unless all rows of these tables are of one build."""
-    columns = [frame["build"].astype(object) if "build" in frame else pd.Series([UNKNOWN]) for frame in frames]
-    found = sorted({str(build) for column in columns for build in column.fillna(UNKNOWN).unique()} - {""})
-    if len(found) > 1:
+    if len(found := of_rows(*frames)) > 1:
         raise ValueError(f"rows of different builds do not go together: {', '.join(found)}; measure them with one")
 
 

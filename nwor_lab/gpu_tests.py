@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m nwor_lab.gpu_tests --out DIR`: run the tests that need a GPU, and keep what came of each.
 
-The table, `gpu_tests.parquet`, is whole after every test, so that a machine that goes back too early leaves what had
-ended. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, for as many workers, which share the GPUs that
-CUDA_VISIBLE_DEVICES names. Beside it `gpu_tests.json` says when, from which commit, with what and on what.
+The table, `gpu_tests.parquet`, appears when all have ended; until then `gpu_tests.part.parquet` has those that did, so
+that a machine that goes back too early leaves them. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, for as many
+workers, which share the GPUs that CUDA_VISIBLE_DEVICES names. Beside it `gpu_tests.json` says when, from which commit,
+with what and on what.
 """
 
 import argparse
@@ -52,12 +53,12 @@ def run(out: Path, tests: Path = paths.ROOT / "tests") -> pd.DataFrame:
     Raises:
         RuntimeError: there are none.
     """
-    outcomes = Outcomes(out / "gpu_tests.parquet")
+    outcomes = Outcomes(out / "gpu_tests.part.parquet")
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "nwor_lab.gpu_tests", str(tests)]
     pytest.main(options, plugins=[outcomes])
     if not outcomes.rows:
         raise RuntimeError(f"no test below {tests} was run; what pytest says is above")
-    return pd.read_parquet(outcomes.path)
+    return pd.read_parquet(outcomes.path.rename(out / "gpu_tests.parquet"))
 
 
 def main(argv: list[str] | None = None) -> int:

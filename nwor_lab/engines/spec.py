@@ -36,7 +36,7 @@ class EngineSpec:
     kv_cache_memory: MiB of cache on each GPU, or 0 for what gpu_memory_utilization leaves; given, vLLM measures
         nothing at start-up, so engines may start side by side.
     load_format: ``auto``, or ``nwor_random`` for random weights of the model's shape.
-    gpu_memory_utilization: share of a GPU for each engine; the engines of all modes are up at once.
+    gpu_memory_utilization: share of a GPU for each engine; those of all modes, four by default, are up at once.
     cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
     acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
     runner: vLLM's model runner, v1 or v2; empty for its own choice: V2 on a GPU, V1 on a CPU.
@@ -67,7 +67,7 @@ class EngineSpec:
     async_scheduling: bool | None = None
     kv_cache_memory: int = 0
     load_format: str = "auto"
-    gpu_memory_utilization: float = 0.3
+    gpu_memory_utilization: float = 0.22
     cpu_threads: int = 1
     acceptance_length: float = 0.0
     runner: str = ""

@@ -263,6 +263,22 @@ def of_rank(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
     return heads // tp, max(1, kv_heads // tp)
 
 
+def heads_of_ranks(options: argparse.Namespace) -> tuple[list[tuple[int, int]], int]:
+    """Query and KV heads of a rank, of each model and number of ranks that was asked for, and their head size.
+
+    Raises:
+        OSError: no such model.
+        ValueError: heads do not divide among the ranks, or `stage` does not serve their size.
+    """
+    heads, head_size = options.heads, options.head_size
+    if not heads:
+        of_all, kv, head_size = heads_of(options.model or options.shape)
+        heads = [(of_all, kv)]
+    if head_size not in HEAD_SIZES:
+        raise ValueError(f"stage serves no heads of size {head_size}")
+    return list(dict.fromkeys(of_rank(of_all, kv, tp) for of_all, kv in heads for tp in options.tp)), head_size
+
+
 def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> Path:
     """Write the table of the device named `gpu`, whole or not at all; one that lies there is added to, not lost.
 
@@ -299,18 +315,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
+    try:
+        ranks, head_size = heads_of_ranks(options)
+    except (OSError, ValueError) as error:
+        print(f"nwor tune: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return 2
     if not torch.cuda.is_available():
         print("nwor tune: no NVIDIA GPU here, and a table is of the GPU it was found on", file=sys.stderr)
-        return 2
-    heads: list[tuple[int, int]]
-    if options.heads:
-        heads, head_size = options.heads, options.head_size
-    else:
-        *whole, head_size = heads_of(options.model or options.shape)
-        heads = [(whole[0], whole[1])]
-    ranks = list(dict.fromkeys(of_rank(*one, tp) for one in heads for tp in options.tp))
-    if head_size not in HEAD_SIZES:
-        print(f"nwor tune: stage serves no heads of size {head_size}", file=sys.stderr)
         return 2
     caches = options.caches.split(",")
     if "fp8" in caches and torch.cuda.get_device_capability() < (8, 9):

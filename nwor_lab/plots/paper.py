@@ -31,8 +31,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab import paths, results
-from nwor_lab.builds import require_one_build
+from nwor_lab import builds, paths, results
 from nwor_lab.experiments.acceptance import predict_rejected, survival
 from nwor_lab.model import predicted
 from nwor_lab.model.breakeven import Chip
@@ -212,12 +211,16 @@ def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
 def measured_steps(found: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """Every whole step that was measured on a GPU, in whichever of the tables `found`, beside its prediction.
 
+    Table `attention` of another build is left out: steps are then predicted from launches and bytes alone.
+
     Raises:
-        ValueError: the tables are of different builds.
+        ValueError: the tables of steps are of different builds.
     """
-    require_one_build(*(found[name] for name in ("gpu_cow", "gpu_steps", "attention") if name in found))
     steps = [found[name] for name in ("gpu_cow", "gpu_steps") if name in found]
+    builds.require_one_build(*steps)
     attention = found.get("attention")
+    if attention is not None and builds.of_rows(attention) != builds.of_rows(*steps):
+        attention = None
     return pd.concat([predicted.against_measured(table, attention=attention) for table in steps], ignore_index=True)
 
 

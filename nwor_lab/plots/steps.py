@@ -132,7 +132,7 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
     style.legend(ax, ncols=3)
     caption = (
         "Slots of the target's paged cache whose bytes a step changed although its row was not kept, summed over "
-        "layers and ranks. Vanilla leaves every rejected row behind; the modes leave none."
+        "layers and ranks. Vanilla and direct leave every rejected row behind; cow and stage leave none."
     )
     return style.save(fig, run, "left_behind", rows, caption)
 

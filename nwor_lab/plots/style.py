@@ -199,8 +199,7 @@ def write(fig: Any, path: Path, dpi: int = 300) -> Path:
 def save(fig: Any, run: results.Run | Path | str, name: str, data: pd.DataFrame, caption: str) -> Path:
     """Save a figure (or a grid of seaborn) with its data and its caption; return the path of its PDF.
 
-    Writes `<run>/figures/<name>.pdf`, `.png` (300 dpi), `.csv` (what is drawn) and `.txt` (the caption, and below it
-    the runs that the data is from).
+    Writes `<run>/figures/<name>.pdf`, `.png` (300 dpi), `.csv` (what is drawn) and `.txt` (the caption).
 
     Raises:
         ValueError: nothing is drawn (`data` is empty), or there is no caption.

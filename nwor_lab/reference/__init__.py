@@ -6,5 +6,6 @@ staging    `StagingBuffer`, where a window waits
 policies   four ways to write draft tokens: `off`, `blind`, `cow`, `stage`
 decoder    a speculative decoder that runs a real pair through any of them
 compare    the four policies side by side, as tables and a figure
+chunks     how draft rows are laid out for attention in chunks; `compare_chunks` checks and draws it
 tour       one layer, one request, two blocks
 """

@@ -26,7 +26,7 @@ def test_last(): os._exit(9) if {dies} else None
 """
 
 
-def run(folder: Path, text: str, **environ: str) -> tuple[int, pd.DataFrame]:
+def run(folder: Path, text: str, table: str = "gpu_tests", **environ: str) -> tuple[int, pd.DataFrame]:
     (folder / "test_some.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: a GPU\n")
     code = "import sys; from pathlib import Path; from nwor_lab import gpu_tests; "
@@ -34,7 +34,7 @@ def run(folder: Path, text: str, **environ: str) -> tuple[int, pd.DataFrame]:
     code += "; raise SystemExit(int((f.outcome == 'failed').any()))"
     command = [sys.executable, "-c", code, str(folder / "out"), str(folder)]
     done = subprocess.run(command, cwd=paths.ROOT, check=False, env=os.environ | {"PYTHONPATH": "."} | environ)
-    return done.returncode, pd.read_parquet(folder / "out" / "gpu_tests.parquet").set_index("test").outcome
+    return done.returncode, pd.read_parquet(folder / "out" / f"{table}.parquet").set_index("test").outcome
 
 
 def test_what_came_of_each_is_kept(tmp_path):
@@ -47,7 +47,8 @@ def test_what_came_of_each_is_kept(tmp_path):
 
 
 def test_a_process_that_ends_too_early_leaves_what_had_ended(tmp_path):
-    code, outcome = run(tmp_path, TESTS.format(bad=False, dies=True))
+    code, outcome = run(tmp_path, TESTS.format(bad=False, dies=True), "gpu_tests.part")
+    assert not (tmp_path / "out" / "gpu_tests.parquet").exists(), "it would be taken for whole"
     assert code == 9 and outcome.value_counts().to_dict() == {"passed": 2, "skipped": 1, "failed": 1}
 
 

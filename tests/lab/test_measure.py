@@ -14,6 +14,7 @@ from nwor_lab import measure, paths, results
 from nwor_lab.experiments import gpu_steps, options
 from nwor_lab.experiments.parity import tolerance
 from nwor_lab.microbench import attention
+from nwor_lab.model import predicted
 from nwor_lab.model.predicted import COUNTS, against_measured
 
 
@@ -209,9 +210,19 @@ def test_parts_and_attempts_of_different_builds_are_not_joined(tmp_path):
         with pytest.raises(ValueError, match="different builds do not go together: k:1 t:1 x:1, "):
             measure.gpu_tables([tables[0], other])
         with pytest.raises(ValueError, match="different builds do not go together: k:1 t:1 x:1, "):
-            measure.paper.measured_steps({"gpu_steps": tables[0], "attention": other})
+            measure.paper.measured_steps({"gpu_steps": tables[0], "gpu_cow": other})
     old = [table.drop(columns="build") for table in tables]
     assert "build" not in measure.gpu_tables(old)["gpu_steps"], "what was recorded before is drawn as it was"
+
+
+def test_attention_of_another_build_predicts_no_step(monkeypatch):
+    """As in a run on a GPU: it measures attention itself, and steps are those of data/recorded."""
+    steps, same = (bench_table({"off": 600.0, "stage": 570.0}, build="k:1 t:1 x:1") for _ in range(2))
+    taken: list[pd.DataFrame | None] = []
+    monkeypatch.setattr(predicted, "against_measured", lambda table, attention: taken.append(attention) or table)
+    for times in (same, same.assign(build="k:2 t:1 x:1"), same.drop(columns="build")):
+        measure.paper.measured_steps({"gpu_steps": steps, "attention": times})
+    assert taken[0] is same and taken[1:] == [None, None]
 
 
 def test_every_attempt_counts(tmp_path):

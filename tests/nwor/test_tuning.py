@@ -238,6 +238,19 @@ def test_without_a_gpu_it_says_so_in_a_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--shape", "llama-2-7b", "--tp", "1,3"], "32 query heads and 32 KV heads do not divide among 3 ranks"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_heads_that_cannot_be_had_are_one_line(words, said, capsys):
+    assert tune.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nwor tune: ") and said in line
+
+
+@pytest.mark.parametrize(
     ("heads", "kv_heads", "tp", "expected"),
     [(32, 8, 1, (32, 8)), (32, 8, 2, (16, 4)), (32, 2, 8, (4, 1)), (71, 1, 1, (71, 1))],
 )
