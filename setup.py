@@ -9,6 +9,7 @@ Environment: NWOR_CUDA=0 leaves CUDA out, NWOR_CUDA=1 insists on it; NWOR_CUDA_A
 last one named is also kept as PTX for later chips); CUDA_HOME or PATH say where nvcc is.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -81,6 +82,12 @@ class BuildOperators(build_ext):
         return str(target)
 
 
+def sources_hash() -> str:
+    """Eight digits of the hash of the kernels' sources. The library carries them: two builds of one source differ."""
+    files = sorted(path for path in (ROOT / "kernels").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+
+
 def operators() -> Extension:
     sources = ["kernels/*.cpp", "kernels/cpu/*.cpp"] + (["kernels/cuda/*.cu"] if CUDA_HOME else [])
     # cudart is linked statically: a machine without CUDA loads the library all the same.
@@ -92,7 +99,7 @@ def operators() -> Extension:
         include_dirs=cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths() + ([str(CUDA_HOME / "lib64")] if CUDA_HOME else []),
         libraries=["torch", "torch_cpu"],
-        define_macros=[("NWOR_CUDA", None)] if CUDA_HOME else [],
+        define_macros=[("NWOR_SOURCES", f'"{sources_hash()}"'), *([("NWOR_CUDA", None)] if CUDA_HOME else [])],
         extra_compile_args=["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", TORCH_TARGET],
         # What is linked statically stays inside: cudart, and libstdc++ where the toolchain has no shared one, would
         # otherwise mix with the copies of other libraries in the process.

@@ -82,6 +82,9 @@ void open_window(const Tensor& query_start_loc, const Tensor& cu_num_logits, con
 }  // namespace
 }  // namespace nwor
 
+// Found in the library's bytes: what it was built from.
+extern "C" __attribute__((used, visibility("default"))) const char nwor_sources[] = "nwor sources " NWOR_SOURCES;
+
 // A fragment: vLLM defines the library `_C_cache_ops` itself, and may do so before or after this one is loaded.
 STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
   // One layer a call.

@@ -2,7 +2,8 @@
 """The build that a row was measured with, in its column `build`: rows of different builds are never put together.
 
 A build is three short hashes, `k:1a2b3c4d t:... x:...`: of the kernels' sources, of the tuning table that this
-machine's GPU uses, and of the built extension. Tables recorded before rows had one are of the build `unknown`.
+machine's GPU uses, and of the sources that the extension was built from. Tables recorded before rows had one are of the
+build `unknown`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,19 @@ def _build() -> str:
     kernels = [path for path in (paths.ROOT / "kernels").rglob("*") if path.suffix in (".h", ".cpp", ".cu")]
     kernels += (paths.ROOT / "nwor" / "attention").glob("*.py")
     table = hashlib.sha256(json.dumps(tuning(), sort_keys=True).encode()).hexdigest()
-    return f"k:{_short(kernels)} t:{table[:8]} x:{_short((paths.ROOT / 'nwor').glob('_C*.so'))}"
+    return f"k:{_short(kernels)} t:{table[:8]} x:{built_from()}"
+
+
+def built_from() -> str:
+    """Return the hash of the sources that the extension was built from, which `setup.py` puts into it.
+
+    Raises:
+        ValueError: there is no extension that says so.
+    """
+    library = b"".join(path.read_bytes() for path in (paths.ROOT / "nwor").glob("_C*.so"))
+    if not (found := re.search(rb"nwor sources ([0-9a-f]{8})", library)):
+        raise ValueError("no extension here says what it was built from: run `make kernels`")
+    return found[1].decode()
 
 
 def _short(files: Iterable[Path]) -> str:

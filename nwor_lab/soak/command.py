@@ -2,8 +2,8 @@
 """`nwor soak`: random traffic on real vLLM engines, every step of each mode audited and every text beside vanilla's.
 
 An episode starts vanilla and the modes in one configuration that the seed draws, and serves scripts of arrivals, joins
-and aborts that it draws too. A fault ends it: its script is made as short as still fails, and kept in a file that
-`--replay` runs. Finished episodes stay in the run's folder, where `--resume` goes on.
+and aborts that it draws too. A fault ends it, and what it served is kept in a file that `--replay` runs. Finished
+episodes stay in the run's folder, where `--resume` goes on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from nwor_lab.soak import episode as episodes
 from nwor_lab.soak import script
 from nwor_lab.soak.judge import Verdict
 
-RUNS = 60
-"""Times that a failing script is run again to shorten it, at most."""
 SHOWN = ("method", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "seed")
 """Of an episode's configuration, columns of the table."""
 DEFAULTS: dict[str, Any] = {"minutes": 20.0, "seed": 0, "mode": "cow,stage", "tp": 0, "scripts": 64}
@@ -134,7 +132,7 @@ def soak(directory: Path, options: dict[str, Any]) -> int:
             f"{name}={getattr(spec, name)}" for name in ("draft", *SHOWN, "max_num_batched_tokens", "prefix_caching")
         )
         print(f"episode {number}: {', '.join(drawn)}", flush=True)
-        found = episodes.run(number, spec, modes, options["scripts"], deadline, directory, RUNS)
+        found = episodes.run(number, spec, modes, options["scripts"], deadline, directory)
         for mode, verdict in found.verdicts.items():
             print(f"  {mode:6} {found.scripts} scripts, {found.seconds:.0f} s: {verdict}", flush=True)
             print("".join(f"         {example}\n" for example in verdict.examples), end="")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One configuration's engines, vanilla and each mode, under the same scripts; and a failure made short."""
+"""One configuration's engines, vanilla and each mode, under the same scripts; and a failure that can be replayed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from nwor_lab.experiments.bench import started
 from nwor_lab.experiments.plan import settings_of
 from nwor_lab.soak import script
 from nwor_lab.soak.judge import Verdict, judge
-from nwor_lab.soak.shrink import shrink
 
 Script = tuple[int, Sequence[Event]]
 """Its seed and its events."""
@@ -78,12 +77,10 @@ class Episode:
     replays: list[str] = field(default_factory=list)
 
 
-def run(
-    number: int, spec: EngineSpec, modes: Sequence[str], scripts: int, deadline: float, directory: Path, runs: int
-) -> Episode:
+def run(number: int, spec: EngineSpec, modes: Sequence[str], scripts: int, deadline: float, directory: Path) -> Episode:
     """Serve scripts until there are `scripts` of them, or `deadline` (`time.monotonic`) is over, or one fails.
 
-    directory: for the replay of a mode that failed. runs: times that its script is run again to shorten it, at most.
+    directory: for the replay of a mode that failed, which has all scripts that its engine served.
     """
     begin = time.monotonic()
     episode = Episode(number, spec, {mode: Verdict() for mode in modes})
@@ -99,32 +96,11 @@ def run(
             failed = {mode: verdict for mode, verdict in verdicts.items() if verdict.faults}
         episode.scripts = len(served)
         for mode, verdict in failed.items():
-            short = shorten(engines, mode, served[-1], verdict, runs)
-            engines.close()  # what a failure needs beyond its script is not there in new engines
             file = directory / f"replay-{number}-{mode}.json"
-            for scripts_of_it in ([short], served):
-                write_replay(file, spec, mode, scripts_of_it, verdict)
-                if _same(serve_once(spec, mode, scripts_of_it), verdict):
-                    break
+            write_replay(file, spec, mode, served, verdict)
             episode.replays.append(file.name)
     episode.seconds = time.monotonic() - begin
     return episode
-
-
-def shorten(engines: Engines, mode: str, failed: Script, verdict: Verdict, runs: int) -> Script:
-    """The script with as little in it as fails alike under `mode`."""
-    seed, events = failed
-
-    def fails(fewer: list[Event]) -> bool:
-        return _same(engines.judge((seed, fewer), [mode])[mode], verdict)
-
-    # Each time that an engine dies, all start again.
-    return seed, shrink(list(events), fails, runs // 10 if verdict.faults["died"] else runs)
-
-
-def _same(found: Verdict, wanted: Verdict) -> bool:
-    """Whether they have a kind of fault in common."""
-    return bool(found.faults.keys() & wanted.faults.keys())
 
 
 def write_replay(file: Path, spec: EngineSpec, mode: str, scripts: Sequence[Script], verdict: Verdict) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows say with which build they were measured, and those of different builds are never put together."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,22 @@ def test_rows_made_on_a_gpu_say_with_which_build(tmp_path: Path, monkeypatch: py
         (build,) = results.tidy([ROW])["build"]
         return build.split(" ")
 
+    library = tmp_path / "nwor" / "_C.so"
     try:
-        before = now("kernels/cuda/commit.cu")
+        assert now("kernels/cuda/commit.cu")[0] == "unavailable:", "no extension"
+        results.write_text(library, "\0nwor sources 01234567\0")
+        before = now()
         assert [part[:2] for part in before] == ["k:", "t:", "x:"] and {len(part) for part in before} == {10}
         assert now("kernels/check.sh") == now("nwor/manager.py") == before
-        for name, changed in {"kernels/cuda/commit.cu": 0, "nwor/attention/kernel.py": 0, "nwor/_C.so": 2}.items():
+        for name, changed in {"kernels/cuda/commit.cu": 0, "nwor/attention/kernel.py": 0}.items():
             after = now(name)
             assert [n for n in range(3) if after[n] != before[n]] == [changed]
             before = after
+        results.write_text(library, "\1nwor sources 01234567\1")
+        assert now() == before, "another build of the same sources"
+        results.write_text(library, "\0nwor sources 89abcdef\0")
+        assert [n for n in range(3) if now()[n] != before[n]] == [2]
+        before = now()
         tables.pop(0)
         assert [n for n in range(3) if now()[n] != before[n]] == [1]
         assert results.tidy([ROW], build="another")["build"].tolist() == ["another"]
@@ -41,6 +50,12 @@ def test_rows_made_on_a_gpu_say_with_which_build(tmp_path: Path, monkeypatch: py
         builds.tuning.cache_clear(), builds.build.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "build" not in results.tidy([ROW])
+
+
+def test_the_extension_says_what_it_was_built_from() -> None:
+    files = [path for path in (paths.ROOT / "kernels").rglob("*") if path.suffix in (".h", ".cpp", ".cu")]
+    found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+    assert builds.built_from() == found[:8], "older than the kernels: run `make kernels`"
 
 
 def test_rows_of_different_builds_do_not_go_together(tmp_path: Path) -> None:
