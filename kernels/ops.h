@@ -73,9 +73,9 @@ NWOR_HD inline Hold hold_of(const OpenArgs& a, int request) {
   const int64_t begin = a.query_start_loc[request], end = a.query_start_loc[request + 1];
   const int64_t logits = int64_t{a.cu_num_logits[request + 1]} - a.cu_num_logits[request], rows = end - begin;
   const bool sane = 0 <= begin && begin <= end && end <= a.num_tokens;
-  if (!sane || logits <= 1 || (a.staging_rows && logits != rows)) return {end, 0, false};
+  if (!sane || logits <= 1) return {end, 0, false};
   const int64_t drafts = logits - 1;
-  if (drafts > a.width || drafts > rows) return {end, 0, true};
+  if (drafts > a.width || drafts > rows || (a.staging_rows && logits != rows)) return {end, 0, true};
   return {end - drafts, drafts, false};
 }
 

@@ -45,17 +45,17 @@ class Counters:
 class DeviceCounters:
     """The counts of one rank, in one buffer that a single copy brings to the host.
 
-    totals: int64 [5], what `ops.open_window` and `ops.commit_all_layers` raise: kept and rejected rows, windows,
-        drafts, fallbacks.
-    kept: int32 [max_requests], the kept rows of each request in the last commit.
+    totals: int64 [5], `counts` of `ops`: kept and rejected rows, windows, drafts, fallbacks.
+    num_drafts: int32 [max_requests], the drafts held of each request of the step.
+    kept: int32 [max_requests], the drafts that the last commit kept of each request.
     cancelled: windows closed without a commit, which the host counts.
     """
 
     def __init__(self, mode: str, layout: CacheLayout, max_requests: int) -> None:
         self.mode, self.num_layers, self.row_bytes = mode, 0, 0
         self.add_layers(layout)
-        self._buffer = torch.zeros(5 * 8 + max_requests * 4, dtype=torch.uint8, device=layout.pool.device)
-        self.totals, self.kept = _views(self._buffer)
+        self._buffer = torch.zeros(5 * 8 + 2 * 4 * max_requests, dtype=torch.uint8, device=layout.pool.device)
+        self.totals, self.num_drafts, self.kept = _views(self._buffer)
         self.cancelled = 0
 
     def add_layers(self, layout: CacheLayout) -> None:
@@ -118,13 +118,19 @@ class CommitCounts:
     buffer: Tensor
     ready: torch.cuda.Event | None
 
-    def read(self) -> tuple[Counters, list[int]]:
-        """Wait for the copy; returns the counters since start-up and the drafts that each request kept."""
+    def read(self) -> tuple[Counters, list[int | None]]:
+        """Wait for the copy.
+
+        Returns:
+            The counters since start-up, and the drafts that each request kept, None where none of its drafts was held.
+        """
         if self.ready is not None:
             self.ready.synchronize()
-        totals, kept = _views(self.buffer)
-        return self.source.counters_from(totals.tolist()), kept.tolist()
+        totals, num_drafts, kept = (view.tolist() for view in _views(self.buffer))
+        by_request = [number if held else None for held, number in zip(num_drafts, kept, strict=True)]
+        return self.source.counters_from(totals), by_request
 
 
-def _views(buffer: Tensor) -> tuple[Tensor, Tensor]:
-    return buffer[:40].view(torch.int64), buffer[40:].view(torch.int32)
+def _views(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_drafts, kept = buffer[40:].view(torch.int32).chunk(2)
+    return buffer[:40].view(torch.int64), num_drafts, kept

@@ -91,13 +91,13 @@ class DraftCommitManager:
         self.uses_full_cudagraphs, self.graphs_of_prefills = uses_full_cudagraphs, graphs_of_prefills
         self.attention = attention
         self.slots = minus_ones(max_requests, max_drafts)
-        self.num_drafts = torch.zeros(max_requests, dtype=torch.int32, device=layout.pool.device)
         self.rows = layout.new_rows(max_requests * rows_per_request(mode, max_drafts, layout.block_size))
         log_rows = log_rows_per_request(max_drafts, layout.block_size) if blocks_stay else 0
         self.logged = minus_ones(max_requests, log_rows) if mode == "cow" and log_rows else None
         self.staging_rows = minus_ones(max_tokens) if mode in ATTENDING else None
         self.page_slots = minus_ones(max_tokens) if mode == "stage" else None
         self.counters = DeviceCounters(mode, layout, max_requests)
+        self.num_drafts = self.counters.num_drafts
         self.is_dummy_or_capture, self.writes_first = True, False
         self.num_requests: int | None = None
         self.cu_num_logits: Tensor | None = None

@@ -206,9 +206,9 @@ def open_window(
     """Find on the device which rows of a batch are drafts to hold, and where all rows are to be written.
 
     Of a request with n logits and q rows the n - 1 drafts are held, the last rows of the query; where staging is asked
-    for (`staging_rows` is not None) only if the query is a verify query, one with ``1 < n == q``. The row before the
-    drafts, the token sampled last, is never held. A request with more drafts than W or q falls back: none is held, and
-    `counts` says so.
+    for (`staging_rows` is not None) only if the query is a verify query, one with ``n == q``. The row before the
+    drafts, the token sampled last, is never held. A request whose drafts are not held, for that or because they are
+    more than W or q, falls back, and `counts` says so.
 
     Args:
         query_start_loc: int32 [R + 1], first row of each query in the batch; may be longer, as vLLM pads it.

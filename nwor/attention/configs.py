@@ -93,8 +93,12 @@ class Config:
     twice_from: int = 0
 
 
+# Of an entry's shape, what a factor between two shapes counts.
+_WEIGHTS = {"cache_bytes": 8, "query": 4, "group": 4, "head_size": 4, "programs": 1}
+
+
 def of_entry(entry: Mapping[str, Any]) -> Config:
-    """The configuration of a table's entry; what an older table does not name is off."""
+    """The configuration of a table's entry; a field that the entry lacks has its default."""
     return Config(**{name: entry[name] for name in Config.__dataclass_fields__ if name in entry})
 
 
@@ -121,12 +125,19 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The configurations of one file, each with the shape it was found for.
 
     Raises:
-        ValueError: the file is named after another device than it was found on.
+        ValueError: the file is no such table, or named after another device than it was found on.
     """
-    table = json.loads(path.read_text())
-    if file_name(table["gpu"]) != path.name:
-        raise ValueError(f"{path} was found on {table['gpu']!r} and belongs into {file_name(table['gpu'])}")
-    return table["configurations"]
+    try:
+        table = json.loads(path.read_text())
+        gpu, entries = table["gpu"], table["configurations"]
+        whole = all(_WEIGHTS.keys() <= entry.keys() for entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is no table of configurations; remove it, or let `nwor tune` write it anew")
+    if file_name(gpu) != path.name:
+        raise ValueError(f"{path} was found on {gpu!r} and belongs into {file_name(gpu)}")
+    return entries
 
 
 @functools.cache
@@ -171,10 +182,9 @@ def nearest(
         "cache_bytes": cache_bytes, "query": max_query_len, "group": group, "head_size": head_size,
         "programs": requests * kv_heads,
     }  # fmt: skip
-    weights = {"cache_bytes": 8, "query": 4, "group": 4, "head_size": 4, "programs": 1}
 
     def distance(entry: dict[str, Any]) -> float:
-        return sum(weight * abs(math.log2(shape[name] / entry[name])) for name, weight in weights.items())
+        return sum(weight * abs(math.log2(shape[name] / entry[name])) for name, weight in _WEIGHTS.items())
 
     return min(table, key=distance, default=None)
 
@@ -225,7 +235,10 @@ def _fitting(config: Config, rows: int, head_size: int, cache_bytes: int, device
 
 
 def fits_twice(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> bool:
-    """Whether two programs fit on a multiprocessor, which has 64 Ki registers, and 1 KiB more than a block can have."""
+    """Whether two programs fit on a multiprocessor.
+
+    It has 64 Ki registers, and 1 KiB of shared memory more than a block can have; each block takes 1 KiB of its own.
+    """
     converted = config.tile * next_power_of_2(head_size) * 2 if cache_bytes == 1 else 0
     taken = tile_bytes(config, rows, head_size, cache_bytes) + converted
     registers = config.warps * 32 * (config.registers or 255)

@@ -23,8 +23,8 @@ PARTIAL_ROWS = 1 << 16  # rows of the partial sums of all splits: bounds the num
 class Workspace:
     """What splits leave for each other; made once, used by all layers of a stream in turn.
 
-    `arrivals` holds two numbers for each window, KV head and tile of rows, of splits that the last one combines and of
-    those that meet. Between launches the first is 0, and of the second all but the sign.
+    `arrivals` holds two numbers for each window, KV head and tile of rows. Where the last split combines, the first is
+    how many have arrived, 0 between launches. Where splits wait for each other, the sign of the second is what turns.
 
     Args:
         max_requests: of a batch, padding included.

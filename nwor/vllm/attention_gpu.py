@@ -79,6 +79,8 @@ def cannot_attend(layer: Any) -> str:
         return "an fp8 cache on a GPU of compute capability {}.{}: the kernel needs 8.9".format(*capability)
     if impl.alibi_slopes is not None and type(impl).__name__ == "FlashInferImpl":
         return "ALiBi under FlashInfer, which leaves it out"
+    if impl.alibi_slopes is not None and impl.sinks is not None:
+        return "ALiBi and attention sinks at once"
     if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
         return "a scale for each head"
     return ""

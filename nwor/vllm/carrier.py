@@ -5,10 +5,11 @@ Each has a pair of functions here, one that adds and one that takes off again wh
 is left for vLLM to meet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nwor.counters import CommitCounts
+from nwor.vllm.context import context_of, make_cancelling
 
 _PREFIX = "nwor:"
 
@@ -20,7 +21,8 @@ def add_to_output(output: Any, counts: CommitCounts | None, req_ids: Sequence[st
 
     def add(result: Any) -> Any:
         counters, kept = counts.read()
-        result.nwor_commit = vars(counters), dict(zip(req_ids, kept, strict=False))
+        by_request = {request: drafts for request, drafts in zip(req_ids, kept, strict=False) if drafts is not None}
+        result.nwor_commit = vars(counters), by_request
         return result
 
     get_output = getattr(output, "get_output", None)
@@ -30,8 +32,24 @@ def add_to_output(output: Any, counts: CommitCounts | None, req_ids: Sequence[st
         output.get_output = lambda: add(get_output())
 
 
+def make_sample_tokens(original: Callable) -> Callable:
+    """A wrapper of either runner's `sample_tokens`, whose output carries the counts of the commit within."""
+    original = make_cancelling(original)
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        output, context = original(self, grammar_output), context_of(self)
+        add_to_output(output, context.counts, context.requests)
+        context.counts = None
+        return output
+
+    return sample_tokens
+
+
 def take_from_output(output: Any) -> tuple[dict[str, int], dict[str, int]] | None:
-    """Take the counts off a model runner's output: the rank's counters, and the committed drafts by request."""
+    """Take the counts off a model runner's output: the rank's counters, and the committed drafts by request.
+
+    Requests of which no draft was held back are left out.
+    """
     return vars(output).pop("nwor_commit", None)
 
 

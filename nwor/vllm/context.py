@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the hooks keep on vLLM's objects: one context on each model runner, one on each target layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class RunnerContext:
     copies_counts: whether each commit's counts go to the scheduler.
 
     Of the step under way:
-    metadata: vLLM's `SpecDecodeMetadata`, None without drafts (V1). requests: the ids of the batch's requests.
+    metadata: vLLM's `SpecDecodeMetadata` (V1), None without drafts. requests: the ids of the batch's requests.
     drafts_alone: as `batch.has_drafts_alone` (V1). writes_first: as `DraftCommitManager.begin` takes it.
     counts: of its commit, None before.
     """
@@ -71,6 +71,7 @@ class RunnerContext:
             group.manager.commit(num_rejected)
 
     def cancel(self) -> None:
+        self.counts = None
         for group in self.groups:
             group.manager.cancel()
 
@@ -88,6 +89,19 @@ def context_of(runner: Any) -> RunnerContext:
     if "nwor" not in vars(runner):
         runner.nwor = RunnerContext()
     return runner.nwor
+
+
+def make_cancelling(original: Callable) -> Callable:
+    """A wrapper of a runner's function: where it fails, no window stays open, and its slots are as before."""
+
+    def cancelling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            context_of(self).cancel()
+            raise
+
+    return cancelling
 
 
 def manager_of(runner: Any) -> DraftCommitManager | None:

@@ -99,11 +99,13 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
     served: list[ServedGroup] = []
     try:
         if mode in ATTENDING and on_gpu:
+            from nwor.attention.configs import tuned
             from nwor.attention.verify import Workspace
 
             every = [layer.impl for layers in groups.values() for layer in layers]
             heads, head_size = max(impl.num_heads for impl in every), max(impl.head_size for impl in every)
             attention = Workspace(max_requests, max_drafts + 1, heads, head_size, runner.device)
+            tuned(attention.device)  # a broken table stops here; in the self-check it would be a fallback
         for index, layers in groups.items():
             manager = DraftCommitManager(
                 layouts[index],

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
-from nwor.vllm.carrier import add_to_output
-from nwor.vllm.context import context_of
+from nwor.vllm.carrier import make_sample_tokens
+from nwor.vllm.context import context_of, make_cancelling
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 
@@ -28,20 +28,22 @@ def install(settings: Settings) -> None:
     if settings.mode in ATTENDING:
         wrap(GPUModelRunner, "load_model", make_load)
     wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(GPUModelRunner, "execute_model", make_cancelling)
     wrap(GPUModelRunner, "_prepare_inputs", _make_prepare)
     wrap(GPUModelRunner, "_determine_batch_execution_and_padding", _make_batch)
     wrap(GPUModelRunner, "_model_forward", _make_forward)
     wrap(GPUModelRunner, "_dummy_run", _make_dummy)
     wrap(GPUModelRunner, "_sample", _make_sample)
-    wrap(GPUModelRunner, "sample_tokens", _make_sample_tokens)
+    wrap(GPUModelRunner, "sample_tokens", make_sample_tokens)
 
 
 def _make_prepare(original: Callable) -> Callable:
     def _prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = original(self, scheduler_output, num_scheduled_tokens)
         context = context_of(self)
-        context.metadata = metadata = result[1]
+        metadata = result[1]
         num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
+        context.metadata = metadata if num_drafts else None  # vLLM makes it for steps without drafts too
         context.requests = list(self.input_batch.req_ids)
         context.drafts_alone = has_drafts_alone(num_scheduled_tokens, num_drafts)
         context.writes_first = reads_rows_of_this_step(context.manager, scheduler_output)
@@ -74,12 +76,8 @@ def _make_forward(original: Callable) -> Callable:
         query_start_loc = self.query_start_loc.gpu[: self.input_batch.num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
         requests = context.requests if context.drafts_alone else ()
-        try:
-            context.begin(query_start_loc, cu_num_logits, slot_mappings, requests, writes_first)
-            return original(self, *args, **kwargs)
-        except BaseException:
-            context.cancel()
-            raise
+        context.begin(query_start_loc, cu_num_logits, slot_mappings, requests, writes_first)
+        return original(self, *args, **kwargs)
 
     return _model_forward
 
@@ -95,18 +93,12 @@ def _make_dummy(original: Callable) -> Callable:
 def _make_sample(original: Callable) -> Callable:
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         context = context_of(self)
-        manager, context.counts = context.manager, None
-        if manager is None or not manager.is_open:
-            return original(self, logits, spec_decode_metadata)
-        try:
-            output = original(self, logits, spec_decode_metadata)
+        output = original(self, logits, spec_decode_metadata)
+        if (manager := context.manager) is not None and manager.is_open:
             context.commit(count_rejected(output.sampled_token_ids, spec_decode_metadata.cu_num_draft_tokens))
-        except BaseException:
-            context.cancel()
-            raise
-        if context.copies_counts:
-            stream = self._get_or_create_async_output_copy_stream() if self.device.type == "cuda" else None
-            context.counts = manager.counters.copy(stream)
+            if context.copies_counts:
+                stream = self._get_or_create_async_output_copy_stream() if self.device.type == "cuda" else None
+                context.counts = manager.counters.copy(stream)
         return output
 
     return _sample
@@ -125,14 +117,3 @@ def count_rejected(sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> Te
     drafts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
     accepted = (sampled_token_ids != -1).sum(dim=1, dtype=torch.int32) - 1
     return torch.minimum((drafts - accepted).clamp_(min=0), drafts)
-
-
-def _make_sample_tokens(original: Callable) -> Callable:
-    def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        output = original(self, grammar_output)
-        context = context_of(self)
-        add_to_output(output, context.counts, context.requests)
-        context.counts = None
-        return output
-
-    return sample_tokens

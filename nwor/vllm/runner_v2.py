@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
-from nwor.vllm.carrier import add_to_output
-from nwor.vllm.context import context_of
+from nwor.vllm.carrier import make_sample_tokens
+from nwor.vllm.context import context_of, make_cancelling
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 
@@ -34,9 +34,9 @@ def install(settings: Settings) -> None:
     wrap(GPUModelRunner, "prepare_attn", _make_prepare)
     wrap(GPUModelRunner, "prepare_dummy_attn", _make_dummy)
     wrap(GPUModelRunner, "capture_model", _make_capture)
-    wrap(GPUModelRunner, "execute_model", _make_execute)
+    wrap(GPUModelRunner, "execute_model", make_cancelling)
     wrap(GPUModelRunner, "sample", _make_sample)
-    wrap(GPUModelRunner, "sample_tokens", _make_sample_tokens)
+    wrap(GPUModelRunner, "sample_tokens", make_sample_tokens)
 
 
 def _make_gather(original: Callable) -> Callable:
@@ -88,17 +88,6 @@ def _make_capture(original: Callable) -> Callable:
     return capture_model
 
 
-def _make_execute(original: Callable) -> Callable:
-    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        except BaseException:
-            context_of(self).cancel()
-            raise
-
-    return execute_model
-
-
 def _make_sample(original: Callable) -> Callable:
     def sample(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
         output = original(self, *args, **kwargs)
@@ -110,21 +99,3 @@ def _make_sample(original: Callable) -> Callable:
         return output
 
     return sample
-
-
-def _make_sample_tokens(original: Callable) -> Callable:
-    def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        context = context_of(self)
-        manager = context.manager
-        if manager is None or not manager.is_open:
-            return original(self, grammar_output)
-        try:
-            output = original(self, grammar_output)
-        except BaseException:
-            context.cancel()
-            raise
-        add_to_output(output, context.counts, context.requests)
-        context.counts = None
-        return output
-
-    return sample_tokens

@@ -3,8 +3,8 @@
 
 Why: vLLM logs and skips a plugin that fails in a worker, and a clean baseline would then carry the treatment's name.
 How: after the caches are initialised every rank is asked for its `Status`; in each step the drafts a worker committed,
-which travel on its output, are compared with those the scheduler counts as accepted. A difference is a warning, at
-most one a minute, or under ``VLLM_NWOR_DEBUG_SYNC`` an error.
+which travel on its output, are compared with those the scheduler counts as accepted, of the requests whose drafts
+were held back. A difference is a warning, at most one a minute, or under ``VLLM_NWOR_DEBUG_SYNC`` an error.
 When it can go: when vLLM makes a failing plugin an error.
 """
 
@@ -55,9 +55,11 @@ def require_mode(mode: str, ranks: Sequence[dict[str, Any]]) -> None:
     asked = {rank["mode"] for rank in ranks}
     serving = {rank["serving"] for rank in ranks}
     if asked != {mode}:
-        raise ModeNotActive(f"VLLM_NWOR_MODE={mode} was asked for, but the ranks have {sorted(asked)}: {ranks}")
+        raise ModeNotActive(f"VLLM_NWOR_MODE={mode} was asked for, but not on all ranks: {_by_rank(ranks, 'mode')}")
     if len(serving) != 1:
-        raise ModeNotActive(f"the ranks disagree on what serves VLLM_NWOR_MODE={mode}: {sorted(serving)}: {ranks}")
+        raise ModeNotActive(
+            f"the ranks disagree on what serves VLLM_NWOR_MODE={mode}: {_by_rank(ranks, 'serving', 'reason')}"
+        )
     if unexplained := [rank["rank"] for rank in ranks if rank["serving"] != mode and not rank["reason"]]:
         raise ModeNotActive(
             f"VLLM_NWOR_MODE={mode} is not active on ranks {unexplained}; "
@@ -65,9 +67,15 @@ def require_mode(mode: str, ranks: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def _by_rank(ranks: Sequence[dict[str, Any]], *names: str) -> str:
+    return "; ".join(
+        f"rank {rank['rank']} {': '.join(str(rank[name]) for name in names if rank[name])}" for rank in ranks
+    )
+
+
 def _make_spec_decoding_stats(original: Callable) -> Callable:
     def make_spec_decoding_stats(self: Any, spec_decoding_stats: Any, **counts: Any) -> Any:
-        self.nwor_accepted[counts["request_id"]] = counts["num_accepted_tokens"]
+        vars(self).setdefault("nwor_accepted", {})[counts["request_id"]] = counts["num_accepted_tokens"]
         return original(self, spec_decoding_stats, **counts)
 
     return make_spec_decoding_stats
@@ -81,9 +89,9 @@ def _make_update(original: Callable, strict: bool, emit: bool) -> Callable:
             counters, committed = carried
             steps, mismatches = getattr(self, "nwor_checked", (0, 0))
             wrong = {
-                request: (committed.get(request), accepted)
+                request: (committed[request], accepted)
                 for request, accepted in self.nwor_accepted.items()
-                if committed.get(request) != accepted
+                if committed.get(request, accepted) != accepted
             }
             self.nwor_checked = steps + 1, mismatches + len(wrong)
             counters["scheduler_checks"], counters["scheduler_mismatches"] = self.nwor_checked
@@ -100,7 +108,7 @@ def _make_update(original: Callable, strict: bool, emit: bool) -> Callable:
     return update_from_output
 
 
-def _warn(scheduler: Any, wrong: dict[str, tuple[int | None, int]]) -> None:
+def _warn(scheduler: Any, wrong: dict[str, tuple[int, int]]) -> None:
     from vllm.logger import init_logger
 
     now = time.monotonic()

@@ -15,8 +15,8 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
     from vllm.platforms import current_platform
 
     config = runner.vllm_config
-    if current_platform.is_rocm():
-        return "ROCm: the operators are not built for it"
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        return f"{current_platform.device_name}: the operators are built for CUDA and for CPUs"
     if config.speculative_config is None:
         return "no speculative decoding: there are no drafts to hold back"
     if config.kv_transfer_config is not None and (reason := why_not_beside(config.kv_transfer_config)):

@@ -136,10 +136,10 @@ def open_window(a: SimpleNamespace) -> None:
     for request in range(len(logits) - 1):
         tokens = range(starts[request], starts[request + 1])
         n = logits[request + 1] - logits[request]
-        if n <= 1 or (stages and n != len(tokens)):
-            continue
         drafts = n - 1
-        if drafts > min(width, len(tokens)):
+        if drafts <= 0:
+            continue
+        if drafts > min(width, len(tokens)) or (stages and n != len(tokens)):
             a.counts[4] += 1
             continue
         a.num_drafts[request] = drafts

@@ -57,7 +57,7 @@ def test_what_does_not_fit_falls_back(device):
     assert slots.tolist() == cow.tolist()
     assert staging_rows.tolist() == [-1, -1, -1, -1, -1, 2, -1, -1]
     assert page_slots.tolist() == [20, 21, 22, 23, 24, -1, 26, 27]
-    assert staged.tolist() == [1, 2, 4, 5, 6]  # the last request is no verify step: 4 logits, 2 rows
+    assert staged.tolist() == counted.tolist()
 
 
 def test_a_window_without_columns_holds_nothing(device):
@@ -67,7 +67,16 @@ def test_a_window_without_columns_holds_nothing(device):
     assert counted.tolist() == [1, 2, 3, 4, 7]
     assert slots.numel() == 0 and not num_drafts.any() and staging_rows.eq(-1).all()
     assert page_slots.tolist() == [*range(30, 38), -1]
-    assert staged.tolist() == [1, 2, 3, 4, 6]  # the last request has 3 logits and one row
+    assert staged.tolist() == counted.tolist()
+
+
+def test_drafts_behind_prefill_rows(device):
+    """Whose rows are recomputed behind a failed load: `cow` holds the drafts, `stage` counts a fallback."""
+    batch = of(device, [0, 4], [0, 3], [40, 41, 42, 43])
+    (cow, _, counted), (slots, num_drafts, staging_rows, page_slots, staged) = open_both(batch, 1, 2, device)
+    assert cow.tolist() == [[42, 43]] and counted.tolist() == [1, 2, 4, 6, 5]
+    assert slots.eq(-1).all() and staging_rows.eq(-1).all() and not num_drafts.any()
+    assert page_slots.tolist() == [40, 41, 42, 43] and staged.tolist() == [1, 2, 3, 4, 6]
 
 
 def test_a_window_as_wide_as_the_drafts(device):

@@ -17,8 +17,8 @@ from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import runner_v1, runner_v2
 from nwor.vllm.batch import reads_rows_of_this_step
-from nwor.vllm.carrier import add_to_output, take_from_output
-from nwor.vllm.context import RunnerContext, ServedGroup
+from nwor.vllm.carrier import add_to_output, make_sample_tokens, take_from_output
+from nwor.vllm.context import RunnerContext, ServedGroup, make_cancelling
 
 # -- what was rejected -------------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Stepping:
 
     def run(self, sampled: list[list[int]] | None, **options) -> SimpleNamespace:
         """One step through the hooks; `sampled` None: the sampler raises."""
-        runner_v1._make_forward(Stepping.forward)(self, **options)
+        make_cancelling(runner_v1._make_forward(Stepping.forward))(self, **options)
         self.open_during = self.manager.is_open
 
         def sample(self, logits, metadata):
@@ -91,12 +91,12 @@ class Stepping:
                 raise MemoryError("in the sampler")
             return SimpleNamespace(sampled_token_ids=torch.tensor(sampled))
 
-        return runner_v1._make_sample(sample)(self, None, self.nwor.metadata)
+        return make_cancelling(runner_v1._make_sample(sample))(self, None, self.nwor.metadata)
 
 
 def output_of(made: Stepping) -> SimpleNamespace:
     """What `sample_tokens` gives its caller."""
-    return runner_v1._make_sample_tokens(lambda self, grammar_output: SimpleNamespace())(made, None)
+    return make_sample_tokens(lambda self, grammar_output: SimpleNamespace())(made, None)
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
@@ -107,7 +107,7 @@ def test_a_step_of_the_runner(mode):
     assert made.open_during
     assert output.sampled_token_ids.shape == (3, 4)
     counters, committed = take_from_output(output_of(made))
-    assert committed == {"p": 0, "q": 2, "r": 0}
+    assert committed == {"q": 2, "r": 0}, "of p no draft was held"
     assert counters == asdict(made.manager.counters.read())
     counters = made.manager.counters.read()
     assert (counters.windows, counters.staged_tokens, counters.committed_tokens) == (2, 5, 2)
@@ -137,9 +137,12 @@ def test_a_step_that_fails_is_cancelled(where, mode):
 def test_steps_without_a_window():
     """No drafts, a batch too large, no manager: vLLM's own step, nothing carried, nothing staged."""
     made = Stepping()
-    made.nwor.metadata = None
+    metadata = made.nwor.metadata
+    metadata.num_draft_tokens = [0, 0, 0]  # vLLM makes metadata for such a step too
+    runner_v1._make_prepare(lambda *args: (None, metadata, 0))(made, scheduled({}, {}, {}, {}), np.array([5, 1, 1]))
     made.run([[7], [7], [7]])
     assert not made.open_during
+    assert made.manager.page_slots[: len(made.batch.slots)].tolist() == made.batch.slots
     assert not vars(output_of(made))
     assert made.manager.counters.read() == Counters()
 
@@ -158,9 +161,9 @@ def test_steps_without_a_window():
 def test_an_asynchronous_output_carries_counts_when_it_is_asked_for():
     """Nobody waits for the device before the scheduler does."""
     read = []
-    counts = SimpleNamespace(read=lambda: (read.append(1), (Counters(windows=1), [2, 0, 9]))[1])
+    counts = SimpleNamespace(read=lambda: (read.append(1), (Counters(windows=1), [2, 0, None, 9]))[1])
     output = SimpleNamespace(get_output=lambda: SimpleNamespace(sampled_token_ids=[[1]]))
-    add_to_output(output, counts, ["p", "q"])
+    add_to_output(output, counts, ["p", "q", "r"])
     assert not read
     result = output.get_output()
     assert result.sampled_token_ids == [[1]]
@@ -205,7 +208,7 @@ def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
     found = sorted(slot for slot in made.manager.slots.flatten().tolist() if slot >= 0)
     assert found == sorted(made.batch.slots[row] for row in held)
     with pytest.raises(MemoryError):
-        runner_v2._make_execute(lambda self: (_ for _ in ()).throw(MemoryError()))(made)
+        make_cancelling(lambda self: (_ for _ in ()).throw(MemoryError()))(made)
     assert not made.manager.is_open, "a step that fails leaves no window behind"
 
 

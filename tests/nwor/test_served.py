@@ -63,6 +63,7 @@ def test_unsupported(changes, why):
         (gpu_layer(sinks=torch.ones(2)), ""),
         (gpu_layer("TritonAttentionImpl", alibi_slopes=torch.ones(2)), ""),
         (gpu_layer("FlashInferImpl", alibi_slopes=torch.ones(2)), "ALiBi under FlashInfer"),
+        (gpu_layer(sinks=torch.ones(2), alibi_slopes=torch.ones(2)), "ALiBi and attention sinks at once"),
         (gpu_layer(scale_of=8), "a scale for each head"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -217,7 +218,10 @@ MATRIX = {
         for where in ({}, ON_A_GPU)
         for layer in ({"sinks": torch.ones(2)}, {"alibi_slopes": torch.ones(2)})
     ],
-    "ALiBi under FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl", "alibi_slopes": torch.ones(2)})],
+    "ALiBi under FlashInfer, or beside attention sinks (GPU)": [
+        (ON_A_GPU, {"alibi_slopes": torch.ones(2)} | other)
+        for other in ({"implementation": "FlashInferImpl"}, {"sinks": torch.ones(2)})
+    ],
     "FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl"})],
     "a cache of another 16-bit type than the model's": [({}, {"kv_cache_torch_dtype": torch.float16})],
     "other attention backends": [
@@ -276,11 +280,14 @@ def test_the_documents_say_where_a_mode_serves():
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_no_mode_serves_on_rocm(mode, monkeypatch):
+@pytest.mark.parametrize("name", ["rocm", "xpu"])
+def test_no_mode_serves_on_another_platform(name, mode, monkeypatch):
     """Said at the start, and not by an operator that fails in the first step."""
-    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "device_name", name)
     layers = {"a": gpu_layer("RocmAiterUnifiedAttentionImpl"), "b": gpu_layer()}
-    assert support.why_unsupported(make_runner(**ON_A_GPU), layers, mode) == "ROCm: the operators are not built for it"
+    said = support.why_unsupported(make_runner(**ON_A_GPU), layers, mode)
+    assert said == f"{name}: the operators are built for CUDA and for CPUs"
 
 
 def test_target_layers_are_attention_and_not_the_drafters():

@@ -85,6 +85,12 @@ def test_a_table_under_another_devices_name_is_an_error(tmp_path, monkeypatch):
     table = (configs.SHIPPED / "NVIDIA_H200.json").read_text()
     (tmp_path / configs.file_name(A100.name)).write_text(table)
     monkeypatch.setenv("VLLM_NWOR_TUNING", str(tmp_path))
+    for broken in ("", "[]", '{"gpu": "NVIDIA H200"}', '{"gpu": "NVIDIA H200", "configurations": [{"tile": 64}]}'):
+        path = tmp_path / "NVIDIA_H200.json"
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=rf"^{path} is no table of configurations; remove it, or let `nwor tune`"):
+            configs.read(path)
+        path.unlink()
     with pytest.raises(ValueError, match=r"was found on 'NVIDIA H200' and belongs into NVIDIA_H200.json"):
         tuned(A100)
 
