@@ -2,7 +2,7 @@
 """`python -m nwor_lab.gpu_tests --out DIR`: run the tests that need a GPU, and keep what came of each.
 
 The table, `gpu_tests.parquet`, appears when all have ended; until then `gpu_tests.part.parquet` has those that did, so
-that a machine that goes back too early leaves them. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, for as many
+that a machine that goes back too early leaves them, and each failure is printed at once. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, for as many
 workers, which share the GPUs that CUDA_VISIBLE_DEVICES names. Beside it `gpu_tests.json` says when, from which commit,
 with what and on what.
 """
@@ -41,6 +41,8 @@ class Outcomes:
             row = {"test": report.nodeid, "outcome": report.outcome, "value": getattr(report, "duration", 0.0)}
             self.rows.append({**row, "metric": "test_time", "unit": "s"})
             results.write_table(self.path, results.tidy(self.rows, mode="", model=""))
+        if report.failed:
+            print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:  # a file that cannot be read may hold tests

@@ -6,9 +6,12 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
+
 import nbformat
 import papermill
-import pytest
 from papermill.exceptions import PapermillExecutionError
 
 from nwor_lab import paths, reproduce

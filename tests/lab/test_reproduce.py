@@ -16,9 +16,12 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
+
 import nbformat
 import pandas as pd
-import pytest
 from jupyter_client.provisioning.local_provisioner import LocalPortCache
 
 from nwor_lab import on_ray, parameters, paths, report, reproduce, results
