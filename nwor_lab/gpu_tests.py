@@ -2,9 +2,9 @@
 """`python -m nwor_lab.gpu_tests --out DIR`: run the tests that need a GPU, and keep what came of each.
 
 The table, `gpu_tests.parquet`, appears when all have ended; until then `gpu_tests.part.parquet` has those that did, so
-that a machine that goes back too early leaves them, and each failure is printed at once. Options of pytest go into PYTEST_ADDOPTS: `-n 8`, say, for as many
-workers, which share the GPUs that CUDA_VISIBLE_DEVICES names. Beside it `gpu_tests.json` says when, from which commit,
-with what and on what.
+that a machine that goes back too early leaves them, and each failure is printed at once. Options of pytest go into
+PYTEST_ADDOPTS: `-n 8`, say, for as many workers, which share the GPUs that CUDA_VISIBLE_DEVICES names. Beside it
+`gpu_tests.json` says when, from which commit, with what and on what.
 """
 
 import argparse

@@ -79,8 +79,8 @@ class Config:
     tile: positions read at a time. warps, stages: as Triton means them. registers: of a thread at most, 0 for no bound.
     splits: programs of a window, KV head and tile of rows, at most. min_tiles_per_split: tiles of positions for which
     one more split is worth its sums. keys_per_warp: each warp attends to keys of its own, for tiles of few rows.
-    twice_from: tiles of positions from which there are twice as many splits, two on a multiprocessor, so that one
-    computes while the other waits for memory; 0 is never.
+    side_by_side: programs that share a multiprocessor where all splits are to run at once: one computes while another
+    waits for memory.
     """
 
     tile: int = 64
@@ -90,7 +90,7 @@ class Config:
     splits: int = 1
     min_tiles_per_split: int = 1
     keys_per_warp: bool = False
-    twice_from: int = 0
+    side_by_side: int = 1
 
 
 # Of an entry's shape, what a factor between two shapes counts.
@@ -231,25 +231,25 @@ def _fitting(config: Config, rows: int, head_size: int, cache_bytes: int, device
     config = shrunk(replace(config, tile=max(config.tile, 32)), rows, head_size, cache_bytes, device)
     keys_per_warp = config.keys_per_warp and rows * width <= MAX_SUMS_PER_WARP and config.tile >= 16 * warps
     config = replace(config, warps=warps, registers=registers, keys_per_warp=keys_per_warp)
-    return config if fits_twice(config, rows, head_size, cache_bytes, device) else replace(config, twice_from=0)
+    most = fit_side_by_side(config, rows, head_size, cache_bytes, device)
+    return replace(config, side_by_side=max(1, min(config.side_by_side, most)))
 
 
-def fits_twice(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> bool:
-    """Whether two programs fit on a multiprocessor.
+def fit_side_by_side(config: Config, rows: int, head_size: int, cache_bytes: int, device: Device) -> int:
+    """How many programs fit on a multiprocessor.
 
     It has 64 Ki registers, and 1 KiB of shared memory more than a block can have; each block takes 1 KiB of its own.
     """
     converted = config.tile * next_power_of_2(head_size) * 2 if cache_bytes == 1 else 0
-    taken = tile_bytes(config, rows, head_size, cache_bytes) + converted
+    taken = tile_bytes(config, rows, head_size, cache_bytes) + converted + 1024
     registers = config.warps * 32 * (config.registers or 255)
-    return 2 * (taken + 1024) <= device.shared_memory + 1024 and 2 * registers <= 1 << 16
+    return min((device.shared_memory + 1024) // taken, (1 << 16) // registers)
 
 
 def plan_split_combine(
     config: Config, room: int, windows: int, rows: int, head_size: int, multiprocessors: int
-) -> tuple[int, int, bool, int, int]:
-    """How a window is split and combined: (splits, `twice_from`, grid barrier, most splits compiled for, rows combined
-    at a time).
+) -> tuple[int, bool, int, int]:
+    """How a window is split and combined: (splits, grid barrier, most splits compiled for, rows combined at a time).
 
     Behind a grid barrier all splits share the work. It takes room on the multiprocessors for all programs at once, and
     a cooperative launch, which promises that they run so; else the last split to arrive combines alone.
@@ -257,12 +257,10 @@ def plan_split_combine(
     Args:
         room: splits at most. windows: programs without splits. rows: of a tile.
     """
-    room = min(room, MAX_SPLITS)
-    twice = config.twice_from > 0 and 1 < 2 * config.splits <= room
-    splits = min(config.splits, room) << twice
-    grid_barrier = 1 < splits <= (multiprocessors << twice) // windows
+    splits = min(config.splits, room, MAX_SPLITS)
+    grid_barrier = 1 < splits <= config.side_by_side * multiprocessors // windows
     max_splits = next_power_of_2(splits)
     # A row for each of four warps at least; of more than eight, a window's few rows would be left to few splits.
     wanted = 8 if rows > 4 * max_splits else 4
     combine_rows = min(wanted, MAX_COMBINED_SUMS // (max_splits * next_power_of_2(head_size)))
-    return splits, config.twice_from * twice, grid_barrier, max_splits, combine_rows
+    return splits, grid_barrier, max_splits, combine_rows

@@ -137,7 +137,7 @@ def _combine(
     )
 
 
-@triton.jit(do_not_specialize=["min_tiles_per_split", "twice_from"])
+@triton.jit(do_not_specialize=["min_tiles_per_split"])
 def verify_windows(
     query,
     key,
@@ -176,7 +176,6 @@ def verify_windows(
     staging_slot,
     table_row,
     min_tiles_per_split,
-    twice_from,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -217,8 +216,7 @@ def verify_windows(
     if SLIDING_WINDOW > 0:
         lowest = tl.maximum(prefix - SLIDING_WINDOW + 1, 0) // TILE
     tiles = tl.cdiv(prefix, TILE) - lowest
-    most = tl.where(tiles < twice_from, splits // 2, splits)
-    active = tl.maximum(tl.minimum(tiles // min_tiles_per_split, most), 1)
+    active = tl.maximum(tl.minimum(tiles // min_tiles_per_split, splits), 1)
     if split >= active:
         return
     begin = lowest + tl.cdiv(tiles * split, active)

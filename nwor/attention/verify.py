@@ -123,7 +123,7 @@ def verify_attention(
     if fp8:  # as such the tensor cores can take keys from where they were copied to
         kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2
         kv_cache, staging = kv_cache.view(kind), staging.view(kind)
-    splits, twice_from, grid_barrier, max_splits, combine_rows = plan_split_combine(
+    splits, grid_barrier, max_splits, combine_rows = plan_split_combine(
         config,
         workspace.splits(requests),
         kv_heads * requests * tiles,
@@ -165,7 +165,6 @@ def verify_attention(
         *staging.stride()[:3],
         block_table.stride(0),
         config.min_tiles_per_split,
-        twice_from,
         GROUP=group,
         HEAD_SIZE=head_size,
         WIDTH=next_power_of_2(head_size),

@@ -35,7 +35,7 @@ from nwor.attention.configs import (
     Config,
     Device,
     file_name,
-    fits_twice,
+    fit_side_by_side,
     next_power_of_2,
     plan_split_combine,
     read,
@@ -102,11 +102,12 @@ def divisions(
     kernel: Config,
     device: Device = H200,
     positions_per_split: Sequence[int] = (64, 128, 256, 512, 2048, 4096),
-    twice_from: Sequence[int] = (4096, 16384, 65536),
 ) -> list[Config]:
-    """The kernel with every worthwhile number of splits, of tiles for one at least, and of tiles for twice as many.
+    """The kernel with every worthwhile number of splits, and of tiles for one at least.
 
-    positions_per_split, twice_from: those that are tried, in positions.
+    Where more splits than multiprocessors fit side by side, they meet or leave it to the last one: both are tried.
+
+    positions_per_split: those that are tried, in positions.
     """
     if kernel.splits == 1:
         return [kernel]
@@ -118,15 +119,10 @@ def divisions(
         for positions in positions_per_split
         if positions >= kernel.tile
     ]
-    once = filled(device) // programs(shape, device)
-    if fits_twice(kernel, rows_of(shape, device)[0], shape.head_size, shape.element, device):
-        found += [
-            replace(config, twice_from=positions // kernel.tile)
-            for config in found
-            if config.splits == once <= MAX_SPLITS // 2
-            for positions in twice_from
-        ]
-    return found
+    fit = fit_side_by_side(kernel, rows_of(shape, device)[0], shape.head_size, shape.element, device)
+    wanted = [-(-config.splits * programs(shape, device) // device.multiprocessors) for config in found]
+    together = [(config, number) for config, number in zip(found, wanted, strict=True) if 1 < number <= fit]
+    return found + [replace(config, side_by_side=number) for config, number in together]
 
 
 def filling(shape: AttentionShape, kernel: Config, device: Device = H200) -> Config:
@@ -165,8 +161,8 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, device, (512,)):
                 size = shape.query * shape.group, shape.head_size, device.multiprocessors
-                _, _, *combined = plan_split_combine(config, MAX_SPLITS, programs(shape, device), *size)
-                undivided = replace(config, splits=config.splits > 1, min_tiles_per_split=0, twice_from=0)
+                _, *combined = plan_split_combine(config, MAX_SPLITS, programs(shape, device), *size)
+                undivided = replace(config, splits=config.splits > 1, min_tiles_per_split=0, side_by_side=1)
                 binary = undivided, *combined, shape.group, shape.query, shape.cache
                 if binary not in known:
                     known.add(binary)
@@ -209,8 +205,9 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
 def best(searched: pd.DataFrame, head_size: int = HEAD_SIZE) -> list[dict[str, Any]]:
     """Of each (heads, batch, cache, k) the configuration that loses least where it loses most.
 
-    What it loses at a context is its time over that of the fastest there: one configuration serves all contexts, since
-    a captured graph does not know them. Those that nowhere take `NOISE` times vLLM's time come first.
+    What it loses at a context is how much longer it takes than the fastest there, as a share of vLLM's time: one
+    configuration serves all contexts, since a captured graph does not know them. Those that nowhere take `NOISE` times
+    vLLM's time come first.
 
     Args:
         searched: as `search` makes it. head_size: of all its shapes.
@@ -218,8 +215,9 @@ def best(searched: pd.DataFrame, head_size: int = HEAD_SIZE) -> list[dict[str, A
     knobs, found = {name: type(value) for name, value in asdict(Config()).items()}, []
     for (heads, kv_heads, batch, cache, k), group in searched.groupby(ENTRY_KEYS):
         table = group.pivot_table(["value", "vanilla"], list(knobs), "context", aggfunc="min").dropna()
-        times, lost = table["value"], (table["value"] / table["value"].min()).max(axis=1)
-        slower = (times > NOISE * table["vanilla"].min()).any(axis=1)
+        times, vanilla = table["value"], table["vanilla"].min()
+        lost = ((times - times.min()) / vanilla).max(axis=1)
+        slower = (times > NOISE * vanilla).any(axis=1)
         chosen = lost[~slower].idxmin() if not slower.all() else lost.idxmin()
         entry = AttentionShape(heads, kv_heads, batch, 0, cache, k, head_size).entry
         found.append(entry | {name: kind(value) for (name, kind), value in zip(knobs.items(), chosen, strict=True)})

@@ -131,20 +131,6 @@ def test_a_prefix_is_cut_only_where_each_share_is_worth_it(prefix, shares):
     assert left.sum() == (shares if shares > 1 else 0)
 
 
-@pytest.mark.parametrize(("prefix", "shares"), [(160, 2), (256, 2), (288, 4), (1000, 4)])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_long_prefixes_are_cut_into_twice_as_many(prefix, shares, kv_cache_dtype):
-    """Two splits of a prefix of up to eight tiles, four of more, each window by its own length."""
-    config = Config(tile=32, splits=2, min_tiles_per_split=1, twice_from=9)
-    problem = Windows(
-        ((prefix, 9), (64, 5)), num_heads=1, num_kv_heads=1, kv_cache_dtype=kv_cache_dtype, config=config
-    ).to_device()
-    problem.workspace.softmax.fill_(float("nan"))
-    problem.check()
-    left = problem.workspace.softmax[: 2 * 4 * 9, 1].view(2, 4, 9)
-    assert left[0].isfinite().all(dim=1).sum() == shares and left[1, :, :5].isfinite().all(dim=1).sum() == 2
-
-
 def test_tuned_configuration():
     """Without a configuration of its own a call takes a tuned one, and fewer splits where the workspace is small."""
     problem = Windows(((300, 9), (280, 3)))
@@ -295,7 +281,7 @@ def test_splits_that_meet_and_that_do_not_in_one_workspace():
 
 @on_gpu
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_twice_as_many_splits_meet(kv_cache_dtype):
+def test_splits_side_by_side_meet(kv_cache_dtype):
     """Two on each multiprocessor wait for each other, which one alone could not hold; launch after launch."""
     prefixes, kv_heads = (9000, 31, 300, 5000), 2
     problem = Windows(tuple((prefix, 9) for prefix in prefixes), head_size=128, num_kv_heads=kv_heads, num_heads=8,
@@ -304,7 +290,7 @@ def test_twice_as_many_splits_meet(kv_cache_dtype):
     most = workspace.device.multiprocessors // (len(prefixes) * kv_heads)
     words = workspace.arrivals[: len(prefixes) * kv_heads, 1]
     for _ in range(3):
-        problem = replace(problem, config=Config(tile=64, splits=most, twice_from=64))
+        problem = replace(problem, config=Config(tile=64, splits=2 * most, side_by_side=2))
         problem.workspace, before = workspace, words.clone()
         problem.check()
         turned = (words ^ before < 0).view(-1, kv_heads).tolist()

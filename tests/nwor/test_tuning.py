@@ -108,37 +108,39 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     assert "VLLM_NWOR_TUNING" not in Settings().environ(), "a child would lose what its parent was given"
 
 
-def test_two_programs_share_a_multiprocessor_where_they_fit():
+def test_programs_share_a_multiprocessor_where_they_fit():
     """As compiled for an H200: 112 KiB of 228 do, and what a shape does not fit goes on with one."""
-    config = Config(tile=64, warps=4, stages=3, splits=16, twice_from=64)
-    assert configs.fits_twice(config, 64, 128, 2, H200)
-    assert not configs.fits_twice(replace(config, stages=4), 64, 128, 2, H200), "144 KiB"
-    assert not configs.fits_twice(replace(config, warps=8), 64, 128, 1, H200), "255 registers of 512 threads"
-    assert not configs.fits_twice(config, 64, 128, 2, A100)
+    config = Config(tile=64, warps=4, stages=3, splits=32, side_by_side=2)
+    assert configs.fit_side_by_side(config, 64, 128, 2, H200) == 2
+    assert configs.fit_side_by_side(replace(config, stages=4), 64, 128, 2, H200) == 1, "144 KiB"
+    assert configs.fit_side_by_side(replace(config, warps=8), 64, 128, 1, H200) == 1, "255 registers of 512 threads"
+    assert configs.fit_side_by_side(replace(config, registers=168, stages=2), 64, 128, 1, H200) == 3
+    assert configs.fit_side_by_side(config, 64, 128, 2, A100) == 1
     assert configs._fitting(config, 64, 128, 2, H200) == config
-    assert configs._fitting(config, 128, 128, 2, H200).twice_from == 0
+    assert configs._fitting(replace(config, side_by_side=3), 64, 128, 2, H200) == config
+    assert configs._fitting(config, 128, 128, 2, H200).side_by_side == 1
 
 
 @pytest.mark.parametrize(
     ("splits", "room", "windows", "planned"),
     [
-        (16, 227, 8, (32, 64, True)),
-        (16, 31, 8, (16, 0, True)),  # no room for the sums of so many
-        (64, 227, 2, (64, 0, True)),
-        (4, 227, 33, (8, 64, True)),
-        (4, 227, 34, (8, 64, False)),  # more than fit at once: the last to arrive combines
+        (32, 227, 8, (32, True)),
+        (32, 31, 8, (31, True)),  # no room for the sums of so many
+        (99, 227, 2, (64, True)),
+        (8, 227, 33, (8, True)),
+        (8, 227, 34, (8, False)),  # more than fit at once: the last to arrive combines
     ],
 )
-def test_twice_as_many_splits_wait_for_each_other_where_all_run_at_once(splits, room, windows, planned):
-    config = Config(tile=64, splits=splits, twice_from=64)
-    assert configs.plan_split_combine(config, room, windows, 36, 128, 132)[:3] == planned
+def test_splits_wait_for_each_other_where_all_run_at_once(splits, room, windows, planned):
+    config = Config(tile=64, splits=splits, side_by_side=2)
+    assert configs.plan_split_combine(config, room, windows, 36, 128, 132)[:2] == planned
 
 
-def test_an_older_table_has_no_such_word(tmp_path):
-    entry = {name: value for name, value in tuned(H200)[0].items() if name != "twice_from"}
+def test_a_table_of_another_version_has_other_words(tmp_path):
+    entry = {name: value for name, value in tuned(H200)[0].items() if name != "side_by_side"} | {"twice_from": 64}
     tune.write(tmp_path, H200.name, [], [entry])
     (read,) = configs.read(tmp_path / configs.file_name(H200.name))
-    assert configs.of_entry(read).twice_from == 0
+    assert configs.of_entry(read).side_by_side == 1
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,8 @@ def test_it_finds_what_fits_a_smaller_device(device, tmp_path, monkeypatch):
     rows, _ = tune.rows_of(AttentionShape(32, 8, 4, 512), device)
     assert configs.shrunk(config, rows, 128, 2, device) == config
     searched = pd.read_parquet(next(tmp_path.glob("*_search.parquet")))
-    assert len(searched) > 20 and (searched["value"] > 0).all()
+    times = searched["value"].dropna()  # other tests may run on the same GPU, and disturb some
+    assert len(times) > 20 and (times > 0).all()
 
 
 def test_a_table_is_added_to(tmp_path):
