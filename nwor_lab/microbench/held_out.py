@@ -15,7 +15,7 @@ import pandas as pd
 from nwor_lab.builds import tuning
 from nwor_lab.microbench.inputs import AttentionShape
 
-CONTEXTS = (560, 2096, 8240)
+CONTEXTS = (560, 2096, 8240, 32816, 131120)
 """Contexts that the search of the shipped table timed: no multiples of a tile, as most are not."""
 HELD_OUT_BATCHES, HELD_OUT_CONTEXTS = (3, 12, 48), (1024, 4096)
 """Batches and contexts between those of the search. Batches of 2, 8 and 32 would not be held out: a table knows their

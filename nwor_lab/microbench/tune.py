@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -51,9 +52,7 @@ from nwor_lab.microbench.held_out import CONTEXTS
 from nwor_lab.microbench.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
 from nwor_lab.microbench.timer import empty, interleaved, numbers, pairs
 
-NOISE = 1.02  # medians that are no further apart are called equal when configurations are chosen
 THREE_AT_ONCE = 168  # registers of a thread at most, if three programs of four warps are to share a multiprocessor
-TIMED = (*CONTEXTS, 32816, 131120)  # contexts by default
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 
 
@@ -206,8 +205,8 @@ def best(searched: pd.DataFrame, head_size: int = HEAD_SIZE) -> list[dict[str, A
     """Of each (heads, batch, cache, k) the configuration that loses least where it loses most.
 
     What it loses at a context is how much longer it takes than the fastest there, as a share of vLLM's time: one
-    configuration serves all contexts, since a captured graph does not know them. Those that nowhere take `NOISE` times
-    vLLM's time come first.
+    configuration serves all contexts, since a captured graph does not know them. Those that are nowhere slower than
+    vLLM come first.
 
     Args:
         searched: as `search` makes it. head_size: of all its shapes.
@@ -217,7 +216,7 @@ def best(searched: pd.DataFrame, head_size: int = HEAD_SIZE) -> list[dict[str, A
         table = group.pivot_table(["value", "vanilla"], list(knobs), "context", aggfunc="min").dropna()
         times, vanilla = table["value"], table["vanilla"].min()
         lost = ((times - times.min()) / vanilla).max(axis=1)
-        slower = (times > NOISE * vanilla).any(axis=1)
+        slower = (times > vanilla).any(axis=1)
         chosen = lost[~slower].idxmin() if not slower.all() else lost.idxmin()
         entry = AttentionShape(heads, kv_heads, batch, 0, cache, k, head_size).entry
         found.append(entry | {name: kind(value) for (name, kind), value in zip(knobs.items(), chosen, strict=True)})
@@ -285,7 +284,8 @@ def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterab
     path = folder / file_name(gpu)
     known = read(path) if path.exists() else known
     entries = {tuple(entry[name] for name in ENTRY): entry for entry in [*known, *found]}
-    return results.write_json(path, {"gpu": gpu, "configurations": list(entries.values())})
+    lines = ",\n".join(map(json.dumps, entries.values()))  # a line an entry, for who compares two tables
+    return results.write_text(path, f'{{"gpu": {json.dumps(gpu)}, "configurations": [\n{lines}\n]}}\n')
 
 
 def parser() -> argparse.ArgumentParser:
@@ -300,8 +300,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--caches", default="bf16,fp8", help="of bf16 and fp8, those to tune for (default: both)")
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="requests (default: 1,4,16,64)")
     parser.add_argument(
-        "--contexts", type=numbers, default=list(TIMED),
-        help=f"positions before the window (default: {','.join(map(str, TIMED))})",
+        "--contexts", type=numbers, default=list(CONTEXTS),
+        help=f"positions before the window (default: {','.join(map(str, CONTEXTS))})",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="samples of each candidate (default: 5)")
     parser.add_argument(

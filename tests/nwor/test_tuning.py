@@ -332,8 +332,8 @@ def test_a_configuration_that_never_loses_comes_first():
     fast, never_slow = searched({512: 60, 8192: 105}, tile=64), searched({512: 80, 8192: 97}, tile=32)
     (entry,) = tune.best(pd.concat([fast, never_slow]))
     assert entry["tile"] == 32
-    (entry,) = tune.best(pd.concat([fast, never_slow]).assign(vanilla=104))
-    assert entry["tile"] == 64, "no more than 1.02 times vLLM's time"
+    (entry,) = tune.best(pd.concat([fast, never_slow]).assign(vanilla=105))
+    assert entry["tile"] == 64, "as long as vLLM"
 
 
 def test_warps_keep_keys_of_their_own_where_windows_have_few_rows():
