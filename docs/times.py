@@ -19,7 +19,7 @@ from nwor_lab.model.breakeven import published_differences
 from nwor_lab.model.predicted import against_measured, beside_no_effect, fell_back
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import kernels, paper
-from nwor_lab.plots.attention import saved
+from nwor_lab.plots.attention import EACH, over_each, saved
 
 # -- whole steps -----------------------------------------------------------------------------------------------------
 
@@ -231,6 +231,35 @@ def attention() -> pd.DataFrame:
     """
     rows = table("attention")
     return net(rows).reset_index().merge(saved(rows))
+
+
+@functools.cache
+def layers(name: str) -> pd.DataFrame:
+    """One line a shape of a table: `beside`, one of `EACH`, and the `ratio` of a layer in one launch to it alone."""
+    over = over_each(table(name))
+    keys = ["heads", "kv_heads", "batch", "context", "cache", "k"]
+    return over.melt(keys, list(EACH.values()), "beside", "ratio").dropna(subset="ratio")
+
+
+def layer_row(name: str, beside: str, batches: tuple[int, ...] = (1, 4, 16), **where: Any) -> str:
+    """`ratio` of `layers` by batch, between slashes; of 8 KV heads, k=8 and a bf16 cache, unless said otherwise."""
+    where = {"beside": beside, "kv_heads": 8, "k": 8, "cache": "bf16"} | where
+    return " / ".join(f"{value(layers(name), 'ratio', batch=batch, **where):.2f}" for batch in batches)
+
+
+def met(cache: str, context: int) -> str:
+    """In how many of the long contexts' shapes a layer takes at most what was aimed at beside FlashAttention 3."""
+    rows = layers("gpu_long").query("beside == 'FlashAttention 3' and cache == @cache and context == @context")
+    aims = rows["batch"].map({1: 0.85, 4: 0.95})
+    return f"{(rows['ratio'] <= aims).sum()} of {len(rows)}"
+
+
+def layer_rate(batch: int, context: int = 131072, cache: str = "bf16", op: str = "nwor") -> float:
+    """Terabytes a second at which a layer with 8 KV heads and k=8 moves what it has to move."""
+    rows = table("gpu_long").query("batch == @batch and context == @context and cache == @cache and kv_heads == 8")
+    rows = rows.query("k == 8 and metric == 'time'")
+    us = rows.loc[rows["op"] == op, "value"].median() - rows.loc[rows["op"] == "empty", "value"].median()
+    return float(rows["bytes"].iloc[0] / us / 1e6)
 
 
 def busy() -> float:

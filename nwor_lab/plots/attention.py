@@ -24,7 +24,7 @@ BACKENDS = {
     "triton": "Triton + write",
     "floor": "bytes",
 }
-CLIFF = {"flash2": "FlashAttention 2, forced", "triton": "Triton", "flash": "FlashAttention 3"}
+EACH = {"flash2": "FlashAttention 2, forced", "triton": "Triton", "flash": "FlashAttention 3"}
 
 
 def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
@@ -55,6 +55,17 @@ def errors(times: pd.DataFrame) -> pd.DataFrame:
     table = times[times["metric"] == "error"].pivot_table(index=KEYS, columns="op", values="value", observed=True)
     table = table[["nwor", "flash", "triton"]]
     return table.assign(over_flash=table["nwor"] / table["flash"]).reset_index()
+
+
+def over_each(times: pd.DataFrame) -> pd.DataFrame:
+    """nwor's time over that of each attention of vLLM's alone with its write: a row a shape, a column each of `EACH`.
+
+    Args:
+        times: table `gpu_cliff`, `gpu_long` or `gpu_long_drafts`: shapes on which FlashAttention 2 was forced.
+    """
+    table = net(times)
+    table["flash"] = _any_split(table)
+    return pd.DataFrame({name: table["nwor"] / table[op] for op, name in EACH.items()}).reset_index()
 
 
 def wins(table: pd.DataFrame) -> pd.DataFrame:
@@ -93,6 +104,16 @@ def claim(run: results.Run, times: pd.DataFrame, table: pd.DataFrame, counted: p
     text = "memory, tensor cores or issue slots busy at batch 1, context 512, most of any kernel, %"
     run.expect(text, 20, idle, idle <= 20, run.origin(counted))
     run.expect("memory busy at batch 64, context 8,192, %", 90, full, full >= 90, run.origin(counted))
+
+
+def claim_each(run: results.Run, cliff: pd.DataFrame, long: pd.DataFrame) -> None:
+    """Record what was aimed at beside each attention of vLLM's alone: `over_each` of `gpu_cliff` and `gpu_long`."""
+    forced, _, flash = EACH.values()
+    worst = over_each(cliff).query("kv_heads == 8 and context >= 8192 and batch <= 4")[forced].max()
+    text = "a layer over FlashAttention 2's, forced, 8 KV heads, contexts of 8k and more, batch 1 and 4, worst shape"
+    run.expect(text, 0.5, worst, worst <= 0.5, run.origin(cliff))
+    worst, text = over_each(long)[flash].max(), "a layer over FlashAttention 3's, 32k and 128k, worst shape"
+    run.expect(text, "<= 1", worst, worst <= 1, run.origin(long))
 
 
 def ratios(run: results.Run | Path, table: pd.DataFrame, k: int = 8) -> Path:
@@ -134,13 +155,10 @@ def cliff(run: results.Run | Path, times: pd.DataFrame, k: int = 8, kv_heads: in
     """Draw nwor's time over that of each attention of vLLM's alone, by context and batch, a panel an attention.
 
     Args:
-        times: table `gpu_cliff`, or `attention` of shapes on which FlashAttention 2 was forced.
+        times: table `gpu_cliff`.
     """
-    table = net(times)
-    table["flash"] = _any_split(table)
-    rows = table.reset_index().query("k == @k and kv_heads == @kv_heads").sort_values("batch")
-    over = rows.assign(**{panel: rows["nwor"] / rows[op] for op, panel in CLIFF.items()})
-    drawn = over.melt(["context", "batch"], list(CLIFF.values()), "panel", "over")
+    rows = over_each(times).query("k == @k and kv_heads == @kv_heads").sort_values("batch")
+    drawn = rows.melt(["context", "batch"], list(EACH.values()), "panel", "over")
     drawn["requests"] = [f"batch {batch:>2}" for batch in drawn["batch"]]
     grid = _over_context(drawn, "over", "requests")
     grid.set(ylim=(0, None)).refline(y=1, color="black", linestyle="-", linewidth=0.8)

@@ -94,7 +94,14 @@ def bandwidth() -> Inputs:
 def attended() -> Inputs:
     times = recorded("attention")
     copy = kernels.ceilings(recorded("kernel_times"))[0]
-    return times, attention.frame(times, copy), recorded("attention_counters"), "bf16"
+    table = attention.frame(times, copy)
+    return times, table, recorded("attention_counters"), recorded("gpu_cliff"), recorded("gpu_long")
+
+
+def claim_attention(run: results.Run, times: pd.DataFrame, table: pd.DataFrame, *others: pd.DataFrame) -> None:
+    counted, cliff, long = others
+    attention.claim(run, times, table, counted, "bf16")
+    attention.claim_each(run, cliff, long)
 
 
 def modelled() -> Inputs:
@@ -114,7 +121,7 @@ HONEST: dict[str, tuple[Callable[..., None], Callable[[], Inputs]]] = {
     "04": (gpu_steps.claim, controlled),
     "05": (shipping.claim, shipped),
     "06": (kernels.claim, bandwidth),
-    "07": (attention.claim, attended),
+    "07": (claim_attention, attended),
     "08": (claim_model, modelled),
 }
 """By notebook: the function that claims, and its inputs as they are measured here or recorded."""
@@ -259,6 +266,9 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
     ("07", "as fast as vLLM", change(1, lambda table: table.assign(ratio=1.0)),
      ["context 512, worst", "backend, median"]),
     ("07", "always half busy", change(2, set_where("metric == 'dram'", value=50.0)), ["slots busy", "memory busy"]),
+    ("07", "vLLM splits contexts too", change(3, set_where("op in ('flash2', 'triton')", value=20.0)), ["forced"]),
+    ("07", "twice as slow where contexts are long", change(4, set_where("op == 'nwor'",
+     value=lambda rows: 2 * rows["value"])), ["32k and 128k"]),
     ("08", "no mode makes a difference", change(0, no_effect), ["steps under cow", "steps under stage"]),
     ("08", "the model says 1.00", change(0, lambda points: points.assign(predicted=1.0, with_attention=1.0)),
      ["steps under cow", "steps under stage"]),

@@ -247,7 +247,7 @@ def test_the_cliff_has_a_panel_for_each_attention_of_vllms(tmp_path):
         slow = alone[(alone["op"] == "nwor") & (alone["metric"] == "time")].assign(op="flash2", value=2 + context / 100)
         frames += [alone, slow]
     drawn = pd.read_csv(attention_plots.cliff(tmp_path, pd.concat(frames)).with_suffix(".csv"))
-    assert drawn.groupby("panel").size().to_dict() == dict.fromkeys(attention_plots.CLIFF.values(), 4)
+    assert drawn.groupby("panel").size().to_dict() == dict.fromkeys(attention_plots.EACH.values(), 4)
     found = drawn.set_index(["panel", "context", "batch"])["over"]
     assert found["FlashAttention 2, forced", 8192, 4] == pytest.approx(80 / 81.92)
     assert (found["FlashAttention 3", 2048, 1], found["Triton", 2048, 1]) == pytest.approx((80 / 100, 80 / 150))

@@ -361,9 +361,9 @@ def commits_behind_the_save(ships: Callable[[pytest.MonkeyPatch], None], patch: 
 
 
 def write_between_steps(patch: pytest.MonkeyPatch) -> None:
-    from nwor.vllm import runner_v1, runner_v2
+    from nwor.vllm import carrier
 
-    commit, add_to_output, committed = DraftCommitManager.commit, runner_v1.add_to_output, []
+    commit, add_to_output, committed = DraftCommitManager.commit, carrier.add_to_output, []
 
     def commit_and_remember(self, num_rejected):  # type: ignore[no-untyped-def]
         commit(self, num_rejected)
@@ -376,8 +376,7 @@ def write_between_steps(patch: pytest.MonkeyPatch) -> None:
             layout.pool[layout.layer_offsets[-1]] ^= 1
 
     patch.setattr(DraftCommitManager, "commit", commit_and_remember)
-    for runner in (runner_v1, runner_v2):
-        patch.setattr(runner, "add_to_output", add_and_write)
+    patch.setattr(carrier, "add_to_output", add_and_write)
 
 
 def stale_log(patch: pytest.MonkeyPatch) -> None:
