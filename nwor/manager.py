@@ -139,8 +139,8 @@ class DraftCommitManager:
             cu_num_logits: int32 [num_reqs + 1], where each request's logits start.
             slot_mapping: int64 [num_tokens] or longer, the slots of the target layers' cache group.
             requests: the ids of the batch's requests where all of its rows but one a request are drafts, else none.
-                Where they are those of the step before, nothing has written between its restore and now to any slot
-                that is logged, but to those that no window will reach again.
+                Where they are those of the step before, the log still holds: the only logged slots that were written
+                since are ones that no later window reaches.
             writes_first: whether a request of the batch may read rows that another writes in this very step.
 
         Returns:

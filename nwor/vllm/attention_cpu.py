@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM's CPU attention for mode ``stage``: no paged write of window rows, attention over pages and staging.
+"""Patch of vLLM's CPU attention for mode ``stage``: drafts go to staging, and attention is over pages and staging.
 
 Why: vLLM attends over pages alone, so a row that is not in them would not be seen.
 How: drafts are written by vLLM's own writer into staging, a mini-cache of the same packing; our operator reads them
