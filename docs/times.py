@@ -15,11 +15,12 @@ import pandas as pd
 from docs.values import table, value
 from nwor_lab.experiments.gpu_steps import MAIN, SETTING, beside_control, between_engine_spread, gpu_steps
 from nwor_lab.microbench.attention import net
+from nwor_lab.microbench.inputs import KEYS
 from nwor_lab.model.breakeven import published_differences
 from nwor_lab.model.predicted import against_measured, beside_no_effect, fell_back
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import kernels, paper
-from nwor_lab.plots.attention import EACH, over_each, saved
+from nwor_lab.plots.attention import EACH, frame, over_each, saved
 
 # -- whole steps -----------------------------------------------------------------------------------------------------
 
@@ -237,8 +238,7 @@ def attention() -> pd.DataFrame:
 def layers(name: str) -> pd.DataFrame:
     """One line a shape of a table: `beside`, one of `EACH`, and the `ratio` of a layer in one launch to it alone."""
     over = over_each(table(name))
-    keys = ["heads", "kv_heads", "batch", "context", "cache", "k"]
-    return over.melt(keys, list(EACH.values()), "beside", "ratio").dropna(subset="ratio")
+    return over.melt(KEYS, list(EACH.values()), "beside", "ratio").dropna(subset="ratio")
 
 
 def layer_row(name: str, beside: str, batches: tuple[int, ...] = (1, 4, 16), **where: Any) -> str:
@@ -254,12 +254,17 @@ def met(cache: str, context: int) -> str:
     return f"{(rows['ratio'] <= aims).sum()} of {len(rows)}"
 
 
-def layer_rate(batch: int, context: int = 131072, cache: str = "bf16", op: str = "nwor") -> float:
-    """Terabytes a second at which a layer with 8 KV heads and k=8 moves what it has to move."""
-    rows = table("gpu_long").query("batch == @batch and context == @context and cache == @cache and kv_heads == 8")
-    rows = rows.query("k == 8 and metric == 'time'")
-    us = rows.loc[rows["op"] == op, "value"].median() - rows.loc[rows["op"] == "empty", "value"].median()
-    return float(rows["bytes"].iloc[0] / us / 1e6)
+def layer_range(name: str, beside: str, where: str = "ratio > 0") -> str:
+    """The least and the greatest `ratio` of `layers` beside that attention, in the lines of a query."""
+    ratios = layers(name).query("beside == @beside").query(where)["ratio"]
+    return f"{ratios.min():.2f} to {ratios.max():.2f}"
+
+
+def layer_rate(batch: int, op: str = "nwor") -> float:
+    """Terabytes a second at which a layer moves what it has to: 131,072 positions, 8 KV heads, k=8, a bf16 cache."""
+    shapes = frame(table("gpu_long"), bandwidth=1.0)
+    where = {"batch": batch, "context": 131072, "kv_heads": 8, "k": 8, "cache": "bf16"}
+    return value(shapes, "bytes", **where) / value(shapes, op, **where) / 1e6
 
 
 def busy() -> float:

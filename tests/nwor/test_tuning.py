@@ -85,14 +85,20 @@ def test_a_table_under_another_devices_name_is_an_error(tmp_path, monkeypatch):
     table = (configs.SHIPPED / "NVIDIA_H200.json").read_text()
     (tmp_path / configs.file_name(A100.name)).write_text(table)
     monkeypatch.setenv("VLLM_NWOR_TUNING", str(tmp_path))
-    for broken in ("", "[]", '{"gpu": "NVIDIA H200"}', '{"gpu": "NVIDIA H200", "configurations": [{"tile": 64}]}'):
-        path = tmp_path / "NVIDIA_H200.json"
-        path.write_text(broken)
-        with pytest.raises(ValueError, match=rf"^{path} is no table of configurations; remove it, or let `nwor tune`"):
-            configs.read(path)
-        path.unlink()
     with pytest.raises(ValueError, match=r"was found on 'NVIDIA H200' and belongs into NVIDIA_H200.json"):
         tuned(A100)
+
+
+@pytest.mark.parametrize(
+    "broken", ["", "[]", '{"gpu": "NVIDIA H200"}', '{"gpu": "NVIDIA H200", "configurations": [{"tile": 64}]}']
+)
+def test_a_broken_table_is_an_error(broken, tmp_path, monkeypatch):
+    """Named with its path, where the device's table is asked for."""
+    path = tmp_path / configs.file_name(H200.name)
+    path.write_text(broken)
+    monkeypatch.setenv("VLLM_NWOR_TUNING", str(tmp_path))
+    with pytest.raises(ValueError, match=rf"^{path} is no table of configurations; remove it, or let `nwor tune`"):
+        tuned(H200)
 
 
 def test_every_shipped_table_is_named_after_its_device():
@@ -294,8 +300,7 @@ def test_it_finds_what_fits_a_smaller_device(device, tmp_path, monkeypatch):
     rows, _ = tune.rows_of(AttentionShape(32, 8, 4, 512), device)
     assert configs.shrunk(config, rows, 128, 2, device) == config
     searched = pd.read_parquet(next(tmp_path.glob("*_search.parquet")))
-    times = searched["value"].dropna()  # other tests may run on the same GPU, and disturb some
-    assert len(times) > 20 and (times > 0).all()
+    assert len(searched) > 20 and (searched["value"] > 0).all()
 
 
 def test_a_table_is_added_to(tmp_path):
