@@ -39,7 +39,8 @@ from nwor_lab.microbench import held_out
 
 Rows = list[dict[str, Any]]
 COMPARED = 8
-"""Requests of each load that parity is checked on at least, if there are as many prompts."""
+"""Requests of each load that parity is checked on at least, if there are as many prompts; in graphs that are captured
+again later, the load itself is enough."""
 _BEGIN = time.monotonic()
 
 
@@ -191,13 +192,13 @@ class Session:
         load = {"batch": min(size, self.spec.batch)}
         return load | ({"prompt": length} if self.plan.random_prompts else {})
 
-    def check_parity(self, length: int, size: int) -> None:
+    def check_parity(self, length: int, size: int, least: int = COMPARED) -> None:
         """A greedy pass of a load by every variant, compared with the baseline's: the first mode's, or for an engine
         that pauses its own, paused. An audit, if there is one, ends with the first pass.
 
-        A load of few requests is run with other prompts too, until `COMPARED` have been: one text may part too early.
+        A load of few requests is run with other prompts too, until `least` have been: one text may part too early.
         """
-        prompts, tokens = self.prompts_of(length, max(size, COMPARED)), self.plan.max_tokens
+        prompts, tokens = self.prompts_of(length, max(size, least)), self.plan.max_tokens
         batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
         if self.spec.prefix_caching:
             for engine, batch in itertools.product(self.engines.values(), batches):
@@ -237,7 +238,7 @@ class Session:
         plan = self.plan
         for length, size in self.loads:
             if plan.paused or self.spec.prefix_caching or (repeat == 0 and (length, size) != self.first):
-                self.check_parity(length, size)
+                self.check_parity(length, size, least=COMPARED if repeat == 0 else size)
             prompts = self.prompts_of(length, size)
             load = {"repeat": repeat, "temperature": temperature, **self.load(length, size)}
             for variant, engine in self.in_order(repeat):
