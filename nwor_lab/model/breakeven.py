@@ -81,11 +81,6 @@ def step_difference(mode: str, shape: Shape, window: Window) -> Moved:
     return served_traffic(mode, shape, window).total() - served_traffic("off", shape, window).total()
 
 
-def step_difference_us(mode: str, shape: Shape, window: Window, chip: Chip = H200) -> float:
-    """Microseconds that a step in `mode` takes longer than vanilla's; negative where the mode is faster."""
-    return chip.us(step_difference(mode, shape, window))
-
-
 def step_table(shape: Shape, window: Window) -> pd.DataFrame:
     """MB read, MB written and launches of one step on one rank, by `mode` and `kind`, all layers."""
     rows = [

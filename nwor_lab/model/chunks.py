@@ -115,12 +115,10 @@ def window_us(
     return total
 
 
-def time_ratio(
-    survival: Sequence[float], chunk: int, batch: int, context: int, chip: Chip = H200, mode: str = "off"
-) -> float:
-    """`window_us` of `PRICED` in chunks over that in one forward; chunks pay below 1."""
+def time_ratio(survival: Sequence[float], chunk: int, batch: int, context: int, chip: Chip = H200) -> float:
+    """`window_us` of `PRICED` under `off` in chunks over that in one forward; chunks pay below 1."""
     one, many = (
-        window_us(mode, MODELS[PRICED], LINEAR_WEIGHTS, survival, rows, batch, context, chip)
+        window_us("off", MODELS[PRICED], LINEAR_WEIGHTS, survival, rows, batch, context, chip)
         for rows in (1 + len(survival), chunk)
     )
     return many / one

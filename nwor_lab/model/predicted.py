@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab.model.breakeven import H200, MODELS, Chip, known_shape, step_difference_us
+from nwor_lab.model.breakeven import H200, MODELS, known_shape, step_difference
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.model.traffic import Shape, Window, served_traffic
 from nwor_lab.results import Run
@@ -36,16 +36,16 @@ def fell_back(where: Mapping[str, Any]) -> bool:
     return recorded and setting in FELL_BACK
 
 
-def against_measured(bench: pd.DataFrame, chip: Chip = H200, attention: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Predicted and measured step-time ratio of every point of a bench table, none left out.
+def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Predicted and measured step-time ratio, on an H200, of every point of a bench table, none left out.
 
     A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
     vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the `abba_ratio` of
     (median step of the mode / median step of vanilla in the same repeat).
 
     Args:
-        bench: tidy rows as `experiments.bench` writes them. `kv_heads`, `num_layers` and `kv_cache_dtype` (or
-            `cache`), where there are such columns, hold over the model's own.
+        bench: tidy rows as `experiments.bench` writes them. `kv_heads` and `kv_cache_dtype`, where there are such
+            columns, hold over the model's own.
         attention: table `attention` of `microbench.attention`, for `stage` and `direct`: their attention kernel is
             another than vanilla's, and with the time measured of both, in the same run, the prediction is of the whole
             step, or of vLLM's own where it fell back (`FELL_BACK`).
@@ -74,9 +74,9 @@ def against_measured(bench: pd.DataFrame, chip: Chip = H200, attention: pd.DataF
         shape = shape_of(where)
         for mode in sorted(set(part["mode"]) - {"off"}):
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
-            us, whole = step_difference_us(mode, shape, window, chip), math.nan
+            us, whole = H200.us(step_difference(mode, shape, window)), math.nan
             if attention is not None and mode not in SAME_ATTENTION:
-                whole = _with_attention(mode, where, shape, window, chip, attention)
+                whole = _with_attention(mode, where, shape, window, attention)
             point = {"requests": requests, "drafts": drafts, "rejected": window.rejected_rows, "difference_us": us}
             point |= {"predicted": 1 + us / 1e3 / off_ms, "measured": abba_ratio(ratios)}
             point |= {"low": ratios.min(), "high": ratios.max(), "error": point["predicted"] - point["measured"]}
@@ -117,7 +117,7 @@ def claim(run: Run, points: pd.DataFrame, origin: str) -> None:
 def claim_floor(run: Run, kernels: pd.DataFrame, origin: str) -> None:
     """Record that no kernel of this kit takes less than the model says: it has no launch or byte that is not made.
 
-    kernels: of `kernels_against_model`.
+    kernels: of `nwor_lab.plots.paper.priced_kernels`.
     """
     fastest = kernels.loc[(kernels["bytes"] > 0) & (kernels["op"] != "vllm"), "error"].max()
     text = "predicted time over measured, less one, of this kit's kernels, largest"
@@ -129,7 +129,7 @@ def _rms(errors: pd.Series) -> float:
 
 
 def _with_attention(
-    mode: str, where: Mapping[str, Any], shape: Shape, window: Window, chip: Chip, attention: pd.DataFrame
+    mode: str, where: Mapping[str, Any], shape: Shape, window: Window, attention: pd.DataFrame
 ) -> float:
     """Microseconds of a step over vanilla's: attention and write of each layer as measured in a step (`between`),
     and the price of opening and commit; 0 where the step fell back. Of the contexts measured, the one nearest the
@@ -147,22 +147,7 @@ def _with_attention(
     us = rows[rows["context"] == nearest].groupby("op", observed=True)["value"].median()
     vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
     around = [moved for kind, moved in served_traffic(mode, shape, window).items() if kind in ("open", "commit")]
-    return shape.num_layers * (us["nwor"] - us[vanilla]) + sum(map(chip.us, around))
-
-
-def kernels_against_model(medians: pd.DataFrame, chip: Chip = H200) -> pd.DataFrame:
-    """Predicted and measured microseconds of each kernel that the model is made of, all layers, every shape.
-
-    Args:
-        medians: `nwor_lab.plots.kernels.medians` of the recorded samples: `op`, `launches`, `bytes` and `us`, measured.
-
-    Returns:
-        The rows of commit, log, restore and vLLM's writer, with `predicted` (us) and `error` = predicted / us - 1.
-    """
-    frame = medians[medians["op"].isin(["commit", "log", "restore", "vllm"])].copy()
-    frame["predicted"] = frame["launches"] * chip.launch_us + frame["bytes"] / chip.copy_bytes_per_s * 1e6
-    frame["error"] = frame["predicted"] / frame["us"] - 1
-    return frame.reset_index(drop=True)
+    return shape.num_layers * (us["nwor"] - us[vanilla]) + sum(map(H200.us, around))
 
 
 def _medians(rows: pd.DataFrame) -> pd.Series:
@@ -179,13 +164,11 @@ def shape_of(where: Mapping[str, Any]) -> Shape:
     shape = known_shape(model)
     if shape is None:
         raise ValueError(f"no cache is known of model {model!r}; known: {', '.join(['target', *MODELS])}")
-    held = {name: int(where[name]) for name in ("num_layers", "kv_heads") if pd.notna(where.get(name, math.nan))}
-    dtype = str(where.get("kv_cache_dtype", where.get("cache", "")))
+    kv_heads = where.get("kv_heads", math.nan)
     return replace(
         shape,
-        num_layers=held.get("num_layers", shape.num_layers),
-        num_kv_heads=held.get("kv_heads", shape.num_kv_heads),
-        cache_bytes=1 if dtype.startswith("fp8") else shape.cache_bytes,
+        num_kv_heads=int(kv_heads) if pd.notna(kv_heads) else shape.num_kv_heads,
+        cache_bytes=1 if str(where.get("kv_cache_dtype")).startswith("fp8") else shape.cache_bytes,
         model_bytes=shape.model_bytes or shape.cache_bytes,
         tp=int(where["tp"]),
     )

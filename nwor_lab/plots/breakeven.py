@@ -89,7 +89,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
     """Draw the model's prediction beside every measured kernel and every measured step-time ratio.
 
     Args:
-        kernels: `nwor_lab.model.predicted.kernels_against_model`.
+        kernels: `nwor_lab.plots.paper.priced_kernels`.
         steps: `nwor_lab.model.predicted.against_measured` of one table or several.
     """
     fig, (left, right) = style.figure(style.TWO_COLUMNS, 3.2, ncols=2)

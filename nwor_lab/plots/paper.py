@@ -34,7 +34,6 @@ import pandas as pd
 from nwor_lab import builds, paths, results
 from nwor_lab.experiments.acceptance import predict_rejected, survival
 from nwor_lab.model import predicted
-from nwor_lab.model.breakeven import Chip
 from nwor_lab.plots import breakeven, kernels, promises, style
 from nwor_lab.plots import steps as step_plots
 
@@ -203,9 +202,15 @@ def headline(run: results.Run | Path, steps: pd.DataFrame) -> Path:
 
 
 def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
-    """Each kernel of table `kernel_times` beside the model's price, by the launch and the copy of the same run."""
+    """Commit, log, restore and vLLM's writer, all layers, beside the model's price: a row an op and case.
+
+    The price is by the launch and the copy that table `kernel_times` holds itself: `predicted` (us), and `error`, which
+    is predicted / `us` - 1.
+    """
     bandwidth, empty = kernels.ceilings(times)
-    return predicted.kernels_against_model(kernels.medians(times), Chip("measured", empty, 1e12 * bandwidth))
+    frame = kernels.medians(times).query("op in ('commit', 'log', 'restore', 'vllm')").reset_index(drop=True)
+    frame["predicted"] = frame["launches"] * empty + frame["bytes"] / bandwidth / 1e6
+    return frame.assign(error=frame["predicted"] / frame["us"] - 1)
 
 
 def measured_steps(found: dict[str, pd.DataFrame]) -> pd.DataFrame:

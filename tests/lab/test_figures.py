@@ -189,7 +189,7 @@ def test_the_break_even_map_draws_the_model(tmp_path: Path) -> None:
     assert set(dots["model"]) >= {"Llama-2-chat-7B", "Vicuna-7B", "Llama-3.1-8B", "Qwen3-8B"}
     at = "mode == 'stage' and model == 'llama-2-7b' and k == 8 and acceptance == 0.5 and batch == 64"
     window = breakeven.Window.expected(64, breakeven.survival_of(0.5, 8))
-    us = breakeven.step_difference_us("stage", breakeven.MODELS["llama-2-7b"], window)
+    us = breakeven.H200.us(breakeven.step_difference("stage", breakeven.MODELS["llama-2-7b"], window))
     assert grid.query(at)["us"].item() == pytest.approx(us)
 
 
@@ -203,7 +203,7 @@ def test_the_sliders_move_the_picture_and_the_words(capsys: pytest.CaptureFixtur
     for batch in (4, 64):
         breakeven_plots.draw_setting("llama-2-7b", 8, 0.5, batch, 512, 1)
         window = breakeven.Window.expected(batch, breakeven.survival_of(0.5, 8))
-        us = breakeven.step_difference_us("stage", breakeven.MODELS["llama-2-7b"], window)
+        us = breakeven.H200.us(breakeven.step_difference("stage", breakeven.MODELS["llama-2-7b"], window))
         assert f"stage: {us:+.1f} us a step" in capsys.readouterr().out
     breakeven_plots.draw_setting("llama-2-7b", 2, 0.5, 4, 512, 1)
     assert shown[0].tolist() != shown[-1].tolist()

@@ -6,9 +6,9 @@ import pytest
 
 from nwor_lab import paths, results
 from nwor_lab.model import breakeven, predicted
-from nwor_lab.model.breakeven import H200, MODELS, Chip, step_difference, step_difference_us
+from nwor_lab.model.breakeven import H200, MODELS, Chip, step_difference
 from nwor_lab.model.ratios import abba_ratio, is_stable
-from nwor_lab.model.traffic import Moved, Window
+from nwor_lab.model.traffic import Window
 from nwor_lab.plots import kernels, paper
 
 LLAMA_7B = MODELS["llama-2-7b"]
@@ -27,8 +27,7 @@ def test_a_step_by_hand():
     window = Window(1, 8, 6, 521)
     moved = step_difference("stage", LLAMA_7B, window)
     assert (moved.launches, moved.read + moved.written) == (-30, -32 * 5 * 16384)
-    got = step_difference_us("stage", LLAMA_7B, window, Chip("x", 3.0, 4.25e12))
-    assert got == pytest.approx(-30 * 3.0 - 32 * 5 * 16384 / 4.25e6)
+    assert Chip("x", 3.0, 4.25e12).us(moved) == pytest.approx(-30 * 3.0 - 32 * 5 * 16384 / 4.25e6)
     cow = step_difference("cow", LLAMA_7B, window)
     assert (cow.launches, cow.read + cow.written) == (3, 2 * 32 * (3 + 6) * 16384)
 
@@ -154,11 +153,12 @@ def test_the_recorded_run_is_predicted_point_for_point():
 
 
 def test_kernels_are_priced_by_launches_and_bytes():
-    medians = kernels.medians(results.read_table("kernel_times", paths.RECORDED))
-    found = predicted.kernels_against_model(medians)
-    assert len(found) == medians["op"].isin(["commit", "log", "restore", "vllm"]).sum()
+    times = results.read_table("kernel_times", paths.RECORDED)
+    bandwidth, empty = kernels.ceilings(times)
+    found = paper.priced_kernels(times)
+    assert len(found) == kernels.medians(times)["op"].isin(["commit", "log", "restore", "vllm"]).sum()
     line = found.query("op == 'vllm' and kv_heads == 32 and cache == 'bf16' and rows == 72 and kept == 9").iloc[0]
-    assert line["predicted"] == pytest.approx(H200.us(Moved(32 * 72 * 16384, 32 * 72 * 16384, 32)))
+    assert line["predicted"] == pytest.approx(32 * empty + 2 * 32 * 72 * 16384 / bandwidth / 1e6)
     assert line["error"] == pytest.approx(line["predicted"] / line["us"] - 1)
 
 
