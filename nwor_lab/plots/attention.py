@@ -151,23 +151,23 @@ def over_floor(run: results.Run | Path, table: pd.DataFrame, k: int = 8, cache: 
     return style.save(grid, run, "attention_over_floor", drawn, caption)
 
 
-def cliff(run: results.Run | Path, times: pd.DataFrame, k: int = 8, kv_heads: int = 8) -> Path:
+def cliff(run: results.Run | Path, times: pd.DataFrame) -> Path:
     """Draw nwor's time over that of each attention of vLLM's alone, by context and batch, a panel an attention.
 
     Args:
-        times: table `gpu_cliff`.
+        times: table `gpu_cliff`, of which k=8 and 8 KV heads are drawn.
     """
-    rows = over_each(times).query("k == @k and kv_heads == @kv_heads").sort_values("batch")
+    rows = over_each(times).query("k == 8 and kv_heads == 8").sort_values("batch")
     drawn = rows.melt(["context", "batch"], list(EACH.values()), "panel", "over")
     drawn["requests"] = [f"batch {batch:>2}" for batch in drawn["batch"]]
     grid = _over_context(drawn, "over", "requests")
     grid.set(ylim=(0, None)).refline(y=1, color="black", linestyle="-", linewidth=0.8)
-    grid.set_axis_labels(f"context, k={k}", "time / vLLM's\n(line: equal)")
+    grid.set_axis_labels("context, k=8", "time / vLLM's\n(line: equal)")
     caption = (
         "Verify attention and write of one layer: time of this kit's one launch over that of vLLM's attention with its "
         "write. FlashAttention 2, which an A100 takes, was forced on an H200; like Triton it does not "
-        f"split a window's context, and FlashAttention 3 (best split) does. A token and {k} drafts a request, "
-        f"{kv_heads} KV heads, bf16. Medians, empty kernel taken off, cold L2 cache."
+        "split a window's context, and FlashAttention 3 (best split) does. A token and 8 drafts a request, "
+        "8 KV heads, bf16. Medians, empty kernel taken off, cold L2 cache."
     )
     return style.save(grid, run, "attention_cliff", drawn, caption)
 

@@ -47,12 +47,12 @@ DRAWS = "09_paper_figures"
 """The notebook that draws a run's figures, while the run is not over."""
 
 
-def published_survival(published: pd.DataFrame | None = None) -> pd.DataFrame:
+def published_survival() -> pd.DataFrame:
     """Return the published acceptance of chain drafts as survival: columns `source`, `model`, `position`, `value`.
 
     A conditional acceptance is turned into survival by the running product over positions.
     """
-    table = pd.read_csv(paths.PUBLISHED_ACCEPTANCE) if published is None else published
+    table = pd.read_csv(paths.PUBLISHED_ACCEPTANCE)
     rows = table[table["draft"].str.startswith("chain") & table["metric"].isin(["survival", "conditional_acceptance"])]
     rows = rows.sort_values("position").astype({"position": int})
     product = rows.groupby(["source", "model", "drafter"])["value"].cumprod()
@@ -61,12 +61,12 @@ def published_survival(published: pd.DataFrame | None = None) -> pd.DataFrame:
     return rows[["source", "model", "position", "value"]].reset_index(drop=True)
 
 
-def acceptance(run: results.Run | Path, frame: pd.DataFrame, published: pd.DataFrame | None = None) -> Path:
+def acceptance(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw survival over draft position, measured with its 95 % interval, beside published figures."""
     rows = frame[(frame["metric"] == "survival") & (frame["k"] == frame["k"].max())]
     rows = rows.assign(source="measured", model=[f"this kit's pair, T={t:g}" for t in rows["temperature"]])
     columns = ["source", "model", "temperature", "k", "position", "value", "low", "high"]
-    data = pd.concat([rows, published_survival(published)], ignore_index=True).reindex(columns=columns)
+    data = pd.concat([rows, published_survival()], ignore_index=True).reindex(columns=columns)
     shown = data.assign(draft=data["position"].astype(int) + 1)
     fig, ax = style.figure(height=3.1)
     for source, look in ((False, {"linewidth": 0.8, "markerfacecolor": "white"}), (True, {"linewidth": 1.8})):
@@ -139,8 +139,7 @@ def _mode_bars(rows: pd.DataFrame, metrics: dict[str, str], width: float, height
 def traffic(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw bytes read, bytes written and launches of one window by mode, attention's own reads left out."""
     metrics = {"bytes_read": "read (kB)", "bytes_written": "written (kB)", "launches": "launches"}
-    rows = frame[frame["metric"].isin(list(metrics))]
-    rows = rows[rows["kind"] != "attention"] if "kind" in rows else rows
+    rows = frame[frame["metric"].isin(list(metrics)) & (frame["kind"] != "attention")]
     sums = rows.groupby(["metric", "mode"], as_index=False)["value"].sum()
     shown = sums.assign(value=sums["value"].where(sums["metric"] == "launches", sums["value"] / 1e3))
     caption = (

@@ -30,13 +30,9 @@ def margin_points(table: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def margin(run: results.Run | Path, table: pd.DataFrame | None = None) -> Path:
-    """Draw `shift` of rounding and of each injected fault, a panel for each device, weights and dtype.
-
-    Args:
-        table: `parity_margin`, by default the recorded one.
-    """
-    rows = margin_points(results.read_table("parity_margin", paths.RECORDED) if table is None else table)
+def margin(run: results.Run | Path) -> Path:
+    """Draw `shift` of rounding and of each injected fault as recorded, a panel for each device, weights and dtype."""
+    rows = margin_points(results.read_table("parity_margin", paths.RECORDED))
     style.use()
     order = ["rounding", *rows.loc[rows["fault"] != "rounding"].groupby("fault")["value"].median().sort_values().index]
     colors = {"rounding alone": "#0072B2", "a fault injected": "#D55E00"}

@@ -19,15 +19,13 @@ HEADLINE = paths.RECORDED / "headline.png"
 def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
     """One row a mode and setting of table `gpu_steps`: `measured` (step over vanilla's), `low`, `high`, `stable`.
 
-    `heads` and `cache` name the cache in words; `prompt` is 0 where prompts were not of one length.
+    `heads` and `cache` name the cache in words.
     """
-    points = predicted.against_measured(steps)
+    points = predicted.against_measured(steps).astype({"prompt": int})
     points["stable"] = ratios.is_stable(points)
-    points["cache"] = points.get("kv_cache_dtype", pd.Series("auto", points.index)).replace("auto", "bf16")
+    points["cache"] = points["kv_cache_dtype"].replace("auto", "bf16")
     points["heads"] = points["kv_heads"].astype(str) + " KV heads"
-    points["prompt"] = points.get("prompt", pd.Series(0, points.index)).fillna(0).astype(int)
-    order = [name for name in ("tp", "kv_heads", "cache", "k", "prompt", "mode", "batch") if name in points]
-    return points.sort_values(order, ignore_index=True)
+    return points.sort_values(["tp", "kv_heads", "cache", "k", "prompt", "mode", "batch"], ignore_index=True)
 
 
 def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
@@ -140,7 +138,7 @@ def left_behind(run: results.Run | Path, dirty: pd.DataFrame) -> Path:
 def write_share(run: results.Run | Path, frame: pd.DataFrame) -> Path:
     """Draw the share of a step that the paged write takes, by batch, KV heads and cache, a panel for each TP."""
     rows = frame[frame["metric"] == "kv_write_share"].copy()
-    dtypes = rows.get("kv_cache_dtype", pd.Series("auto", rows.index)).replace("auto", "bf16")
+    dtypes = rows["kv_cache_dtype"].replace("auto", "bf16")
     rows["cache"], rows["percent"] = rows["kv_heads"].astype(str) + " KV heads, " + dtypes, 100 * rows["value"]
     panels: list[tuple[Any, pd.DataFrame]] = list(rows.groupby("tp"))
     # Every panel has all caches and batches, so that each keeps its colour and place where one was not measured.

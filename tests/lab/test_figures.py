@@ -56,7 +56,7 @@ def share() -> pd.DataFrame:
         for heads in (8, 32)
         for batch in (1, 16)
     ]
-    return results.tidy(rows, run_id="h200")
+    return results.tidy(rows, run_id="h200", kv_cache_dtype="auto")
 
 
 @pytest.fixture(scope="module")
