@@ -82,9 +82,9 @@ def cpu() -> str:
 @functools.cache
 def claims() -> pd.DataFrame:
     """All recorded claims, as `claim_table.COLUMNS`, and their `verdict`."""
-    on_gpus = table("gpu_claims").assign(origin="recorded")
+    on_gpus = table("gpu_claims").assign(kind="claim", origin="recorded")
     on_gpus["claim"] = "whole notebook on GPUs: " + on_gpus["claim"]
-    found = pd.concat([claim_table.complete(table("claims")), claim_table.complete(on_gpus)], ignore_index=True)
+    found = pd.concat([table("claims"), on_gpus], ignore_index=True)
     return found.assign(verdict=list(map(claim_table.verdict, found["kind"], found["holds"])))
 
 

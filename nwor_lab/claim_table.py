@@ -34,11 +34,6 @@ def verdict(kind: str, holds: bool | None) -> str:
     return "yes" if holds else "NO"
 
 
-def complete(claims: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of claims with all `COLUMNS`; one recorded before `kind` and `origin` held measured claims."""
-    return claims.assign(kind=claims.get("kind", "claim"), origin=claims.get("origin", "measured"))
-
-
 def headline(claims: pd.DataFrame) -> str:
     """Say how many of the claims that were measured in the run hold."""
     measured = claims[(claims["origin"] == "measured") & claims["holds"].notna()]
