@@ -3,14 +3,11 @@
 
 A template is Markdown with Jinja expressions over what `values.py` and `times.py` compute from `data/recorded`, for
 example ``{{ step("stage", batch=16) | round3 }}``. Edit the template, never the page; its lines are filled for you.
-With `--check` nothing is written, and the exit code is 1 where a page is not what its template gives.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 import jinja2
 
 from docs import times, values
+from nwor_lab import paths
 
 TEMPLATES = Path(__file__).parent / "templates"
 WIDTH = 120
@@ -74,8 +72,8 @@ def wrapped(text: str) -> str:
 def pages() -> dict[Path, Path]:
     """The page that each template gives."""
     found = sorted(TEMPLATES.glob("*.md.j2"))
-    folder = {"README.md": values.ROOT}
-    return {template: folder.get(template.stem, values.ROOT / "docs") / template.stem for template in found}
+    folder = {"README.md": paths.ROOT}
+    return {template: folder.get(template.stem, paths.ROOT / "docs") / template.stem for template in found}
 
 
 def render(template: Path) -> str:
@@ -97,21 +95,16 @@ def render(template: Path) -> str:
     return wrapped(environment.get_template(template.name).render(public))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail where a page is out of date")
-    options = parser.parse_args(argv)
-    stale = []
+def main() -> None:
+    """Write each page that is not what its template gives, and say which."""
+    written = []
     for template, page in pages().items():
         text = render(template)
-        if page.exists() and page.read_text() == text:
-            continue
-        stale.append(page.relative_to(values.ROOT))
-        if not options.check:
+        if not page.exists() or page.read_text() != text:
             page.write_text(text)
-    print(f"{'out of date, run `make docs`' if options.check else 'written'}: {', '.join(map(str, stale)) or 'none'}")
-    return int(options.check and bool(stale))
+            written.append(page.name)
+    print(f"written: {', '.join(written) or 'none'}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

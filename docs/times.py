@@ -44,9 +44,9 @@ def step(mode: str, batch: int, column: str = "step", **other: Any) -> float:
     return value(steps(), column, mode=mode, batch=batch, **{**where, **other})
 
 
-def step_row(mode: str, batches: tuple[int, ...] = (1, 4, 16, 64), column: str = "step", **other: Any) -> str:
+def step_row(mode: str, column: str = "step", **other: Any) -> str:
     """`step` by batch, between slashes."""
-    return " / ".join(f"{step(mode, batch, column, **other):.3f}" for batch in batches)
+    return " / ".join(f"{step(mode, batch, column, **other):.3f}" for batch in (1, 4, 16, 64))
 
 
 @functools.cache
@@ -68,9 +68,9 @@ def control_range(batches: tuple[int, ...]) -> str:
     return " to ".join(ends)
 
 
-def control_us(kind: str, mode: str, batch: int, kv_heads: int = 32) -> float:
-    """GPU microseconds of a decode step in kernels of a kind, in the run with the control."""
-    rows = table("gpu_direct").query(MAIN).query("metric == 'kernel_us' and batch == @batch and kv_heads == @kv_heads")
+def control_us(kind: str, mode: str, batch: int) -> float:
+    """GPU microseconds of a decode step in kernels of a kind, in the run with the control, 32 KV heads."""
+    rows = table("gpu_direct").query(MAIN).query("metric == 'kernel_us' and batch == @batch and kv_heads == 32")
     return float(rows.loc[(rows["kind"] == kind) & (rows["mode"] == mode), "value"].mean())
 
 
@@ -108,9 +108,9 @@ def older_profiles() -> str:
     return f"{sum(older)} of {len(older)}"
 
 
-def repeat_spread(quantile: float = 1.0, largest_batch: int = 16) -> float:
-    """How far repeats of `stage` lie from their ratio, as a factor less 1, up to that batch."""
-    rows = steps().query("mode == 'stage' and batch <= @largest_batch")
+def repeat_spread(quantile: float = 1.0) -> float:
+    """How far repeats of `stage` lie from their ratio, as a factor less 1, up to batch 16."""
+    rows = steps().query("mode == 'stage' and batch <= 16")
     return float((np.maximum(rows["high"] / rows["step"], rows["step"] / rows["low"]) - 1).quantile(quantile))
 
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from nwor.vllm.releases import KNOWN
-from nwor_lab import claim_table
+from nwor_lab import claim_table, paths, results
 from nwor_lab.compatibility import compare
 from nwor_lab.experiments import parity
 from nwor_lab.plots import promises
 from nwor_lab.plots.parity import margin_points
 
-ROOT = Path(__file__).parents[1]
-RECORDED = ROOT / "data" / "recorded"
-
 
 @functools.cache
 def table(name: str) -> pd.DataFrame:
     """The recorded table of that name."""
-    return pd.read_parquet(RECORDED / f"{name}.parquet")
+    return results.read_table(name, paths.RECORDED)
 
 
 def value(rows: pd.DataFrame, column: str = "value", **where: Any) -> float:
@@ -42,7 +38,7 @@ def value(rows: pd.DataFrame, column: str = "value", **where: Any) -> float:
 @functools.cache
 def notebooks() -> dict[str, dict[str, Any]]:
     """By notebook, what the manifest of the recorded run on a CPU says of it."""
-    return json.loads((RECORDED / "manifest.json").read_text())["notebooks"]
+    return results.read_manifest(paths.RECORDED)["notebooks"]
 
 
 def minutes(number: str = "") -> float:
@@ -53,7 +49,7 @@ def minutes(number: str = "") -> float:
 @functools.cache
 def gpu_runs(name: str = "") -> pd.DataFrame:
     """One row a recorded bench on a GPU whose name begins so, by time: `name`, `day`, `commit`, `vllm`, `torch`."""
-    runs = pd.json_normalize(json.loads((RECORDED / "gpu_runs.json").read_text())).sort_values("time")
+    runs = pd.json_normalize(json.loads((paths.RECORDED / "gpu_runs.json").read_text())).sort_values("time")
     found = runs.rename(columns=lambda column: column.split(".")[-1])[["name", "time", "commit", "vllm", "torch"]]
     found = found.assign(day=found["time"].str[:10], commit=found["commit"].str[:7])
     return found[found["name"].str.startswith(name)]
@@ -125,16 +121,14 @@ def margin() -> str:
 # -- acceptance ------------------------------------------------------------------------------------------------------
 
 
-def reference(mode: str, metric: str = "acceptance_length") -> float:
-    """A value of one policy of the reference model, over all positions."""
-    rows = table("reference")
-    return value(rows[rows["position"].isna()], mode=mode, metric=metric)
+def reference(mode: str) -> float:
+    """Tokens a window under one policy of the reference model."""
+    return value(table("reference"), mode=mode, metric="acceptance_length")
 
 
 def accepted(metric: str, k: int, temperature: float) -> float:
     """A value of the shipped pair's acceptance in vanilla vLLM on a CPU."""
-    rows = table("acceptance")
-    return value(rows[rows["position"].isna()], metric=metric, k=k, temperature=temperature)
+    return value(table("acceptance"), metric=metric, k=k, temperature=temperature)
 
 
 def at_scale(k: int, temperature: float) -> float:
@@ -146,7 +140,7 @@ def at_scale(k: int, temperature: float) -> float:
 
 def soak(name: str = "soak") -> str:
     """What random traffic under the auditor found, all modes and episodes together; name: of the table."""
-    rows, made = table(name), json.loads((RECORDED / f"{name}.json").read_text())
+    rows, made = table(name), json.loads((paths.RECORDED / f"{name}.json").read_text())
     total = rows.groupby("metric")["value"].sum()
     steps, tokens, faults = (f"{total[name]:,.0f}" for name in ("layer-steps", "tokens", "faults"))
     episodes, minutes = rows["episode"].nunique(), total["seconds"] / 60
