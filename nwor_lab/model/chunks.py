@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 
 from nwor_lab.model.breakeven import H200, MODELS, Chip
-from nwor_lab.model.traffic import MODES, SERVED, Shape, Window, served_traffic
+from nwor_lab.model.traffic import Shape, Window, served_traffic
 
 PAGES = ("write", "commit", "restore")
 """Kinds of traffic that write rows to their pages."""
@@ -68,17 +68,12 @@ def chunk_steps(
 def window_rows(mode: str, survival: Sequence[float], chunk: int) -> WindowRows:
     """What a request's window takes on average; `chunk > k` is one forward of all its rows.
 
-    `off` writes the rows it computes, `cow` writes the rejected ones twice, `stage` writes the kept ones.
-
-    Raises:
-        ValueError: as `chunk_steps`, or an unknown mode.
+    `off` and `direct` write the rows they compute, `cow` writes the rejected ones twice, `stage` the kept ones alone.
     """
-    if mode not in (*MODES, *SERVED):
-        raise ValueError(f"{mode!r} is no mode; choose one of {', '.join(dict.fromkeys((*MODES, *SERVED)))}")
     steps = chunk_steps(survival, chunk)
     computed = sum(share * (step.rows + step.prefill_rows) for share, step in steps)
     rejected = sum(share * step.rejected_rows for share, step in steps)
-    extra = {"off": 0, "direct": 0, "cow": 1}.get(mode, -1)
+    extra = {"off": 0, "direct": 0, "cow": 1, "stage": -1}[mode]
     return WindowRows(sum(share for share, _ in steps), computed, computed + extra * rejected)
 
 

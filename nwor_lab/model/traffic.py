@@ -260,7 +260,5 @@ def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:
     `cow` holds the drafts' old rows: L k r a request, k rounded up to a power of two. `stage` holds their new ones:
     L k r. The manager's buffers are this, rounded up to whole blocks.
     """
-    if mode not in SERVED:
-        raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
-    rows = {"cow": next_power_of_2(k), "stage": k}.get(mode, 0)
+    rows = {"off": 0, "direct": 0, "cow": next_power_of_2(k), "stage": k}[mode]
     return shape.num_layers * requests * rows * shape.row

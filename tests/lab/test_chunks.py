@@ -191,12 +191,8 @@ def test_bad_input_is_an_error(target):
     for k, n in ((0, 3), (4, 0)):
         with pytest.raises(ValueError, match=f"^k and n must be at least 1: {k}, {n}$"):
             LookupDrafter(k, n)
-    with pytest.raises(ValueError, match="'scv' is no mode; choose one of off, blind, cow, stage, direct"):
-        model.window_rows("scv", [0.5], 1)
     with pytest.raises(ValueError, match="survival falls"):
         model.window_rows("off", [0.5, 0.6], 1)
-    with pytest.raises(ValueError, match="'blind' is not served"):
-        model.window_us("blind", MODELS["llama-2-7b"], 1e9, [0.5], 1)
     with pytest.raises(ValueError, match="operations a second are more than 0"):
         Chip("x", 1, 1, flop_per_s=0)
     with pytest.raises(ValueError, match="^no window in 2 tokens: decode more"):
