@@ -110,7 +110,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over pairs of "
         "repeats, one in each order, whiskers from the least to the greatest repeat. Below the line the mode is "
         "faster; open circles are settings that the tuning was not searched on. "
-        f"{len(every) - len(points)} of {len(every)} settings are left out: their repeats lay more than "
+        f"{(~every['stable']).sum()} of {len(every)} settings are left out: their repeats lay more than "
         f"{ratios.MAX_SPREAD:.0%} apart."
     )
     return style.save(grid, run, "step_ratio", points, caption)
