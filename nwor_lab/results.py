@@ -77,11 +77,8 @@ def write_json(path: Path | str, value: Any) -> Path:
 
 def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
     """Write `frame` as parquet (`.parquet`) or CSV (`.csv`), whole or not at all."""
-    suffix = Path(path).suffix
-    if suffix not in (".parquet", ".csv"):
-        raise ValueError(f"{Path(path).name}: a table ends in .parquet or .csv")
     with whole_file(path) as part:
-        frame.to_csv(part, index=False) if suffix == ".csv" else frame.to_parquet(part, index=False)
+        frame.to_csv(part, index=False) if Path(path).suffix == ".csv" else frame.to_parquet(part, index=False)
     return Path(path)
 
 
@@ -273,8 +270,7 @@ def start(scope: dict[str, Any], name: str) -> Run:
     to, where empty means `results/interactive-<time>`.
 
     Raises:
-        NameError: papermill passed a parameter that the notebook does not declare.
-        TypeError: a parameter has another type than declared, such as a mode `off` that YAML made `False`.
+        NameError, TypeError: as `parameters.check`.
     """
     if "get_ipython" in scope:
         mute()
@@ -383,9 +379,6 @@ class Unmeasurable(RuntimeError):
 
 
 def claims(run: Path | str) -> pd.DataFrame:
-    """Return the table of claims (`claim_table.COLUMNS`) of a run, in the order of its notebooks.
-
-    `holds` is None where a claim was skipped (`measured` is the reason) or an expectation was not at the defaults.
-    """
+    """Return the table of claims (`claim_table.COLUMNS`) of a run, in the order of its notebooks."""
     parts = [pd.read_parquet(path) for path in sorted(Path(run).glob("claims/*.parquet"))]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(claim_table.COLUMNS))

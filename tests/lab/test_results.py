@@ -50,12 +50,6 @@ results.write_table({str(target)!r}, results.tidy([{ROW!r}] * 100))
     assert list(tmp_path.glob("*.parquet")) == [target], "the half-written file must not look like a result"
 
 
-def test_a_table_is_parquet_or_csv(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"ends in \.parquet or \.csv"):
-        results.write_table(tmp_path / "a.xlsx", results.tidy([ROW]))
-    assert not list(tmp_path.iterdir())
-
-
 # -- tidy rows ---------------------------------------------------------------------------------------------------
 
 
