@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from math import inf
 
 from nwor_lab.model.breakeven import H200, MODELS, Chip
-from nwor_lab.model.traffic import Shape, Window, served_traffic
+from nwor_lab.model.traffic import Window, served_traffic
 
 PAGES = ("write", "commit", "restore")
 """Kinds of traffic that write rows to their pages."""
 PRICED, LINEAR_WEIGHTS = "llama-3.1-8b", 7.504e9
-"""The model whose time `time_ratio` gives, and how many weights its linear layers have by the shapes in its
+"""The model whose time `window_us` gives, and how many weights its linear layers have by the shapes in its
 `config.json`: projections, MLP and output layer."""
 
 
@@ -85,35 +85,23 @@ def break_even_rows(survival: Sequence[float], chunk: int) -> float:
     return (1 + len(survival) - parts.computed) / added if added else inf
 
 
-def window_us(
-    mode: str,
-    shape: Shape,
-    weights: float,
-    survival: Sequence[float],
-    chunk: int,
-    batch: int = 1,
-    context: float = 0,
-    chip: Chip = H200,
-) -> float:
-    """Microseconds that the windows of `batch` requests take, all chunks of them, on one rank; they bring as many
-    tokens whatever `chunk` is.
+def window_us(survival: Sequence[float], chunk: int, batch: int, context: float, chip: Chip = H200) -> float:
+    """Microseconds that the windows of `batch` requests take under `off`, all chunks of them, of `PRICED` on one rank;
+    they bring as many tokens whatever `chunk` is.
 
-    A forward is its linear layers (`weights` of bf16, read once, or two operations a weight and row, whichever takes
+    A forward is its linear layers (weights of bf16, read once, or two operations a weight and row, whichever takes
     longer: the roofline of Williams et al., CACM 2009) and the bytes and launches of `served_traffic`, which the KV
     cache is read in. Operations of attention, drafting, sampling and the host are left out.
     """
     total = 0.0
     for share, step in chunk_steps(survival, chunk, batch, context):
         rows = step.rows + step.prefill_rows
-        layers = 2 * weights * max(1 / chip.copy_bytes_per_s, rows / chip.flop_per_s) * 1e6
-        total += share * (layers + chip.us(served_traffic(mode, shape, step).total()))
+        layers = 2 * LINEAR_WEIGHTS * max(1 / chip.copy_bytes_per_s, rows / chip.flop_per_s) * 1e6
+        total += share * (layers + chip.us(served_traffic("off", MODELS[PRICED], step).total()))
     return total
 
 
 def time_ratio(survival: Sequence[float], chunk: int, batch: int, context: int, chip: Chip = H200) -> float:
-    """`window_us` of `PRICED` under `off` in chunks over that in one forward; chunks pay below 1."""
-    one, many = (
-        window_us("off", MODELS[PRICED], LINEAR_WEIGHTS, survival, rows, batch, context, chip)
-        for rows in (1 + len(survival), chunk)
-    )
+    """`window_us` in chunks over that in one forward; chunks pay below 1."""
+    one, many = (window_us(survival, rows, batch, context, chip) for rows in (1 + len(survival), chunk))
     return many / one

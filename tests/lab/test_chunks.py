@@ -146,11 +146,11 @@ def test_a_window_by_hand():
 
 
 def test_a_forward_takes_the_longer_of_weights_and_operations():
-    shape, chip = MODELS["llama-3.1-8b"], Chip("x", 2.0, 4e12, flop_per_s=1e15)
-    for batch, us in ((1, 2 * 7e9 / 4e6), (64, 2 * 7e9 * 64 * 9 / 1e9)):
+    chip, weights = Chip("x", 2.0, 4e12, flop_per_s=1e15), model.LINEAR_WEIGHTS
+    for batch, us in ((1, 2 * weights / 4e6), (64, 2 * weights * 64 * 9 / 1e9)):
         window = Window.expected(batch, survival_of(0.9, 8), 100)
-        moved = chip.us(served_traffic("stage", shape, window).total())
-        found = model.window_us("stage", shape, 7e9, survival_of(0.9, 8), 9, batch, 100, chip)
+        moved = chip.us(served_traffic("off", MODELS["llama-3.1-8b"], window).total())
+        found = model.window_us(survival_of(0.9, 8), 9, batch, 100, chip)
         assert found == pytest.approx(us + moved)
 
 
