@@ -41,13 +41,17 @@ def test_a_wrong_number_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out == "written: README.md\n"
 
 
-def test_a_number_that_is_not_recorded_is_an_error() -> None:
+def test_a_number_that_is_not_recorded_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LookupError, match="0 recorded claims read 'no such claim'"):
         values.measured("no such claim")
     with pytest.raises(LookupError, match="0 rows where one was expected"):
         times.step("stage", batch=3)
+    with pytest.raises(LookupError, match="'bandwidth' has no case 'here: nothing'"):
+        values.promise("bandwidth", "here: nothing")
+    monkeypatch.setattr(generate, "TEMPLATES", tmp_path)
+    (tmp_path / "page.md.j2").write_text("{{ unheard_of }}")
     with pytest.raises(jinja2.UndefinedError, match="unheard_of"):
-        jinja2.Environment(undefined=jinja2.StrictUndefined).from_string("{{ unheard_of }}").render()
+        generate.render(tmp_path / "page.md.j2")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -63,11 +67,6 @@ def test_links_and_paths_exist(page: Path) -> None:
 def test_no_line_break_divides_a_link() -> None:
     link = f"[a page](https://example.org/{'long/' * 40})"
     assert link in generate.wrapped(f"Words before {link} and after.").splitlines()
-
-
-def test_a_case_that_no_promise_has_is_an_error() -> None:
-    with pytest.raises(LookupError, match="'bandwidth' has no case 'here: nothing'"):
-        values.promise("bandwidth", "here: nothing")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
