@@ -222,7 +222,7 @@ class Run:
         """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded`."""
         return "measured" if set(frame["run_id"]) == {self.id} else "recorded"
 
-    def command(self, *argv: object, env: Mapping[str, str] | None = None) -> None:
+    def command(self, *argv: object) -> None:
         """Run `nwor *argv` in a child process, show its standard output as it comes, and keep all of it in a log.
 
         What it writes to standard error, such as vLLM's log and warnings, goes to the log alone.
@@ -236,7 +236,7 @@ class Run:
         log = logs / f"{self.name}-{len(list(logs.glob(self.name + '-*')))}.log"
         print(f"nwor {words[0]}, with its log in logs/{log.name}", flush=True)
         command = [sys.executable, "-u", "-m", "nwor_lab.cli", *words]
-        environ = {**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", **(env or {})}
+        environ = {**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
         with (
             open(log, "a", encoding="utf-8", buffering=1) as file,
             subprocess.Popen(

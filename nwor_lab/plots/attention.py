@@ -181,14 +181,10 @@ def _over_context(rows: pd.DataFrame, y: str, by: str) -> Any:
     return grid.set_titles("{col_name}")
 
 
-def kernel_picture(
-    run: results.Run | Path, k: int = 3, context: int = 37, splits: int = 2, block_size: int = 16
-) -> Path:
-    """Draw what one launch reads and writes for one request: its pages, their splits, the new rows and staging.
-
-    Args:
-        k: drafts; the window has 1 + k rows. context: positions before the window. block_size: slots of a page.
-    """
+def kernel_picture(run: results.Run | Path, k: int = 3) -> Path:
+    """Draw what one launch reads and writes for one request of `k` drafts: its pages, their splits, the new rows and
+    staging."""
+    context, splits, block_size = 37, 2, 16
     pages, drafts = -(-(context + 1 + k) // block_size), range(1, 1 + k)
     states = ["context"] * context + ["kept"]
     states += ["empty"] * (pages * block_size - len(states))

@@ -101,7 +101,7 @@ def test_figures_are_drawn_from_the_recorded_samples(times: pd.DataFrame, tmp_pa
     drawn = [kernels.over_share(tmp_path, times), kernels.launches(tmp_path, times)]
     table = attention_plots.frame(pd.concat([samples(0.7), samples(0.9, batch=64)]), bandwidth=4.0)
     drawn += [draw(tmp_path, table) for draw in (attention_plots.ratios, attention_plots.over_floor)]
-    drawn.append(attention_plots.kernel_picture(tmp_path, k=5, context=20, splits=1))
+    drawn.append(attention_plots.kernel_picture(tmp_path, k=5))
     style.close()
     for path in drawn:
         assert path.with_suffix(".png").stat().st_size > 5_000
