@@ -208,7 +208,7 @@ def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
     """
     bandwidth, empty = kernels.ceilings(times)
     frame = kernels.medians(times).query("op in ('commit', 'log', 'restore', 'vllm')").reset_index(drop=True)
-    frame["predicted"] = frame["launches"] * empty + frame["bytes"] / bandwidth / 1e6
+    frame["predicted"] = frame["launches"] * empty + frame["bytes"] / (1e12 * bandwidth) * 1e6
     return frame.assign(error=frame["predicted"] / frame["us"] - 1)
 
 
