@@ -108,7 +108,9 @@ def _open_run(resume: str, asked: dict[str, Any]) -> tuple[Path, dict[str, Any]]
 
 def replay(spec: EngineSpec, mode: str, scripts: Sequence[episodes.Script]) -> int:
     """Serve the scripts of a failure once more; returns the exit status."""
-    verdict = episodes.serve_once(spec, mode, scripts)
+    verdict = Verdict()
+    for found in episodes.served(spec, [mode], scripts):
+        verdict.add(found[mode])
     print("\n".join([str(verdict), *verdict.examples]))
     return int(bool(verdict.faults))
 

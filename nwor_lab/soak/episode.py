@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from nwor_lab import paths, results
-from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
+from nwor_lab.engines.engine import EngineError, EngineSpec
 from nwor_lab.engines.traffic import Event
 from nwor_lab.experiments.bench import started
 from nwor_lab.experiments.plan import settings_of
@@ -24,45 +23,28 @@ Script = tuple[int, Sequence[Event]]
 """Its seed and its events."""
 
 
-class Engines(ExitStack):
-    """Vanilla and the modes of one configuration, started when they are first needed and again when one has died."""
-
-    def __init__(self, spec: EngineSpec, modes: Sequence[str]) -> None:
-        super().__init__()
-        self.spec, self.modes, self._engines = spec, ("off", *modes), dict[str, Engine]()
-
-    def close(self) -> None:
-        """End the engines; the next `judge` starts new ones."""
-        super().close()
-        self._engines = {}
-
-    def judge(self, script: Script, modes: Sequence[str]) -> dict[str, Verdict]:
-        """Verdicts by mode on a script. An engine that fails is a fault of its mode."""
-        engines, (seed, events) = self._started(), script
-        served = ("off", *modes)
-        # On a CPU each rank has a core of its own; engines that would share them all follow each other.
-        cores = len(os.sched_getaffinity(0))
-        with ThreadPoolExecutor(1 if 2 * self.spec.tp > cores else len(served)) as pool:
-            made = {mode: pool.submit(engines[mode].traffic, events, seed) for mode in served}
-        verdicts = {}
-        for mode in modes:
-            try:
-                verdicts[mode] = judge(events, made["off"].result(), made[mode].result(), mode, self.spec.dtype)
-            except EngineError as error:
-                verdicts[mode] = Verdict()
-                verdicts[mode].blame("died", 1, str(error))
-        if any(verdict.faults["died"] for verdict in verdicts.values()):
-            self.close()
-        return verdicts
-
-    def _started(self) -> dict[str, Engine]:
-        if not self._engines:
-            # Engines share the cores, and threads that wait for each other there would spin.
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            settings = {mode: replace(settings_of(mode, audit=mode != "off"), debug_sync=False) for mode in self.modes}
-            wanted = {mode: (self.spec, one, 0) for mode, one in settings.items()}  # which count, and do not stop
-            self._engines = self.enter_context(started(wanted, ""))
-        return self._engines
+def served(spec: EngineSpec, modes: Sequence[str], scripts: Iterable[Script]) -> Iterator[dict[str, Verdict]]:
+    """Verdicts by mode on each script, up to the first with a fault. An engine that fails is a fault of its mode."""
+    # Engines share the cores, and threads that wait for each other there would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    every = ("off", *modes)
+    settings = {mode: replace(settings_of(mode, audit=mode != "off"), debug_sync=False) for mode in every}
+    wanted = {mode: (spec, one, 0) for mode, one in settings.items()}  # which count, and do not stop
+    # On a CPU each rank has a core of its own; engines that would share them all follow each other.
+    at_once = 1 if 2 * spec.tp > len(os.sched_getaffinity(0)) else len(every)
+    with started(wanted, "") as engines, ThreadPoolExecutor(at_once) as pool:
+        for seed, events in scripts:
+            made = {mode: pool.submit(engines[mode].traffic, events, seed) for mode in every}
+            verdicts = {}
+            for mode in modes:
+                try:
+                    verdicts[mode] = judge(events, made["off"].result(), made[mode].result(), mode, spec.dtype)
+                except EngineError as error:
+                    verdicts[mode] = Verdict()
+                    verdicts[mode].blame("died", 1, str(error))
+            yield verdicts
+            if any(verdict.faults for verdict in verdicts.values()):
+                return
 
 
 @dataclass
@@ -84,20 +66,22 @@ def run(number: int, spec: EngineSpec, modes: Sequence[str], scripts: int, deadl
     """
     begin = time.monotonic()
     episode = Episode(number, spec, {mode: Verdict() for mode in modes})
-    served: list[Script] = []
-    with Engines(spec, modes) as engines:
-        failed: dict[str, Verdict] = {}
-        while not failed and len(served) < scripts and (not served or time.monotonic() < deadline):
-            seed = spec.seed * 10**6 + number * 10**3 + len(served)
-            served.append((seed, script.script(seed, spec)))
-            verdicts = engines.judge(served[-1], modes)
-            for mode, verdict in verdicts.items():
-                episode.verdicts[mode].add(verdict)
-            failed = {mode: verdict for mode, verdict in verdicts.items() if verdict.faults}
-        episode.scripts = len(served)
-        for mode, verdict in failed.items():
+    drawn: list[Script] = []
+
+    def draw() -> Iterator[Script]:
+        while len(drawn) < scripts and (not drawn or time.monotonic() < deadline):
+            seed = spec.seed * 10**6 + number * 10**3 + len(drawn)
+            drawn.append((seed, script.script(seed, spec)))
+            yield drawn[-1]
+
+    for verdicts in served(spec, modes, draw()):
+        for mode, verdict in verdicts.items():
+            episode.verdicts[mode].add(verdict)
+    episode.scripts = len(drawn)
+    for mode, verdict in episode.verdicts.items():
+        if verdict.faults:
             file = directory / f"replay-{number}-{mode}.json"
-            write_replay(file, spec, mode, served, verdict)
+            write_replay(file, spec, mode, drawn, verdict)
             episode.replays.append(file.name)
     episode.seconds = time.monotonic() - begin
     return episode
@@ -131,16 +115,6 @@ def read_replay(file: Path) -> tuple[EngineSpec, str, list[Script]]:
         return EngineSpec(**ours), given["mode"], scripts
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no replay of a soak ({type(error).__name__}: {error}); name one") from error
-
-
-def serve_once(spec: EngineSpec, mode: str, scripts: Sequence[Script]) -> Verdict:
-    """The verdict on a mode, of these scripts up to the first that fails, on engines of their own."""
-    total = Verdict()
-    with Engines(spec, [mode]) as engines:
-        for one in scripts:
-            if not total.faults:
-                total.add(engines.judge(one, [mode])[mode])
-    return total
 
 
 def _relative(path: str) -> str:
