@@ -104,8 +104,8 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def load_target(path: str | Path = PAIR_TARGET, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The causal language model in the folder `path`, on the CPU.
+def load_target(path: str | Path = PAIR_TARGET) -> PreTrainedModel:
+    """The causal language model in the folder `path`, in float32 on the CPU.
 
     Raises:
         FileNotFoundError: no checkpoint there. ValueError: missing or unexpected tensors.
@@ -113,15 +113,15 @@ def load_target(path: str | Path = PAIR_TARGET, dtype: torch.dtype = torch.float
     if not (Path(path) / "config.json").is_file():
         raise FileNotFoundError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
     logging.disable_progress_bar()
-    options = {"dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
+    options = {"dtype": torch.float32, "attn_implementation": ATTENTION, "output_loading_info": True}
     target, info = AutoModelForCausalLM.from_pretrained(path, **options)
     if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ValueError(f"{path} does not fit its config.json; missing or unexpected: {wrong}")
     return target.eval()
 
 
-def load_head(path: str | Path, target: PreTrainedModel, dtype: torch.dtype = torch.float32) -> EagleHead:
-    """The EAGLE head in the folder `path` for `target`.
+def load_head(path: str | Path, target: PreTrainedModel) -> EagleHead:
+    """The EAGLE head in the folder `path` for `target`, in float32.
 
     Raises:
         ValueError: missing or unexpected tensors, or an embedding or `lm_head` that is not the target's.
@@ -134,13 +134,10 @@ def load_head(path: str | Path, target: PreTrainedModel, dtype: torch.dtype = to
     if wrong := head.own_parameters().keys() ^ weights.keys():
         raise ValueError(f"{path} does not fit an EAGLE-1 head; missing or unexpected: {sorted(wrong)}")
     head.load_state_dict(weights, strict=False)
-    head.to(dtype).rotary_emb = LlamaRotaryEmbedding(head.config)  # its frequencies stay float32
     return head.eval()
 
 
-def load_pair(
-    target: str | Path = PAIR_TARGET, eagle: str | Path = PAIR_EAGLE, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, EagleHead]:
+def load_pair(target: str | Path = PAIR_TARGET, eagle: str | Path = PAIR_EAGLE) -> tuple[PreTrainedModel, EagleHead]:
     """`load_target` and `load_head`."""
-    model = load_target(target, dtype)
-    return model, load_head(eagle, model, dtype)
+    model = load_target(target)
+    return model, load_head(eagle, model)
