@@ -19,6 +19,7 @@ from nwor_lab.engines.engine import EngineSpec, Generation
 from nwor_lab.experiments.bench import started
 
 MODES = ("off", "stage")
+BLOCK_SIZE = 32
 
 
 @dataclass
@@ -37,17 +38,18 @@ def side_by_side(
     k: int = 4,
     max_tokens: int = 64,
     dtype: str = "float32",
-    modes: Sequence[str] = MODES,
 ) -> dict[str, Audited]:
-    """Decode `prompts` greedily with an engine of each mode, all steps audited; prints what it is doing.
+    """Decode `prompts` greedily with an engine of each of `MODES`, all steps audited; prints what it is doing.
 
     Raises:
         RuntimeError: an engine does not start, and the message names its log; or a mode does not serve here.
     """
     batch = min(8, len(prompts))
-    spec = EngineSpec(str(model), str(draft), k=k, dtype=dtype, batch=batch, num_blocks=17 * batch, block_size=32)
+    spec = EngineSpec(
+        str(model), str(draft), k=k, dtype=dtype, batch=batch, num_blocks=17 * batch, block_size=BLOCK_SIZE
+    )
     found = {}
-    with started({mode: (spec, Settings(mode=mode, audit=True), 0) for mode in modes}, "") as engines:
+    with started({mode: (spec, Settings(mode=mode, audit=True), 0) for mode in MODES}, "") as engines:
         for mode, engine in engines.items():
             print(f"{mode:5} decodes {max_tokens} tokens after each of {len(prompts)} prompts, audited", flush=True)
             generation = engine.generate(engine.encode(prompts), max_tokens)
@@ -55,7 +57,7 @@ def side_by_side(
     return found
 
 
-def pages(runs: dict[str, Audited], block_size: int = 32) -> pd.DataFrame:
+def pages(runs: dict[str, Audited]) -> pd.DataFrame:
     """The pages of the batch's first request after its first step with a rejection, from each mode's audit.
 
     Returns:
@@ -76,11 +78,11 @@ def pages(runs: dict[str, Audited], block_size: int = 32) -> pd.DataFrame:
                 break
         else:
             raise ValueError(f"{mode}: every draft of the first request was accepted; decode more tokens")
-        blocks = list(dict.fromkeys(slot // block_size for slot in state))
+        blocks = list(dict.fromkeys(slot // BLOCK_SIZE for slot in state))
         rows += [
-            {"mode": mode, "line": n, "block": block, "column": c, "state": state.get(block * block_size + c, "empty")}
+            {"mode": mode, "line": n, "block": block, "column": c, "state": state.get(block * BLOCK_SIZE + c, "empty")}
             for n, block in enumerate(blocks)
-            for c in range(block_size)
+            for c in range(BLOCK_SIZE)
         ]
     return pd.DataFrame(rows)
 
