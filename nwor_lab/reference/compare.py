@@ -96,12 +96,6 @@ def traffic_of_a_window(runs: dict[str, Generation]) -> list[dict[str, Any]]:
     return rows
 
 
-def exact_steps(runs: dict[str, Generation]) -> tuple[int, int]:
-    """In how many steps, of all modes, bytes and launches of every kind are the formula's, and how many there are."""
-    exact = [step.traffic == step.formula for run in runs.values() for step in run.steps]
-    return sum(exact), len(exact)
-
-
 def claim(run: results.Run, runs: dict[str, Generation]) -> None:
     """Record what must hold of the four policies on the same prompts."""
     off, blind, cow, stage = (runs[mode] for mode in ("off", "blind", "cow", "stage"))
@@ -112,8 +106,9 @@ def claim(run: results.Run, runs: dict[str, Generation]) -> None:
     alike = drafts[0] == drafts[1] == drafts[2] > 0
     found = ", ".join(f"{each:.4g}" for each in drafts[1:])
     run.claim("drafts accepted a window, cow and stage as vanilla", drafts[0], found, alike)
-    exact, steps = exact_steps(runs)
-    run.claim("steps whose counted bytes and launches equal the formula", steps, exact, exact == steps)
+    exact = [step.traffic == step.formula for each in runs.values() for step in each.steps]
+    text = "steps whose counted bytes and launches equal the formula"
+    run.claim(text, len(exact), sum(exact), all(exact))
     left = cow.dirty_bytes + stage.dirty_bytes
     run.claim("unaccepted bytes left in the pages, cow and stage", 0, left, left == 0)
     run.claim("unaccepted bytes left in the pages, vanilla", "> 0", off.dirty_bytes, off.dirty_bytes > 0)

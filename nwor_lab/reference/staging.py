@@ -62,11 +62,8 @@ class StagingBuffer:
             each.
     """
 
-    def __init__(
-        self, layers: Collection[int], capacity: int, traffic: Traffic | None = None, *, fused: bool = True
-    ) -> None:
-        self.layers, self.capacity, self.fused = layers, capacity, fused
-        self.traffic = Traffic() if traffic is None else traffic
+    def __init__(self, layers: Collection[int], capacity: int, traffic: Traffic, *, fused: bool = True) -> None:
+        self.layers, self.capacity, self.traffic, self.fused = layers, capacity, traffic, fused
         self.counts = Counts()
         self.ready = False
         self.last_error: Exception | None = None
