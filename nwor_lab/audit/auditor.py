@@ -113,7 +113,7 @@ class CacheAudit:
     def __init__(
         self, caches: Sequence[Tensor], part_of: Tensor | None = None, max_tokens: int = 0, max_requests: int = 0
     ) -> None:
-        self.caches, self.enabled = caches, True
+        self.caches = caches
         self.num_blocks, _, self.block_size, width = caches[0].shape
         device = caches[0].device
         if part_of is None:

@@ -48,12 +48,10 @@ class GroupsAudit:
     @property
     def report(self) -> AuditReport:
         """What all groups' audits found, summed; a step is one step of all."""
-        first, *others = [audit.report for audit in self.audits.values()]
-        if not others:
-            return first
-        counts = {f.name: sum(getattr(r, f.name) for r in (first, *others)) for f in fields(first)[:-1]}
-        by_step = [sum(dirty) for dirty in zip(*(r.dirty_by_step for r in (first, *others)), strict=True)]
-        return AuditReport(**counts | {"steps": first.steps}, dirty_by_step=by_step)
+        reports = [audit.report for audit in self.audits.values()]
+        counts = {f.name: sum(getattr(r, f.name) for r in reports) for f in fields(AuditReport)[:-1]}
+        by_step = [sum(dirty) for dirty in zip(*(r.dirty_by_step for r in reports), strict=True)]
+        return AuditReport(**counts | {"steps": reports[0].steps}, dirty_by_step=by_step)
 
     @property
     def examples(self) -> list[str]:
