@@ -10,16 +10,23 @@ from nwor_lab.reference.cache import Batch, PagedCache
 from nwor_lab.reference.compare import compare
 from nwor_lab.reference.compare_chunks import ChunkedRun, compare_chunks
 from nwor_lab.reference.decoder import Drafter, Generation, Request, make_batch
-from tests.lab.pairs import SMALL
 
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 CONFIG = LlamaConfig(**SMALL, num_hidden_layers=3, tie_word_embeddings=True, attn_implementation=ATTENTION)
 
 
-def tiny_pair(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[LlamaForCausalLM, EagleHead]:
+def tiny_pair(dtype: torch.dtype = torch.float32, bias: bool = False) -> tuple[LlamaForCausalLM, EagleHead]:
     """Random weights large enough that attention decides the next token."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     target = LlamaForCausalLM(CONFIG)
-    head = EagleHead(LlamaConfig(**SMALL, num_hidden_layers=1), target)
+    head = EagleHead(LlamaConfig(**SMALL, num_hidden_layers=1), target, bias)
     for module in (target, head):
         for name, weight in module.named_parameters():
             if "norm" not in name:
@@ -27,8 +34,8 @@ def tiny_pair(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[LlamaF
     return target.to(dtype).eval(), head.to(dtype).eval()
 
 
-def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
     return [torch.randint(CONFIG.vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
@@ -69,9 +76,9 @@ def agreeing_pair() -> tuple[LlamaForCausalLM, EagleHead]:
 class ScriptedDrafter(Drafter):
     """Drafts what the target will say, each token spoilt with probability `spoil`."""
 
-    def __init__(self, truth: dict[tuple[int, ...], list[int]], k: int, spoil: float, seed: int = 0) -> None:
+    def __init__(self, truth: dict[tuple[int, ...], list[int]], k: int, spoil: float) -> None:
         self.truth, self.k, self.spoil = truth, k, spoil
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(0)
 
     def propose(self, requests, batch, hidden_states, num_rejected) -> None:
         for request in requests:
@@ -90,10 +97,10 @@ def fresh_rows(cache: PagedCache, rows: int, generator: torch.Generator) -> tupl
     return key, value
 
 
-def make_case(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int, int]], seed: int = 0):
+def make_case(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int, int]]):
     """A cache with filled prefixes and shuffled blocks of 4, and the batch of `(num_computed, drafts, prefill rows)`;
     a request has either drafts or prefill."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lens = [1 + drafts if drafts else prefill for _, drafts, prefill in requests]
     computed, num_drafts = [request[0] for request in requests], [request[1] for request in requests]
     needed = [-(-(c + n) // 4) for c, n in zip(computed, lens, strict=True)]
@@ -107,9 +114,9 @@ def make_case(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int, i
     return cache, batch
 
 
-def run_step(policy, batch: Batch, num_rejected: list[int], seed: int = 1) -> list[torch.Tensor]:
+def run_step(policy, batch: Batch, num_rejected: list[int]) -> list[torch.Tensor]:
     """One step with random queries, keys and values, the same for every policy; returns each layer's attention."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     cache, outputs = policy.cache, []
     policy.begin(batch)
     for layer in cache.layers:

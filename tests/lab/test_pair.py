@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 import hashlib
 import json
-import os
 import re
-import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from nwor.settings import Settings
+from nwor_lab.engines.engine import Engine, EngineSpec
 from nwor_lab.pair import load_prompts, load_tokenizer
 from nwor_lab.pair.model import (
     causal_attention,
@@ -24,14 +23,11 @@ from nwor_lab.pair.model import (
 )
 from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET, PROMPTS
 from tests.checkpoints import random_pair
-from tests.lab.pairs import read_csv, small_pair
+from tests.lab.reference_models import tiny_pair
 
 sys.path.insert(0, str(DATA / "pair"))
 from corpus import BLOCKS
 from train import acceptance, generate
-
-STDLIB = Path(sysconfig.get_path("stdlib"))
-
 
 # The files of the shipped pair
 
@@ -80,11 +76,11 @@ def test_shipped_pair_drafts_well_and_indents():
 
 
 def test_training_record_shows_learning_and_matches_the_recipe():
-    rows = read_csv(DATA / "pair" / "training.csv")
-    assert list(rows[0]) == ["model", "step", "split", "metric", "value"]
+    rows = pd.read_csv(DATA / "pair" / "training.csv")
+    assert list(rows) == ["model", "step", "split", "metric", "value"]
 
     def curve(model, split, metric):
-        return [float(r["value"]) for r in rows if (r["model"], r["split"], r["metric"]) == (model, split, metric)]
+        return rows.query("model == @model and split == @split and metric == @metric")["value"].tolist()
 
     recipe = json.loads((DATA / "pair" / "recipe.json").read_text())
     loss, length = curve("target", "validation", "loss"), curve("eagle", "validation", "acceptance_length")
@@ -96,30 +92,10 @@ def test_training_record_shows_learning_and_matches_the_recipe():
 
 @pytest.mark.engine
 def test_shipped_pair_in_vllm_accepts_two_and_a_half_tokens_a_window():
-    script = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-target, eagle, prompts = json.load(sys.stdin)
-speculative = {"method": "eagle", "model": eagle, "num_speculative_tokens": 4}
-llm = LLM(target, speculative_config=speculative, max_model_len=512, enforce_eager=True, disable_log_stats=False)
-llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
-value = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-accepted, drafts = (value["vllm:spec_decode_num_" + name] for name in ("accepted_tokens", "drafts"))
-print("acceptance length", 1 + accepted / drafts)
-"""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        input=json.dumps([str(PAIR_TARGET), str(PAIR_EAGLE), load_prompts(count=16)]),
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert float(done.stdout.rpartition("acceptance length")[2]) > 2.5
+    spec = EngineSpec(str(PAIR_TARGET), str(PAIR_EAGLE), k=4)
+    with Engine(spec, Settings()) as engine:
+        counters = engine.generate(engine.encode(load_prompts(count=16)), 64).counters
+    assert 1 + counters["accepted_tokens"] / counters["drafts"] > 2.5
 
 
 # The head
@@ -127,7 +103,7 @@ print("acceptance length", 1 + accepted / drafts)
 
 def test_head_is_the_formula_of_the_paper():
     """`fc` of embedding and feature, then a decoder layer without input norm, at layer numbers behind the target's."""
-    target, head = small_pair(3)
+    target, head = tiny_pair()
     ids, positions, hidden = torch.randint(61, (1, 20)), torch.arange(20)[None], torch.randn(1, 20, 32)
     seen = []
 
@@ -137,8 +113,8 @@ def test_head_is_the_formula_of_the_paper():
 
     hidden_states(target, ids, positions, attend)
     got = head(ids, positions, hidden, attend)
-    assert [layer for layer, *_ in seen] == [0, 1, 2]
-    assert seen[2][1:] == ((1, 20, 4, 8), (1, 20, 2, 8))
+    assert [layer for layer, *_ in seen] == [0, 1, 2, 3]
+    assert seen[3][1:] == ((1, 20, 4, 8), (1, 20, 2, 8))
     x = F.linear(torch.cat((target.model.embed_tokens(ids), hidden), -1), head.fc.weight)
     layer, rotation = head.layers[0], head.rotary_emb(hidden, position_ids=positions)
     x = x + layer.self_attn(x, position_embeddings=rotation, attend=causal_attention)[0]
@@ -147,7 +123,7 @@ def test_head_is_the_formula_of_the_paper():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_head_round_trip_with_and_without_bias(bias, tmp_path):
-    target, head = small_pair(2, bias)
+    target, head = tiny_pair(bias=bias)
     save_file({n: p.detach().clone() for n, p in head.own_parameters().items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(head.config.to_dict()))
     again = load_head(tmp_path, target)

@@ -7,18 +7,17 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from nwor_lab.pair import load_prompts, load_tokenizer
-from nwor_lab.pair.model import (
-    hidden_states,
-    load_pair,
-)
+from nwor_lab.pair.model import hidden_states, load_pair
 from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET
-from tests.lab.pairs import SMALL, read_csv, small_pair
+from nwor_lab.reference.policies import attention
+from tests.lab.reference_models import SMALL, tiny_pair
 
 sys.path.insert(0, str(DATA / "pair"))
 from corpus import corpus_hash, cut_prompts, read_corpus, train_tokenizer
@@ -30,22 +29,13 @@ STDLIB = Path(sysconfig.get_path("stdlib"))
 class ChainCache:
     """Attention of one head layer over rows kept one by one: what a drafter's own KV cache does."""
 
-    def __init__(self, keys=(), values=()):
-        self.keys, self.values = list(keys), list(values)
+    def __init__(self):
+        self.keys, self.values = [], []
 
     def __call__(self, layer, query, key, value):
-        query, key, value = query[0], key[0], value[0]
-        self.keys.append(key)
-        self.values.append(value)
-        keys, values = torch.cat(self.keys), torch.cat(self.values)
-        groups = query.shape[1] // key.shape[1]
-        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-        visible = len(keys) - len(query) + torch.arange(1, len(query) + 1)
-        out = []
-        for q, n in zip(query, visible.tolist(), strict=True):
-            scores = torch.einsum("hd,thd->ht", q, keys[:n]) / q.shape[-1] ** 0.5
-            out.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values[:n]))
-        return torch.stack(out)[None]
+        self.keys.append(key[0])
+        self.values.append(value[0])
+        return attention(query[0], torch.cat(self.keys), torch.cat(self.values))[None]
 
 
 def draft_chain(head, ids, hidden, position, drafts):
@@ -62,7 +52,7 @@ def draft_chain(head, ids, hidden, position, drafts):
 
 
 def test_unrolled_passes_are_a_real_draft_chain():
-    target, head = small_pair()
+    target, head = tiny_pair(torch.float64)
     ids = torch.randint(61, (1, 14))
     with torch.no_grad():
         hidden = hidden_states(target, ids, torch.arange(14)[None])
@@ -70,7 +60,7 @@ def test_unrolled_passes_are_a_real_draft_chain():
         for position in range(14 - 1 - DRAFTS):
             chain = draft_chain(head, ids[0], hidden[0], position, DRAFTS)
             diagonal = torch.stack([passes[j, position + j] for j in range(DRAFTS)])
-            torch.testing.assert_close(diagonal, chain, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(diagonal, chain)
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +119,8 @@ def test_recipe_trains_saves_and_loads(library, tmp_path, capsys):
     }
     recipe = json.loads((tmp_path / "recipe.json").read_text())
     assert recipe["steps"] == 3 and recipe["corpus_sha256"] == corpus_hash(read_corpus(library))
-    rows = read_csv(tmp_path / "training.csv")
-    loss = [
-        float(r["value"]) for r in rows if (r["model"], r["split"], r["metric"]) == ("target", "validation", "loss")
-    ]
+    rows = pd.read_csv(tmp_path / "training.csv")
+    loss = rows.query("model == 'target' and split == 'validation' and metric == 'loss'")["value"].tolist()
     assert len(loss) == 4 and loss[2] < loss[0]
     assert len(load_prompts(tmp_path / "prompts.jsonl")) == 2
     assert "held_out_loss" in capsys.readouterr().out
