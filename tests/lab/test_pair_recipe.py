@@ -16,7 +16,6 @@ from transformers import LlamaConfig
 from nwor_lab.pair import load_prompts, load_tokenizer
 from nwor_lab.pair.model import hidden_states, load_pair
 from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET
-from nwor_lab.reference.policies import attention
 from tests.lab.reference_models import SMALL, tiny_pair
 
 sys.path.insert(0, str(DATA / "pair"))
@@ -26,29 +25,13 @@ from train import DRAFTS, Recipe, main, unroll
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
-class ChainCache:
-    """Attention of one head layer over rows kept one by one: what a drafter's own KV cache does."""
-
-    def __init__(self):
-        self.keys, self.values = [], []
-
-    def __call__(self, layer, query, key, value):
-        self.keys.append(key[0])
-        self.values.append(value[0])
-        return attention(query[0], torch.cat(self.keys), torch.cat(self.values))[None]
-
-
 def draft_chain(head, ids, hidden, position, drafts):
-    """Features of a real chain: verified rows up to `position` first, then the head on its own features."""
-    cache, features = ChainCache(), []
-    rows = torch.arange(position + 1)
-    feature = head(ids[None, 1 : position + 2], rows[None], hidden[None, : position + 1], cache)[:, -1:]
-    features.append(feature)
-    for j in range(1, drafts):
-        row = torch.tensor([[position + j]])
-        feature = head(ids[None, position + j + 1 : position + j + 2], row, feature, cache)
-        features.append(feature)
-    return torch.cat(features, 1)[0]
+    """Features `[drafts, hidden]` of a real chain: verified rows up to `position`, then the head on its own."""
+    features = hidden[:, : position + 1]
+    for rows in range(position + 1, position + 1 + drafts):
+        own = head(ids[:, 1 : rows + 1], torch.arange(rows)[None], features)
+        features = torch.cat((features, own[:, -1:]), 1)
+    return features[0, position + 1 :]
 
 
 def test_unrolled_passes_are_a_real_draft_chain():
@@ -58,7 +41,7 @@ def test_unrolled_passes_are_a_real_draft_chain():
         hidden = hidden_states(target, ids, torch.arange(14)[None])
         passes = torch.stack(unroll(head, ids, hidden, DRAFTS))[:, 0]
         for position in range(14 - 1 - DRAFTS):
-            chain = draft_chain(head, ids[0], hidden[0], position, DRAFTS)
+            chain = draft_chain(head, ids, hidden, position, DRAFTS)
             diagonal = torch.stack([passes[j, position + j] for j in range(DRAFTS)])
             torch.testing.assert_close(diagonal, chain)
 
