@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small window of notebook 00, and what `make demo` says of two engines."""
 
-import subprocess
-import sys
-
 import pytest
 
-from nwor_lab import demo, paths
+from nwor_lab import demo
 from nwor_lab.engines.engine import Generation
 from nwor_lab.plots import tour
 from nwor_lab.reference.tour import MOMENTS, TinyWindow
@@ -64,8 +61,7 @@ def test_the_verdict_and_the_pages_follow_the_audit(tmp_path) -> None:
     assert tour.pages(tmp_path, pages).is_file()
 
 
-def test_bad_input_is_one_line() -> None:
-    command = [sys.executable, "-m", "nwor_lab.demo", "--num-prompts", "65"]
-    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("demo: 65 prompts asked for")
+def test_bad_input_is_one_line(capsys) -> None:
+    assert demo.main(["--num-prompts", "65"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("demo: 65 prompts asked for") and error.count("\n") == 1
