@@ -57,7 +57,7 @@ class ChunkedDrafter(Drafter):
     def __init__(self, drafter: Drafter, chunk: int) -> None:
         if chunk < 1:
             raise ValueError(f"a chunk has at least 1 row, got {chunk}")
-        self.drafter, self.chunk = drafter, chunk
+        self.drafter, self.chunk, self.k = drafter, chunk, drafter.k
         self.windows: list[ChunkedWindow] = []
 
     def start(self, cache: PagedCache) -> None:
@@ -81,4 +81,4 @@ class ChunkedDrafter(Drafter):
             drafts, request.window = request.drafts, None
             if drafts:
                 request.drafts = drafts[: self.chunk - 1]
-                request.window = ChunkedWindow(len(drafts), drafts[self.chunk - 1 :])
+                request.window = ChunkedWindow(drafts[self.chunk - 1 :])

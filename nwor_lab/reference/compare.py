@@ -39,13 +39,12 @@ def compare(
     Pages never written hold NaN, except in `blind`: it reads them, and would show nothing but NaN. There they hold
     zeros, as in a cache that vLLM has just made.
     """
+    decoders = {
+        mode: SpeculativeDecoder(target, mode, EagleDrafter(head, k), poison=mode != "blind", seed=seed)
+        for mode in modes
+    }
     with one_thread():
-        return {
-            mode: SpeculativeDecoder(
-                target, mode, EagleDrafter(head, k), k, poison=mode != "blind", seed=seed
-            ).generate(prompts, max_tokens)
-            for mode in modes
-        }
+        return {mode: decoder.generate(prompts, max_tokens) for mode, decoder in decoders.items()}
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def compare_chunks(
     for mode, rows in (("off", 1 + k), *((mode, chunk) for mode in ("off", "cow", "stage"))):
         drafter = ChunkedDrafter(LookupDrafter(k), rows)
         with one_thread():
-            found = SpeculativeDecoder(target, mode, drafter, k, seed=seed).generate(prompts, max_tokens)
+            found = SpeculativeDecoder(target, mode, drafter, seed=seed).generate(prompts, max_tokens)
         if not drafter.windows:
             raise ValueError(f"no window in {max_tokens} tokens: decode more, or give prompts that repeat themselves")
         runs.append(ChunkedRun(mode, k, rows, found, drafter.windows))

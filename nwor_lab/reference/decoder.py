@@ -26,12 +26,11 @@ class ChunkedWindow:
     """A window that `nwor_lab.reference.chunks` verifies in several steps, and what has become of it so far.
 
     Attributes:
-        k: its drafts, `accepted` of which have been accepted.
         waiting: drafts that no step has taken yet; the first is judged by the step that runs now.
+        accepted: drafts accepted so far.
         forwards, rows: steps it took part in, and the rows that it brought to them.
     """
 
-    k: int
     waiting: list[int]
     accepted: int = 0
     forwards: int = 0
@@ -112,7 +111,9 @@ def survival(accepted: list[int], k: int) -> list[float]:
 
 
 class Drafter:
-    """Proposes drafts; one without a cache of its own has no `start`."""
+    """Proposes at most `k` drafts a request; one without a cache of its own has no `start`."""
+
+    k: int
 
     def start(self, cache: PagedCache) -> None:
         """Begin a generation over the target's `cache`."""
@@ -204,7 +205,6 @@ class SpeculativeDecoder:
         target: the model that verifies (`nwor_lab.pair.model.load_target`).
         mode: `off`, `blind`, `cow` or `stage`.
         drafter: for `target`, such as an `EagleDrafter`.
-        k: drafts a request brings to a step.
         block_size: of the paged cache.
         prefill_chunk: most prompt tokens a request computes in a step.
         cache_dtype: the target's cache, None: that of its weights; fp8 dtypes use a scale of 1.
@@ -215,7 +215,6 @@ class SpeculativeDecoder:
     target: PreTrainedModel
     mode: str
     drafter: Drafter
-    k: int = 4
     block_size: int = 16
     prefill_chunk: int = 64
     cache_dtype: torch.dtype | None = None
@@ -223,7 +222,7 @@ class SpeculativeDecoder:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = self.k, self.prefill_chunk, self.block_size
+        sizes = self.drafter.k, self.prefill_chunk, self.block_size
         if min(sizes) < 1:
             raise ValueError(f"k, prefill_chunk and block_size must be at least 1: {', '.join(map(str, sizes))}")
 
@@ -236,7 +235,8 @@ class SpeculativeDecoder:
         """
         if not prompts or not all(prompts) or max_tokens < 1:
             raise ValueError("give at least one prompt, no empty one, and max_tokens of at least 1")
-        needed = [-(-(len(prompt) + max_tokens + 2 * self.k + 1) // self.block_size) for prompt in prompts]
+        k = self.drafter.k
+        needed = [-(-(len(prompt) + max_tokens + 2 * k + 1) // self.block_size) for prompt in prompts]
         num_blocks = sum(needed) + 1
         blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed))
         tables = blocks[: sum(needed)].split(needed)
@@ -247,12 +247,12 @@ class SpeculativeDecoder:
         sizes = config.num_key_value_heads, config.head_dim, dtype.itemsize, weight.element_size()
         shape = Shape(config.num_hidden_layers, *sizes)
         cache = PagedCache(shape, num_blocks, self.block_size, dtype, poison=self.poison)
-        policy = make_policy(self.mode, cache, capacity=len(requests) * (1 + self.k))
+        policy = make_policy(self.mode, cache, capacity=len(requests) * (1 + k))
         self.drafter.start(cache)
         steps = []
         while active := [request for request in requests if request.is_active(max_tokens)]:
             steps.append(self._step(active, cache, policy))
-        return Generation(shape, self.k, [request.output[:max_tokens] for request in requests], steps, policy.counts)
+        return Generation(shape, k, [request.output[:max_tokens] for request in requests], steps, policy.counts)
 
     def _step(self, requests: list[Request], cache: PagedCache, policy: WriteAll) -> Step:
         starts = [request.num_computed_tokens for request in requests]

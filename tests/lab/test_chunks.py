@@ -42,7 +42,7 @@ def truth(target):
 
 def decode(target, mode, drafter, chunk, lengths=LENGTHS) -> ChunkedRun:
     chunked = ChunkedDrafter(drafter, chunk)
-    decoder = SpeculativeDecoder(target, mode, chunked, k=K, block_size=4, prefill_chunk=5)
+    decoder = SpeculativeDecoder(target, mode, chunked, block_size=4, prefill_chunk=5)
     return ChunkedRun(mode, K, chunk, decoder.generate(prompts(lengths), MAX_TOKENS), chunked.windows)
 
 
@@ -106,7 +106,7 @@ def test_an_eagle_head_drafts_the_same_windows_in_chunks():
     found = []
     for chunk in (1 + K, 2):
         drafter = ChunkedDrafter(EagleDrafter(head, K), chunk)
-        SpeculativeDecoder(target, "stage", drafter, k=K, block_size=8).generate(prompts((9,)), 60)
+        SpeculativeDecoder(target, "stage", drafter, block_size=8).generate(prompts((9,)), 60)
         found.append([window.accepted for window in drafter.windows])
     assert found[0] == found[1] and max(found[0]) > 2
 

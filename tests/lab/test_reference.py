@@ -38,7 +38,7 @@ def truth(pair):
 
 
 def decode(target, mode, drafter, **options):
-    options = {"k": 4, "block_size": 4, "prefill_chunk": 5, "poison": mode != "blind", **options}
+    options = {"block_size": 4, "prefill_chunk": 5, "poison": mode != "blind", **options}
     return SpeculativeDecoder(target, mode, drafter, **options).generate(prompts(LENGTHS), MAX_TOKENS)
 
 
@@ -51,7 +51,7 @@ def test_three_policies_say_what_the_target_says_alone(pair, truth, k, seed, blo
     """Prompts of four lengths, prefilled in chunks beside verifies, on pages full of NaN, whatever the order and size
     of blocks; the number of KV heads is 2, and so is one of the sizes. All leave clean pages but vanilla."""
     drafters = {mode: ScriptedDrafter(truth, k, spoil) for mode in EXACT}
-    runs = {mode: decode(pair[0], mode, drafters[mode], k=k, seed=seed, block_size=block_size) for mode in EXACT}
+    runs = {mode: decode(pair[0], mode, drafters[mode], seed=seed, block_size=block_size) for mode in EXACT}
     want, off = [truth[tuple(prompt)][:MAX_TOKENS] for prompt in prompts(LENGTHS)], runs["off"]
     for mode, run in runs.items():
         assert run.tokens == want, mode
@@ -242,7 +242,7 @@ def test_the_eagle_chain_is_that_of_a_forward_without_a_cache(mode):
             super().propose(requests, *args)
             seen.extend((list(r.tokens), r.num_computed_tokens, list(r.drafts)) for r in requests)
 
-    SpeculativeDecoder(target, mode, Spy(head, 3), k=3, block_size=4, prefill_chunk=6).generate(prompts((4, 15)), 6)
+    SpeculativeDecoder(target, mode, Spy(head, 3), block_size=4, prefill_chunk=6).generate(prompts((4, 15)), 6)
     assert any(drafts for _, _, drafts in seen) and any(not drafts for _, _, drafts in seen)
     for tokens, computed, drafts in seen:
         if drafts:
@@ -270,7 +270,7 @@ def test_bad_input_is_an_error(pair, truth):
     with pytest.raises(ValueError, match="choose one of off, blind, cow, stage"):
         SpeculativeDecoder(pair[0], "staging", drafter).generate([[1, 2]], 4)
     with pytest.raises(ValueError, match="at least 1"):
-        SpeculativeDecoder(pair[0], "off", drafter, k=0)
+        SpeculativeDecoder(pair[0], "off", ScriptedDrafter(truth, 0, 0.0))
     for bad in ([], [[]], [[1], []]):
         with pytest.raises(ValueError, match="no empty one"):
             SpeculativeDecoder(pair[0], "off", drafter).generate(bad, 4)
