@@ -58,8 +58,9 @@ def test_prompts_are_held_out_and_end_where_a_block_begins():
         assert row["prompt"].endswith(":") and row["prompt"].splitlines()[-1].lstrip().startswith(BLOCKS)
         assert 64 <= len(tokenizer.encode(row["prompt"]).ids) <= 256
     assert load_prompts(count=3) == [row["prompt"] for row in rows[:3]]
-    with pytest.raises(ValueError, match="65 prompts asked for"):
-        load_prompts(count=65)
+    for count in (65, 0, -1):
+        with pytest.raises(ValueError, match=f"^{count} prompts asked for"):
+            load_prompts(count=count)
 
 
 def test_shipped_pair_drafts_well_and_indents():
