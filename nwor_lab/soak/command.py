@@ -165,7 +165,3 @@ def _table(found: episodes.Episode, run_id: str) -> pd.DataFrame:
         rows += [{"mode": mode, "metric": name, "value": value, "unit": "count"} for name, value in counts.items()]
         rows += [{"mode": mode, "metric": name, "value": value, "unit": "faults"} for name, value in faults.items()]
     return results.tidy(rows, **common)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.engines import child
+from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.traffic import Answer, Event, Traffic
 from nwor_lab.experiments import bench
 from nwor_lab.soak import command, script
@@ -70,10 +72,8 @@ def test_a_contrary_drafter_is_the_target_but_for_its_last_norm():
 
 def traffic(tokens: list[int], gap: float = 1.0, **more) -> Traffic:
     """One greedy request's; token 4 leads token 5 by `gap` nats."""
-    made = FakeEngine.__new__(FakeEngine)
     FakeEngine.forget()
-    made.mode = "stage"
-    given = made.traffic([Event(0, "r0", [9], GREEDY)], 0)
+    given = FakeEngine(EngineSpec("target"), Settings(mode="stage")).traffic([Event(0, "r0", [9], GREEDY)], 0)
     best = [{token: 0.0} for token in tokens[:-1]] + [{4: 0.0, 5: -gap}]
     return replace(given, answers={"r0": [Answer(tokens, best, "length")]}, **more)
 
