@@ -9,38 +9,15 @@ from typing import Any
 
 from nwor_lab.results import write_json
 
-_LLAMA_2_7B = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 32000,
-}
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
 SHAPES: dict[str, dict[str, int]] = {
-    "llama-2-7b": _LLAMA_2_7B,
-    "llama-2-7b-8kv": {**_LLAMA_2_7B, "num_key_value_heads": 8},
-    "small": {
-        **_LLAMA_2_7B,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 2048,
-    },
-    "tiny": {
-        **_LLAMA_2_7B,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 512,
-    },
+    "llama-2-7b": dict(zip(SIZES, (4096, 11008, 32, 32, 32, 128, 32000), strict=True)),
+    "llama-2-7b-8kv": dict(zip(SIZES, (4096, 11008, 32, 32, 8, 128, 32000), strict=True)),
+    "small": dict(zip(SIZES, (512, 1024, 8, 8, 8, 64, 2048), strict=True)),
+    "tiny": dict(zip(SIZES, (256, 512, 2, 4, 2, 64, 512), strict=True)),
 }
 
 
