@@ -52,9 +52,7 @@ class Unreadable(results.Unmeasurable):
     """Counters cannot be read on this machine."""
 
 
-def read(
-    code: str, metrics: Sequence[str], kernels: str, options: Sequence[str] = (), ncu: str = "ncu"
-) -> list[dict[str, Any]]:
+def read(code: str, metrics: Sequence[str], kernels: str, options: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Run `python -c code` under the profiler and read `metrics` of each launch.
 
     Clocks are left as they are.
@@ -71,16 +69,16 @@ def read(
         Unreadable: there is no such profiler, or none that may read counters.
         RuntimeError: it failed, or a launch lacks a metric or has it in an unknown unit.
     """
-    if not shutil.which(ncu):
-        raise Unreadable(f"no {ncu} on the PATH: install Nsight Compute, or say where it is")
-    command = [ncu, "--csv", "--clock-control", "none", "--kernel-name-base", "demangled"]
+    if not shutil.which("ncu"):
+        raise Unreadable("no ncu on the PATH: install Nsight Compute, or add its folder there")
+    command = ["ncu", "--csv", "--clock-control", "none", "--kernel-name-base", "demangled"]
     command += ["--kernel-name", f"regex:{kernels}", *options]
     command += ["--metrics", ",".join(metrics), sys.executable, "-c", code]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         said = done.stdout + done.stderr
         error = Unreadable if any(reason in said for reason in FORBIDDEN) else RuntimeError
-        raise error(f"{ncu} failed with {done.returncode}: {said[-2000:]}")
+        raise error(f"ncu failed with {done.returncode}: {said[-2000:]}")
     return parse(done.stdout, metrics)
 
 
@@ -129,7 +127,7 @@ def launch() -> None:
         del case, call
 
 
-def measure(ncu: str = "ncu") -> pd.DataFrame:
+def measure() -> pd.DataFrame:
     """One row a shape, kernel (`op`) and metric.
 
     Raises:
@@ -137,7 +135,7 @@ def measure(ncu: str = "ncu") -> pd.DataFrame:
         RuntimeError: the profiler saw other launches than the shapes make.
     """
     run, late = "from nwor_lab.microbench import counters; counters.launch()", ("--profile-from-start", "off")
-    return table(read(run, metrics=list(METRICS), kernels="|".join(KERNELS), options=late, ncu=ncu))
+    return table(read(run, metrics=list(METRICS), kernels="|".join(KERNELS), options=late))
 
 
 def table(seen: list[dict[str, Any]]) -> pd.DataFrame:

@@ -154,7 +154,7 @@ def run_counted() -> None:
         del case, call
 
 
-def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
+def count_bytes() -> pd.DataFrame:
     """DRAM bytes of each counted case as Nsight Compute reads them. One row a case and metric; `bytes`: the model's.
 
     Neither clocks nor caches are touched by the profiler: the cache is full of another kernel's bytes before, as when
@@ -165,9 +165,9 @@ def count_bytes(ncu: str = "ncu") -> pd.DataFrame:
         RuntimeError: the profiler saw other launches than the cases make.
     """
     run, untouched = "from nwor_lab.microbench import operators; operators.run_counted()", ("--cache-control", "none")
-    seen = counters.read(run, metrics=list(METRICS), kernels="move_rows", options=untouched, ncu=ncu)
+    seen = counters.read(run, metrics=list(METRICS), kernels="move_rows", options=untouched)
     if len(seen) != len(counted()):
-        raise RuntimeError(f"{ncu} saw {len(seen)} launches, expected {len(counted())}")
+        raise RuntimeError(f"ncu saw {len(seen)} launches, expected {len(counted())}")
     found = []
     for (kv_heads, cache, rows, kept, op), launch in zip(counted(), seen, strict=True):
         half = bytes_moved(op, shape_of(kv_heads, cache), rows, kept) // 2

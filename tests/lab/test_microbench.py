@@ -164,7 +164,7 @@ def test_attention_is_measured_as_it_is_recorded(monkeypatch, capsys) -> None:
     names = ["empty", "nwor", "flash", "flash 1", "triton", "write"]
 
     class Case:
-        def __init__(self, shape, seed):
+        def __init__(self, shape):
             self.calls, self.error = lambda: dict.fromkeys(names, print), lambda call: 1e-3
 
     monkeypatch.setattr(attention, "AttentionCase", Case)
@@ -308,7 +308,7 @@ PRINTED = """==PROF== Connected to process 7
 """
 
 
-def test_what_the_profiler_prints_is_read():
+def test_what_the_profiler_prints_is_read(monkeypatch):
     first, second = counters.parse(PRINTED, (TIME, DRAM))
     assert first == {"kernel": "verify_windows", TIME: (pytest.approx(12.736), "us"), DRAM: (1500, "byte")}
     assert second == {"kernel": "flash<1, 2>", TIME: (13, "us"), DRAM: (7, "byte")}
@@ -317,34 +317,36 @@ def test_what_the_profiler_prints_is_read():
         counters.parse(PRINTED, (TIME, "lost"))
     with pytest.raises(RuntimeError, match="is in fortnight, not in byte"):
         counters.parse(PRINTED.replace('"us"', '"fortnight"'), (TIME,))
-    with pytest.raises(counters.Unreadable, match="no lost/ncu on the PATH: install Nsight Compute"):
-        counters.read("code", metrics=(TIME,), kernels="x", ncu="lost/ncu")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(counters.Unreadable, match="no ncu on the PATH: install Nsight Compute"):
+        counters.read("code", metrics=(TIME,), kernels="x")
 
 
-def profiler(folder: Path, *lines: str) -> str:
-    """A profiler that runs these lines of shell instead."""
-    path = folder / "ncu"
-    path.write_text("\n".join(["#!/bin/sh", *lines]))
-    path.chmod(0o755)
-    return str(path)
+@pytest.fixture
+def profiler(tmp_path, monkeypatch) -> Path:
+    """Where a profiler is looked for first: a script that is yet to be written."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    path = tmp_path / "ncu"
+    path.touch(mode=0o755)
+    return path
 
 
 @pytest.mark.parametrize(
     ("says", "forbidden"),
     [("==ERROR== ERR_NVGPUCTRPERM - no permission to read counters", True), ("ImportError: no module", False)],
 )
-def test_a_profiler_that_fails_says_why(says, forbidden, tmp_path):
+def test_a_profiler_that_fails_says_why(says, forbidden, profiler):
     """A program that crashes under it is no reason to do without its counters."""
-    ncu = profiler(tmp_path, f"echo '{says}'; exit 3")
+    profiler.write_text(f"#!/bin/sh\necho '{says}'; exit 3")
     with pytest.raises(RuntimeError, match=f"failed with 3: {says}") as raised:
-        counters.read("code", metrics=(TIME,), kernels="x", ncu=ncu)
+        counters.read("code", metrics=(TIME,), kernels="x")
     assert isinstance(raised.value, counters.Unreadable) is forbidden
 
 
-def test_the_profiler_is_asked_for_what_is_read(tmp_path):
-    ncu = profiler(tmp_path, f'echo "$*" > {tmp_path}/asked', f"cat <<END\n{PRINTED}END")
+def test_the_profiler_is_asked_for_what_is_read(profiler, tmp_path):
+    profiler.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\ncat <<END\n{PRINTED}END')
     options = ("--profile-from-start", "off")
-    seen = counters.read("code()", metrics=(TIME,), kernels="a|b", options=options, ncu=ncu)
+    seen = counters.read("code()", metrics=(TIME,), kernels="a|b", options=options)
     assert [launch["kernel"] for launch in seen] == ["verify_windows", "flash<1, 2>"]
     asked = (tmp_path / "asked").read_text()
     assert "--clock-control none" in asked and "regex:a|b --profile-from-start off" in asked
