@@ -96,7 +96,8 @@ class Engine:
 
     def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
         self.wait()
-        self._pipe.send((name, arguments, named))
+        with contextlib.suppress(BrokenPipeError):  # it has died, as what follows finds
+            self._pipe.send((name, arguments, named))
         return self._receive(name)
 
     def _receive(self, doing: str) -> Any:

@@ -72,6 +72,17 @@ def test_a_version_of_flash_attention_arrives_in_vllms_config():
         assert (found.backend and found.backend.name, found.flash_attn_version) == expected
 
 
+@pytest.mark.parametrize(("up", "at"), [(False, "start"), (True, "report")])
+def test_an_engine_that_was_killed_is_named_with_its_log(up, at, tmp_path):
+    """By the kernel for want of memory, say, between two calls too."""
+    with Engine(EngineSpec(*PAIR), Settings(mode="cow"), log=tmp_path / "log") as engine:
+        engine._process.kill()
+        engine._process.join()
+        engine._ready = up
+        with pytest.raises(EngineError, match=f"^the cow engine failed at {at}: it died .* code -9; its log: .*/log$"):
+            engine.report()
+
+
 @pytest.mark.engine
 def test_an_engine_that_fails_says_why_in_one_line_and_keeps_its_log(tmp_path, capfd):
     """What vLLM prints is in the log, and not in the terminal or on a notebook's page."""
