@@ -97,10 +97,14 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
     given["tolerance"] = given["tolerance"] or usual
     plan = from_options(Plan, given)
     spec = from_options(EngineSpec, given | {"k": plan.ks[0]})
+    if (room := spec.max_model_len - plan.max_tokens) < max(plan.random_prompts, default=1):
+        raise ValueError(f"max_model_len {spec.max_model_len} leaves room for {room} tokens of a prompt: raise it")
     if plan.random_prompts:
         prompts = random_prompts(plan)
     else:
         prompts = tokenized(spec, plan, pair.load_prompts(given["prompts"]))
+    if not prompts:
+        raise ValueError("there are no prompts: give --num-prompts, or a file of --prompts that has some")
     return spec, replace(plan, num_prompts=plan.num_prompts or len(prompts)), prompts
 
 

@@ -119,12 +119,11 @@ class Plan:
         return self.batches or (self.num_prompts,)
 
     def loads(self, longest: int, capacity: int) -> list[tuple[int, int]]:
-        """(prompt length, number of prompts) of each timed generation; a length is at most `longest`.
+        """(prompt length, number of prompts) of each timed generation; the length is `longest` for those of a file.
 
         Loads that the caches (`capacity` positions) would not hold at once are left out, and standard error says so.
         """
-        lengths = [min(longest, length) for length in self.random_prompts] or [longest]
-        every = list(itertools.product(lengths, self.sizes))
+        every = list(itertools.product(self.random_prompts or (longest,), self.sizes))
         if not self.random_prompts:
             return every
         fits = [(length, size) for length, size in every if size * (length + self.max_tokens) <= capacity]
