@@ -15,9 +15,9 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import results
-from nwor_lab.experiments.survival import mean_accepted, predict_rejected, same_share, summary, survival
+from nwor_lab.experiments.survival import predict_rejected, summary, survival
 
-__all__ = ["mean_accepted", "predict_rejected", "same_share", "summary", "survival"]
+__all__ = ["predict_rejected", "summary", "survival"]
 
 RECORDED = "gpu_acceptance"
 """Table of the counts at scale, in a run and in `data/recorded/`."""

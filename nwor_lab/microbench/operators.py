@@ -44,7 +44,6 @@ SHAPES = tuple((kv_heads, cache) for kv_heads in (32, 8) for cache in ("bf16", "
 OURS = ("commit", "restore", "log")
 PEERS = ("vllm", "vllm triton", "flashinfer", "index_copy", "index_put")  # the last two, torch's, are recorded alone
 METRICS = {"dram__bytes_read.sum": "dram_read", "dram__bytes_write.sum": "dram_written"}
-COUNTS = ("kv_heads", "rows", "kept", "launches", "bytes")
 
 
 def bytes_moved(op: str, shape: Shape, rows: int, kept: int, query: int = QUERY) -> int:
@@ -90,11 +89,11 @@ def measure(
             found += _launches(case, cache, repeats)
         del case, calls
         torch.cuda.empty_cache()
-    frame = pd.DataFrame(found)
-    frame["metric"] = frame.get("metric", pd.Series(dtype=object)).fillna("time")
+    counts = dict.fromkeys(("kv_heads", "rows", "kept", "launches", "bytes"), 0)
+    frame = pd.DataFrame(found).fillna({"metric": "time", "cache": ""} | counts)
+    frame = frame.astype(dict.fromkeys(counts, "int64"))
     frame["unit"] = frame["metric"].map({"time": "us", "bytes_differing": "bytes"})
-    frame[list(COUNTS)] = frame[list(COUNTS)].fillna(0).astype("int64")
-    return results.tidy(frame.fillna({"cache": ""}), mode="", model="", seed=seed, k=k)
+    return results.tidy(frame, mode="", model="", seed=seed, k=k)
 
 
 def _copies(repeats: int) -> list[dict[str, Any]]:

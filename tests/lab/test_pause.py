@@ -18,7 +18,7 @@ from nwor_lab.engines import pause
 class Worker:
     """Two layers, and a runner whose capture notes what it saw."""
 
-    def __init__(self, monkeypatch, mode: str, full_graphs: bool = True, v2: bool = True) -> None:
+    def __init__(self, mode: str, full_graphs: bool = True, v2: bool = True) -> None:
         layout = CacheLayout.from_kv_caches(Paged().targets())
         manager = DraftCommitManager(layout, mode, 4, 3, 32, uses_full_cudagraphs=full_graphs)
         self.manager = manager
@@ -50,8 +50,8 @@ HOLD = pytest.mark.parametrize(
 
 
 @HOLD
-def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode, full_graphs, hold, monkeypatch):
-    worker = Worker(monkeypatch, mode, full_graphs)
+def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode, full_graphs, hold):
+    worker = Worker(mode, full_graphs)
     serving = worker.state
     for _ in range(2):
         pause.pause(worker)
@@ -63,9 +63,9 @@ def test_where_graphs_hold_a_mode_vllms_own_are_captured_at_the_first_pause(mode
 
 @HOLD
 @pytest.mark.parametrize("paused_before", [True, False])
-def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs, hold, paused_before, monkeypatch):
+def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs, hold, paused_before):
     """Where one capture put its buffers must not pass for what a mode takes or saves."""
-    worker = Worker(monkeypatch, mode, full_graphs)
+    worker = Worker(mode, full_graphs)
     manager, layers, _ = worker.state
     if paused_before:
         pause.pause(worker)
@@ -82,15 +82,15 @@ def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs,
     assert worker.state == (None, [None, None], {"a batch": "vanilla" if hold else "the start-up's"})
 
 
-def test_what_cannot_be_paused_is_refused_and_left_as_it_was(monkeypatch):
-    worker = Worker(monkeypatch, "stage", v2=False)
+def test_what_cannot_be_paused_is_refused_and_left_as_it_was():
+    worker = Worker("stage", v2=False)
     before = worker.state
     for refused in (pause.pause, pause.capture_anew):
         with pytest.raises(RuntimeError, match="pause it under the V2 runner, or with enforce_eager"):
             refused(worker)
     assert worker.state == before and not worker.captured
 
-    worker = Worker(monkeypatch, "cow")
+    worker = Worker("cow")
     manager_of(worker.model_runner).num_requests = 1
     with pytest.raises(RuntimeError, match="between requests"):
         pause.pause(worker)
