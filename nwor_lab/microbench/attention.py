@@ -49,7 +49,7 @@ HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 AXES = {
-    "heads": timer.pairs, "batches": timer.numbers, "contexts": timer.numbers, "caches": timer.words,
+    "heads": timer.pairs, "batches": timer.numbers, "contexts": timer.numbers, "caches": timer.caches,
     "ks": timer.numbers,
 }  # fmt: skip
 

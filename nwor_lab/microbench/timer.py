@@ -65,9 +65,12 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def words(text: str) -> list[str]:
-    """Words that commas divide."""
-    return text.split(",")
+def caches(text: str) -> list[str]:
+    """Of bf16 and fp8, those that are wanted."""
+    found = text.split(",")
+    if unknown := set(found) - {"bf16", "fp8"}:
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is not of bf16 and fp8")
+    return found
 
 
 def pairs(text: str) -> list[tuple[int, int]]:

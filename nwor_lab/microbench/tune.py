@@ -50,7 +50,7 @@ from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.microbench.attention import shapes
 from nwor_lab.microbench.held_out import CONTEXTS
 from nwor_lab.microbench.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
-from nwor_lab.microbench.timer import empty, interleaved, numbers, pairs
+from nwor_lab.microbench.timer import caches, empty, interleaved, numbers, pairs
 
 THREE_AT_ONCE = 168  # registers of a thread at most, if three programs of four warps are to share a multiprocessor
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
@@ -297,7 +297,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=HEAD_SIZE, help="with --heads")
     parser.add_argument("--tp", type=numbers, default=[1], help="ranks that share the heads: 1,2 (default: 1)")
     parser.add_argument("--ks", type=numbers, default=[8], help="drafts of a window: 1,3,8 (default: 8)")
-    parser.add_argument("--caches", default="bf16,fp8", help="of bf16 and fp8, those to tune for (default: both)")
+    parser.add_argument("--caches", type=caches, default="bf16,fp8", help="those to tune for (default: bf16,fp8)")
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="requests (default: 1,4,16,64)")
     parser.add_argument(
         "--contexts", type=numbers, default=list(CONTEXTS),
@@ -321,12 +321,11 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("nwor tune: no NVIDIA GPU here, and a table is of the GPU it was found on", file=sys.stderr)
         return 2
-    caches = options.caches.split(",")
-    if "fp8" in caches and torch.cuda.get_device_capability() < (8, 9):
+    if "fp8" in options.caches and torch.cuda.get_device_capability() < (8, 9):
         print("nwor tune: this GPU has no fp8: bf16 alone")
-        caches.remove("fp8")
+        options.caches = ["bf16"]
     device = Device.of("cuda")
-    chosen = shapes(ranks, options.batches, options.contexts, caches, options.ks, head_size=head_size)
+    chosen = shapes(ranks, options.batches, options.contexts, options.caches, options.ks, head_size=head_size)
     memory = torch.cuda.get_device_properties("cuda").total_memory
     chosen = [shape for shape in chosen if LAYERS * shape.bytes < memory]
     known = tuned(device)

@@ -332,6 +332,24 @@ def searched(times: dict[int, float], vanilla: float = 100.0, **config) -> pd.Da
     return pd.DataFrame(rows).assign(vanilla=vanilla)
 
 
+@pytest.mark.parametrize("caches", ["fp8", "bf16,fp8"])
+def test_a_gpu_without_fp8_is_tuned_for_bf16_alone(caches, tmp_path, monkeypatch, capsys):
+    asked: list[AttentionShape] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(Device, "of", lambda _: A100)
+    monkeypatch.setattr(tune, "search", lambda chosen, *_, **__: asked.extend(chosen) or searched({560: 60}))
+    assert tune.main(["--shape", "llama-2-7b", "--caches", caches, "--out", str(tmp_path)]) == 0
+    assert {shape.cache for shape in asked} == {"bf16"} and "no fp8: bf16 alone" in capsys.readouterr().out
+
+
+def test_a_cache_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        tune.main(["--shape", "llama-2-7b", "--caches", "bf16,fp16"])
+    assert "--caches: fp16 is not of bf16 and fp8" in capsys.readouterr().err
+
+
 def test_a_configuration_that_never_loses_comes_first():
     """Even where another would be faster at most contexts."""
     fast, never_slow = searched({512: 60, 8192: 105}, tile=64), searched({512: 80, 8192: 97}, tile=32)
