@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,26 +98,12 @@ class Problem:
         shape = (blocks, self.num_kv_heads, self.block_size, 2 * self.head_size)
         return torch.full(shape, float("nan")).to(self.cache_dtype)
 
+    def arguments(self) -> dict[str, Any]:
+        """What the operator is given, by name."""
+        return {name: getattr(self, name) for name in ops.OPERATORS["verify_attention"]}
+
     def run(self) -> Tensor:
-        ops.verify_attention(
-            self.query,
-            self.kv_cache,
-            self.staging,
-            self.output,
-            self.query_start_loc,
-            self.seq_lens,
-            self.block_table,
-            self.window_start,
-            self.packing,
-            scale=self.scale,
-            softcap=self.softcap,
-            sliding_window=self.sliding_window,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            kv_cache_dtype=self.kv_cache_dtype,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-        )
+        ops.verify_attention(**self.arguments())
         return self.output
 
     def reference(self) -> Tensor:
@@ -128,17 +115,9 @@ class Problem:
             first = int(self.query_start_loc[request])
             query = self.query[first : first + tail].double()
             expected[first : first + tail] = attend(
-                query,
-                self.rows[request],
-                prefix,
-                self.scale,
-                self.softcap,
-                self.sliding_window,
-                self.k_scale,
-                self.v_scale,
-                self.alibi_slopes,
-                self.sinks,
-            )
+                query, self.rows[request], prefix, self.scale, self.softcap, self.sliding_window, self.k_scale,
+                self.v_scale, self.alibi_slopes, self.sinks,
+            )  # fmt: skip
         return expected
 
     def check(self) -> None:

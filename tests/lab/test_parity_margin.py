@@ -98,14 +98,12 @@ def test_a_fault_is_what_its_name_says(name, on_cpu):
     packing = identity_packing(16, 64)
     problem = Problem([40, 9, 70], [5, 12, 3], windows=[True, False, True], packing=packing)
     if on_cpu:
-        attention, names = ops.verify_attention, ops.OPERATORS["verify_attention"]
-        named = {field: getattr(problem, field) for field in names if hasattr(problem, field)}
+        attention, named = ops.verify_attention, problem.arguments()
     else:
-        names = ("query", "kv_cache", "output", "query_start_loc", "seq_lens", "block_table", "scale")
+        attention = attend_as_on_a_gpu
         tails = [rows[prefix:] for rows, prefix in zip(problem.rows, problem.prefixes, strict=True)]
         key, value = torch.cat(tails).chunk(2, dim=-1)
-        attention, named = attend_as_on_a_gpu, {field: getattr(problem, field) for field in names}
-        named |= {"key": key, "value": value, "max_query_len": 9, "k_scale": torch.ones(1)}
+        named = problem.arguments() | {"key": key, "value": value, "max_query_len": 9, "k_scale": torch.ones(1)}
     attention(**named)
     right = problem.output.clone()
     torch.testing.assert_close(right.double(), problem.reference(), rtol=1e-5, atol=2e-6, equal_nan=True)
