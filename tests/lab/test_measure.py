@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands that measure on GPUs, and what is made of their tables: all but the measuring."""
 
+import importlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from nwor_lab import measure, paths, results
+from nwor_lab import cli, measure, paths, results
 from nwor_lab.experiments import gpu_steps, options
 from nwor_lab.experiments.parity import tolerance
 from nwor_lab.microbench import attention
@@ -36,6 +37,8 @@ def test_the_matrix_has_every_combination_once():
     assert len(measure.MEASUREMENTS) == sum(map(math.prod, each))
     for name, one in measure.MEASUREMENTS.items():
         assert "{" not in " ".join(one.command).replace("{out}", ""), name
+        module = cli.COMMANDS[one.command[1]][0] if one.command[0] == cli.__name__ else one.command[0]
+        assert hasattr(importlib.import_module(module), "main"), name
         asked = [int(one.command[at + 1]) for at, word in enumerate(one.command) if word == "--repeats"]
         assert not one.least_repeats or asked[-1] >= one.least_repeats, name
         assert one.gpus == int((["1"] + [one.command[at + 1] for at, w in enumerate(one.command) if w == "--tp"])[-1])
@@ -95,11 +98,6 @@ def test_every_table_of_layers_is_one(name, tmp_path, monkeypatch):
     assert attention.main(words) == 0 and path.exists() and path.with_suffix(".json").exists()
     assert len(set(asked)) == len(asked) > 10 and max(shape.bytes for shape in asked) < 40e9
     assert {shape.heads // shape.kv_heads for shape in asked} <= {1, 4} and {shape.heads for shape in asked} <= {16, 32}
-
-
-def test_the_other_commands_are_of_their_modules():
-    assert measure.MEASUREMENTS["attention"].command[0] == attention.__name__
-    assert measure.MEASUREMENTS["gpu_acceptance"].command[:2] == ["nwor_lab.cli", "acceptance"]
 
 
 def bench_table(mode_us: dict[str, float], kv_heads: int = 8, repeats: int = 6, **common) -> pd.DataFrame:
