@@ -19,6 +19,7 @@ from typing import Any
 
 from nwor_lab.engines.spec import EngineSpec
 from nwor_lab.engines.traffic import Event, Traffic, drive, sampling_params
+from nwor_lab.machine import on_cpu
 
 
 @dataclass
@@ -135,8 +136,6 @@ class Served:
             `structured_outputs` is a dict here. With `n` the answers of a prompt follow each other.
         """
         from vllm.sampling_params import RequestOutputKind
-
-        from nwor_lab.machine import on_cpu
 
         self.calls += 1
         names = [f"{self.calls}-{index}" for index in range(len(prompts))]

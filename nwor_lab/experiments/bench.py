@@ -34,7 +34,6 @@ from nwor_lab.experiments import options, survival
 from nwor_lab.experiments.bench_table import counted, kernel_rows, measured, summary
 from nwor_lab.experiments.parity import Parity, compare
 from nwor_lab.experiments.plan import UNPATCHED, Plan, Variant, settings_of
-from nwor_lab.machine import on_cpu
 from nwor_lab.microbench import held_out
 
 Rows = list[dict[str, Any]]
@@ -128,7 +127,7 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str 
                 rows += [{**where, **row} for row in measured(done) if row["metric"] in survival.COUNTS]
             return rows
 
-        at_once = max(1, len(os.sched_getaffinity(0)) // spec.tp) if on_cpu() else len(engines)
+        at_once = max(1, len(os.sched_getaffinity(0)) // spec.tp) if machine.on_cpu() else len(engines)
         with ThreadPoolExecutor(at_once) as pool:
             rows = list(itertools.chain.from_iterable(pool.map(count_one, engines)))
         return rows, {"ranks": {name: engine.report() for name, engine in engines.items()}}

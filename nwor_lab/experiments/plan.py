@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nwor.settings import MODES, Settings
+from nwor_lab.machine import on_cpu
 
 if TYPE_CHECKING:
     from nwor_lab.engines.engine import Engine
@@ -143,8 +144,6 @@ class Plan:
 
 def settings_of(mode: str, audit: bool) -> Settings:
     """A mode's settings; what repairs vLLM's loading and sampling is the same in all modes, the baseline too."""
-    from nwor_lab.machine import on_cpu
-
     if mode == UNPATCHED:
         return Settings(audit=audit)
     return Settings(mode=mode, audit=audit, debug_sync=mode != "off", eagle_bias=True, fix_cpu_sampling=on_cpu())

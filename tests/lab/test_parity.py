@@ -40,8 +40,7 @@ SURE, TIE = {7: -0.1, 8: -3.0}, {1: -0.70, 2: -0.75}
     ],
 )
 def test_parity_is_of_tokens_and_of_what_the_target_says(other, drafted, parity):
-    """Up to the first token that differs;
-    where tokens may be the drafter's the target's log-probabilities still tell."""
+    """Up to the first token that differs; where tokens may be the drafter's, what the target gives still tells."""
     found = compare(said([7, 1], SURE, TIE), other, drafted)
     assert (found.equal, found.largest_gap, found.largest_shift) == pytest.approx(parity)
     assert found.within(0.05) == (max(parity[1:]) <= SINGLE * 0.05)
