@@ -3,10 +3,7 @@
 
 from typing import Any, ClassVar, Self
 
-import pytest
-
 from nwor_lab.engines.engine import EngineSpec, Generation
-from nwor_lab.experiments import bench
 
 ACCEPTED = {1: 40, 2: 25, 3: 10}
 """Windows of a pass that accept that many drafts, beside 25 that accept none; cut at k."""
@@ -85,12 +82,3 @@ class FakeEngine:
         counters = {"drafts": 100, "draft_tokens": 100 * self.spec.k, "accepted_tokens": sum(cut)}
         seconds = 1e-3 if self.served_by == self.mode else 2e-3
         return Generation([[token]] * len(prompts), [""] * len(prompts), [seconds] * 3, counters, at)
-
-
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
-    """`FakeEngine` in place of the bench's engines, nothing noted yet."""
-    monkeypatch.setattr(bench, "Engine", FakeEngine)
-    for name, value in (("calls", []), ("every", []), ("good_captures", 99), ("bad_batch", 0)):
-        monkeypatch.setattr(FakeEngine, name, value)
-    return FakeEngine

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from fake_engine import ACCEPTED, engines  # noqa: F401
+from fake_engine import ACCEPTED
 
 from nwor_lab import pair, paths, results
 from nwor_lab.experiments import acceptance, options
@@ -15,7 +15,7 @@ from nwor_lab.experiments.survival import COUNTS
 
 
 @pytest.fixture
-def counts(engines, tmp_path) -> pd.DataFrame:  # noqa: F811
+def counts(engines, tmp_path) -> pd.DataFrame:
     """As the command leaves them, of two draft lengths."""
     words = ["--k", "1,3", "--num-prompts", "4", "--repeats", "2", "--run-dir", str(tmp_path / "run")]
     assert acceptance.main(words) == 0
@@ -29,7 +29,7 @@ def value(table: pd.DataFrame, metric: str, column: str = "value", **where: floa
     return float(found)
 
 
-def test_all_engines_start_before_one_is_waited_for(engines, counts, tmp_path) -> None:  # noqa: F811
+def test_all_engines_start_before_one_is_waited_for(engines, counts, tmp_path) -> None:
     log = [call[1] for call in engines.calls if call[1] in ("start", "wait", "close")]
     assert log == ["start"] * 2 + ["wait"] * 2 + ["close"] * 2
     assert [(one.spec.k, one.mode, one.spec.kv_cache_memory > 0) for one in engines.every] == [
@@ -90,7 +90,7 @@ def test_shares_and_intervals_by_hand(counts) -> None:
         (["--max-model-len", "80"], "a prompt has .* tokens, max_model_len 80 leaves room for 8"),
     ],
 )
-def test_wrong_counts_are_refused_before_an_engine_starts(words, says, engines, tmp_path, capsys) -> None:  # noqa: F811
+def test_wrong_counts_are_refused_before_an_engine_starts(words, says, engines, tmp_path, capsys) -> None:
     assert acceptance.main([*words, "--run-dir", str(tmp_path)]) == 2
     assert re.search(says, capsys.readouterr().err)
     assert not engines.every

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from fake_engine import FakeEngine, engines  # noqa: F401
+from fake_engine import FakeEngine
 
 from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineError, EngineSpec
@@ -42,7 +42,7 @@ def test_loads_are_those_that_the_caches_hold(capsys):
     assert Plan(batches=(1, 8)).loads(longest=200, capacity=1) == [(200, 1), (200, 8)]
 
 
-def test_variants_of_a_repeat_differ_in_the_mode_alone(engines):  # noqa: F811
+def test_variants_of_a_repeat_differ_in_the_mode_alone(engines):
     """A capture's luck, a prefill or a cool chip in the first variant would be taken for the mode's doing."""
     plan = Plan(modes=("cow", "stage"), paused=True, batches=(1, 2), repeats=2, max_tokens=5, audit=False)
     rows, _ = bench.run(EngineSpec("shape", prefix_caching=True), plan, [[1, 2, 3]])
@@ -72,7 +72,7 @@ def test_variants_of_a_repeat_differ_in_the_mode_alone(engines):  # noqa: F811
 
 
 @pytest.mark.parametrize(("batches", "compared"), [((), 0), ((8,), 0), ((1, 8), 1)])
-def test_a_load_that_the_first_pass_was_not_is_compared_once(batches, compared, engines):  # noqa: F811
+def test_a_load_that_the_first_pass_was_not_is_compared_once(batches, compared, engines):
     """Engines beside each other keep their graphs, so that once will do; and not again what the first pass was."""
     bench.run(SPEC, Plan(modes=("off", "stage"), batches=batches, repeats=3), [[1, 2, 3]])
     passes = [call[3] for call in engines.calls if call[:2] == ("stage", "generate") and call[7]]
@@ -82,7 +82,7 @@ def test_a_load_that_the_first_pass_was_not_is_compared_once(batches, compared, 
 @pytest.mark.parametrize(
     ("broken", "without"), [("", []), ("capture", [1, 2, 4]), ("batch", [2]), ("first pass", [1, 2, 4])]
 )
-def test_all_that_is_timed_is_held_to_parity(broken, without, engines, monkeypatch):  # noqa: F811
+def test_all_that_is_timed_is_held_to_parity(broken, without, engines, monkeypatch):
     """A capture that goes wrong later than the first pass costs the mode its times, and so does the first pass itself;
     one batch that does, its own.
 
@@ -103,7 +103,7 @@ def test_all_that_is_timed_is_held_to_parity(broken, without, engines, monkeypat
     assert table.step_ms["stage"].dropna().eq(1).all()
 
 
-def test_an_engine_that_pauses_is_its_own_baseline(engines, monkeypatch):  # noqa: F811
+def test_an_engine_that_pauses_is_its_own_baseline(engines, monkeypatch):
     """Two engines of one configuration need not give the same tokens, and neither is wrong."""
     monkeypatch.setattr(FakeEngine, "token_of_its_own", True)
     for paused, equal in ((True, 8), (False, 0)):
@@ -112,7 +112,7 @@ def test_an_engine_that_pauses_is_its_own_baseline(engines, monkeypatch):  # noq
         assert report["parity"]["stage"]["equal"] == equal, "without a pause the first mode is the baseline"
 
 
-def test_vllm_without_the_plugin_runs_beside_the_modes(engines, monkeypatch):  # noqa: F811
+def test_vllm_without_the_plugin_runs_beside_the_modes(engines, monkeypatch):
     """It is the baseline, and an engine that is patched all the same does not pass for it."""
     plan = Plan(modes=("vllm", "stage"), paused=True, repeats=1, audit=False)
     rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
@@ -125,7 +125,7 @@ def test_vllm_without_the_plugin_runs_beside_the_modes(engines, monkeypatch):  #
         bench.run(SPEC, plan, [[1, 2, 3]])
 
 
-def test_a_mode_that_does_not_serve_stops_the_run_before_anything_is_measured(engines, monkeypatch):  # noqa: F811
+def test_a_mode_that_does_not_serve_stops_the_run_before_anything_is_measured(engines, monkeypatch):
     rank = {"rank": 0, "mode": "stage", "serving": "off", "reason": "MLA"}
     monkeypatch.setattr(FakeEngine, "report", lambda self: [rank])
     with pytest.raises(EngineError, match="mode stage is not active on every rank.*MLA"):
@@ -147,7 +147,7 @@ def test_a_ratio_is_of_both_orders():
     assert table.ratio.to_dict() == pytest.approx({"stage paused": 1.0, "stage": 0.9})
 
 
-def test_kernels_are_profiled_in_both_orders(engines):  # noqa: F811
+def test_kernels_are_profiled_in_both_orders(engines):
     """A variant that comes first finds a cooler chip, and its kernels are the faster: the table has the mean."""
     plan = Plan(modes=("stage",), paused=True, repeats=0, profile=True, audit=False)
     rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
@@ -167,7 +167,7 @@ def test_kernels_are_profiled_in_both_orders(engines):  # noqa: F811
         (3.5, (60, 100, 50), 2),
     ],
 )
-def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repeats, engines, monkeypatch, capsys):  # noqa: F811
+def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repeats, engines, monkeypatch, capsys):
     """A lent GPU goes back at its time: what is whole by then is kept. The first repeat is always run."""
     clock, timed = [0.0], bench.Session.timed
 
@@ -184,7 +184,7 @@ def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repea
     assert (f"minutes hold {repeats} of 3 repeats" in capsys.readouterr().err) == (repeats < 3)
 
 
-def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # noqa: F811
+def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):
     """Engines of one length are up at once, and those of the next after them; rows and reports name theirs."""
     words = ["--mode", "off,stage", "--k", "2,4", "--batches", "1,8", "--repeats", "2", "--no-audit"]
     assert bench.main([*words, "--random-prompts", "16", "--run-dir", str(tmp_path)]) == 0
@@ -220,7 +220,7 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):  # no
         (["--run-dir", "/proc/nwor"], "cannot write results to /proc/nwor"),
     ],
 )
-def test_wrong_input_is_one_line_before_an_engine_starts(words, says, engines, tmp_path, capsys):  # noqa: F811
+def test_wrong_input_is_one_line_before_an_engine_starts(words, says, engines, tmp_path, capsys):
     assert bench.main(["--run-dir", str(tmp_path / "run"), *words]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("nwor bench: ") and says in printed and printed.count("\n") == 1
