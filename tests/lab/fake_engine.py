@@ -63,16 +63,8 @@ class FakeEngine:
         self.calls.append((self.mode, "kernel_times", self.served_by))
         return [{"nvjet": 8.0 * len(self.calls), "reshape_and_cache": 4.0}], 4
 
-    def generate(
-        self,
-        prompts: list,
-        max_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
-        logprobs: int = 0,
-        sampling: Any = (),
-    ) -> Generation:
-        how = (len(prompts), max_tokens, temperature, seed, logprobs, *sampling)
+    def generate(self, prompts: list, max_tokens: int, temperature=0.0, seed=0, logprobs=0) -> Generation:
+        how = (len(prompts), max_tokens, temperature, seed, logprobs)
         self.calls.append((self.mode, "generate", self.served_by, *how))
         captures = self.calls.count(("stage", "capture_anew"))
         broken = self.served_by == "stage" and (captures > self.good_captures or len(prompts) == self.bad_batch)
