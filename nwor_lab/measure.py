@@ -2,10 +2,10 @@
 """`nwor measure [DIR]`: measure on GPUs what `data/recorded/` holds; `nwor measure --record RUN`: record a run there.
 
 What there is to measure is in `measurements.toml`; `--list` shows it. Each measurement is a command with its own GPU,
-share of the cores and log. Those of one rank run side by side, one on each GPU; those of two ranks follow, alone, and
-are left out where there is one GPU. A measurement whose table exists is skipped, so an interrupted run goes on; one
-that fails does not stop the others, and the exit code is then 1. No table is overwritten: `--again` measures once more
-into `NAME@2`, `NAME@3` and so on.
+share of the cores and log. Those of one rank run side by side, one on each GPU; those of two ranks follow, alone. Left
+out are those that need more GPUs than there are, or another release of vLLM. A measurement whose table exists is
+skipped, so an interrupted run goes on; one that fails does not stop the others, and the exit code is then 1. No table
+is overwritten: `--again` measures once more into `NAME@2`, `NAME@3` and so on.
 
 `--record` takes such a folder, a whole reproduction run (`results/<run>`) or one of `nwor soak`. It writes a table only
 when all of its parts are there; what is recorded stays as it is otherwise. All attempts at a measurement are recorded
@@ -16,6 +16,8 @@ the commit, rows of a table are of different builds (`nwor_lab.builds`), or a se
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
 import itertools
 import json
 import os
@@ -33,6 +35,7 @@ from typing import Any
 
 import pandas as pd
 
+from nwor.vllm.releases import release_of
 from nwor_lab import builds, paths, provenance, results
 from nwor_lab.experiments.gpu_steps import gpu_tables
 from nwor_lab.plots import paper
@@ -40,13 +43,17 @@ from nwor_lab.plots import paper
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run of `python -m`, as `measurements.toml` describes it; in `command`, `{out}` stands for its folder."""
+    """A run of `python -m`, as `measurements.toml` describes it; in `command`, `{out}` stands for its folder.
+
+    release: of vLLM that it is of; empty for any.
+    """
 
     command: list[str]
     table: str
     minutes: float
     least_repeats: int = 0
     gpus: int = 1
+    release: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,6 +74,7 @@ def read_matrix(text: str) -> dict[str, Measurement]:
                 entry["minutes"],
                 entry.get("least_repeats", 0),
                 point.get("tp", 1),
+                entry.get("release", ""),
                 {axis: point[axis] for axis in entry.get("columns", ())},
             )
     return found
@@ -100,11 +108,13 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
         print(f"what is measured now cannot be recorded: {why}", flush=True)
     gpus = torch.cuda.device_count()
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")[:gpus]
-    needed = {}
+    needed = dict[str, Measurement]()
     for name in only or MEASUREMENTS:
         number = len(attempts(directory, name))
         if again or not number:
-            needed[f"{name}@{number + 1}" if number else name] = MEASUREMENTS[name].gpus
+            needed[f"{name}@{number + 1}" if number else name] = MEASUREMENTS[name]
+    installed = release_of(provenance.probe(functools.partial(importlib.metadata.version, "vllm")))
+    served = {name: one.gpus for name, one in needed.items() if one.release in ("", installed) and one.gpus <= gpus}
     cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[int]()
     for index in range(gpus):
         free.put(index)
@@ -117,12 +127,14 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
         finally:
             free.put(index)
 
-    of_one = [name for name, number in needed.items() if number == 1 and gpus]
+    of_one = [name for name, number in served.items() if number == 1]
     with ThreadPoolExecutor(max(1, gpus)) as pool:
         done = dict(zip(of_one, pool.map(run_on_one, of_one), strict=True))
-    done |= {name: run(directory, name, visible[:number]) for name, number in needed.items() if 1 < number <= gpus}
-    for name in (name for name in needed if name not in done):
-        print(f"{name}: left out, {needed[name]} NVIDIA GPUs are needed", flush=True)
+    done |= {name: run(directory, name, visible[:number]) for name, number in served.items() if number > 1}
+    for name, one in needed.items():
+        if name not in served:
+            wanted = f"{one.gpus} NVIDIA GPU{'s' * (one.gpus > 1)}{', vLLM ' * bool(one.release)}{one.release}"
+            print(f"{name}: left out, it needs {wanted}", flush=True)
     return [name for name in needed if not done.get(name)]
 
 
@@ -273,7 +285,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.list:
         for name, one in MEASUREMENTS.items():
-            print(f"{name:32} about {one.minutes:g} minutes on {one.gpus} GPU{'s' * (one.gpus > 1)}, for {one.table}")
+            on = f"{one.gpus} GPU{'s' * (one.gpus > 1)}{', vLLM ' * bool(one.release)}{one.release}"
+            print(f"{name:32} about {one.minutes:g} minutes on {on}, for {one.table}")
         return 0
     run, missing = options.record, list[str]()
     try:

@@ -284,18 +284,21 @@ def test_a_soak_is_recorded_from_a_clean_commit_alone(tmp_path, clean, gpu, name
     assert made["git"] == {"commit": "abc", "clean": True} and "command" not in made
 
 
-def one(*command: str, gpus: int = 1) -> measure.Measurement:
-    return measure.Measurement(list(command), "some", 1, gpus=gpus)
+def one(*command: str, gpus: int = 1, release: str = "") -> measure.Measurement:
+    return measure.Measurement(list(command), "some", 1, gpus=gpus, release=release)
 
 
 def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_path, monkeypatch, capsys):
     results.write_table(measure.table(tmp_path, "there"), bench_table({"off": 1.0}))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     matrix = {"bad": one("nwor.no_such"), "two": one("nwor", gpus=2), "there": one("nwor.no_such")}
+    matrix |= {"next": one("nwor.no_such", release="9.9.0"), "this": one("nwor.no_such", release="0.32.0")}
     monkeypatch.setattr(measure, "MEASUREMENTS", matrix)
-    assert measure.measure(tmp_path, []) == ["bad", "two"]
+    monkeypatch.setattr(measure.importlib.metadata, "version", lambda name: "0.32.0+cpu")
+    assert measure.measure(tmp_path, []) == ["bad", "two", "next", "this"]
     said = capsys.readouterr().out
-    assert "bad: failed, see" in said and "two: left out, 2 NVIDIA GPUs are needed" in said and "there" not in said
+    assert "bad: failed, see" in said and "two: left out, it needs 2 NVIDIA GPUs\n" in said and "there" not in said
+    assert "next: left out, it needs 1 NVIDIA GPU, vLLM 9.9.0\n" in said and "this: failed, see" in said
     assert "no_such" in (tmp_path / "bad" / "log.txt").read_text()
 
 
