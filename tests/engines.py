@@ -21,8 +21,9 @@ PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i 
 
 @dataclass
 class Outcome:
-    """What an engine did, or the traceback of why it stopped.
+    """What an engine did.
 
+    error: the traceback of why it stopped, which `Engines.run` raises.
     audits: what the audit found on rank 0 during each call with a `fault` of its own.
     libraries: vLLM's own compiled libraries that its process had loaded, by file name.
     """
@@ -38,8 +39,8 @@ class Outcome:
     @property
     def generation(self) -> Generation:
         """The only one."""
-        assert len(self.generations) == 1, self.error
-        return self.generations[0]
+        [generation] = self.generations
+        return generation
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -73,6 +74,8 @@ class Engines:
     ) -> Outcome:
         """Build an engine, generate for `PROMPTS` greedily unless `call` says otherwise, and tear it down.
 
+        Raises a RuntimeError with the traceback of what stopped the engine, if something did.
+
         calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
             ``abandon`` is how many steps other requests run for before they are aborted and these begin, ``paused``
             says that the mode is for as long, ``fault`` is injected for as long and audited apart,
@@ -83,12 +86,15 @@ class Engines:
         each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
         self._pipe.send((spec, settings, fault, each))
         try:
-            return self._pipe.recv()
+            outcome = self._pipe.recv()
         except EOFError:  # a device-side assertion, say: the next engine gets a process of its own
             self._process.join()
-            died = Outcome(error=f"the engine's process died with exit code {self._process.exitcode}")
+            exitcode = self._process.exitcode
             self._start()
-            return died
+            raise RuntimeError(f"the engine's process died with exit code {exitcode}") from None
+        if outcome.error:
+            raise RuntimeError(outcome.error)
+        return outcome
 
     def close(self) -> None:
         self._pipe.send(None)

@@ -44,7 +44,6 @@ def check_each_is_seen(engines: Engines, spec: EngineSpec, mode: str, injected: 
     each = {"none": (faults.none, set()), **injected, "none any more": (faults.none, set())}
     calls = [{"fault": fault} for fault, _ in each.values()]
     outcome = engines.run(spec, Settings(mode=mode, audit=True), calls=calls, prompts=PROMPTS[:6], max_tokens=24)
-    assert not outcome.error, outcome.error
     found = {name: red(audited["audit"]) for name, audited in zip(each, outcome.audits, strict=True)}
     assert found == {name: fields for name, (_, fields) in each.items()}
     for audited in outcome.audits:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on a CPU, one after the other in one process, of a random pair: each module has its own."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def vanilla(engines, model):
-    cache: dict[tuple, Outcome] = {}
+    @functools.cache
+    def run(dtype: str, kv_cache_dtype: str, logprobs: int) -> Outcome:
+        return engines.run(spec_of(model, dtype, kv_cache_dtype), Settings(audit=not logprobs), logprobs=logprobs)
 
-    def run(dtype: str = "float32", kv_cache_dtype: str = "auto", logprobs: int = 0) -> Outcome:
-        key = dtype, kv_cache_dtype, logprobs
-        if key not in cache:
-            settings = Settings(audit=not logprobs)
-            cache[key] = engines.run(spec_of(model, dtype, kv_cache_dtype), settings, logprobs=logprobs)
-            assert not cache[key].error, cache[key].error
-        return cache[key]
-
-    return run
+    return lambda dtype="float32", kv_cache_dtype="auto", logprobs=0: run(dtype, kv_cache_dtype, logprobs)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes on vLLM's AVX2 library, whatever CPU this is: processes look like one by `tests/nwor/avx2`."""
 
+import functools
 import platform
 import re
 from dataclasses import replace
@@ -29,14 +30,11 @@ def run():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(AVX2))
         engines = Engines()
-    done: dict[tuple[str, str], Outcome] = {}
 
+    @functools.cache
     def outcome(mode: str, dtype: str) -> Outcome:
-        if (mode, dtype) not in done:
-            settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
-            done[mode, dtype] = engines.run(replace(spec, dtype=dtype), settings, logprobs=5)
-            assert not done[mode, dtype].error, done[mode, dtype].error
-        return done[mode, dtype]
+        settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
+        return engines.run(replace(spec, dtype=dtype), settings, logprobs=5)
 
     yield outcome
     engines.close()

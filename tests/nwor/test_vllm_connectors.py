@@ -52,7 +52,6 @@ def serve(engines, model, mode: str, *connector, audit: bool = True) -> Outcome:
     fault = partial(with_connector, *connector) if connector else None
     settings = Settings(mode=mode, audit=audit, debug_sync=mode != "off")
     outcome = engines.run(spec, settings, fault, CALLS, max_tokens=BLOCK)
-    assert not outcome.error, outcome.error
     return outcome
 
 

@@ -29,18 +29,15 @@ class TestFcBias:
     def test_no_mode_applies_it_unasked(self, engines, model, vanilla, tmp_path, mode):
         """A mode that did was compared with a baseline of another drafter."""
         outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(mode=mode))
-        assert not outcome.error, outcome.error
         assert outcome.generation.counters == vanilla().generation.counters
 
     def test_zeros_are_skipped(self, engines, model, vanilla, tmp_path):
         outcome = engines.run(self.spec(model, tmp_path, torch.zeros(128)), Settings(mode="cow"))
-        assert not outcome.error, outcome.error
         assert outcome.generation.counters == vanilla().generation.counters
 
     def test_any_other_is_applied(self, engines, model, vanilla, tmp_path):
         """A bias this large spoils the drafts; dropped, acceptance would be what it is without one."""
         outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(eagle_bias=True))
-        assert not outcome.error, outcome.error
         assert outcome.tokens == vanilla().tokens
         with_bias, without = outcome.generation.counters, vanilla().generation.counters
         assert with_bias["accepted_tokens"] / with_bias["drafts"] < 0.8 * without["accepted_tokens"] / without["drafts"]
@@ -51,7 +48,6 @@ class TestFcBias:
         config = tmp_path / "eagle" / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "bias": True}))
         outcome = engines.run(spec, Settings(eagle_bias=True))
-        assert not outcome.error, outcome.error
         assert outcome.generation.counters == vanilla().generation.counters
 
     @staticmethod
@@ -77,7 +73,6 @@ def test_biases_of_other_heads(engines, tmp_path, method, name):
         outcome = engines.run(
             replace(spec_of(tmp_path), draft=str(folder), method=method), Settings(eagle_bias=repaired)
         )
-        assert not outcome.error, outcome.error
         return outcome.generation.counters
 
     loud = 10.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
@@ -93,6 +88,5 @@ def test_cpu_sampling_takes_the_temperature_it_was_given(engines, model):
     """vLLM 0.32 divides by uninitialised memory; a temperature near 0 must be all but greedy."""
     greedy = engines.run(spec_of(model), Settings())
     cool = engines.run(spec_of(model), Settings(fix_cpu_sampling=True), temperature=0.01)
-    assert not cool.error, cool.error
     same = sum(a == b for a, b in zip(greedy.tokens, cool.tokens, strict=True))
     assert same >= len(greedy.tokens) - 2

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on a GPU, one after the other in one process, of a random pair: each module has its own."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from nwor.settings import Settings
 from tests.checkpoints import random_pair
-from tests.engines import Engines, Outcome
+from tests.engines import Engines
 from tests.nwor.gpu.on_gpu import LAYERS, spec_of
 
 
@@ -31,12 +32,4 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def vanilla(engines, model):
     """Vanilla's outcomes by stack; its audit is the negative control."""
-    cache: dict[str, Outcome] = {}
-
-    def run(stack: str) -> Outcome:
-        if stack not in cache:
-            cache[stack] = engines.run(spec_of(model, stack), Settings(audit=True), logprobs=5)
-            assert not cache[stack].error, cache[stack].error
-        return cache[stack]
-
-    return run
+    return functools.cache(lambda stack: engines.run(spec_of(model, stack), Settings(audit=True), logprobs=5))

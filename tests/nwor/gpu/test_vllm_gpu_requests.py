@@ -35,9 +35,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 )
 def test_batches_drafts_and_small_caches(engines, model, mode, more):
     plain = engines.run(spec_of(model, "v2 FA graphs", **more), Settings(), logprobs=5)
-    assert not plain.error, plain.error
     outcome = treated(engines, model, mode, "v2 FA graphs", **more)
-    assert not outcome.error, outcome.error
     assert all((run.metrics["num_preemptions"] > 0) == ("num_blocks" in more) for run in (plain, outcome))
     assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
     assert outcome.metrics["nwor_scheduler_mismatches"] == 0
@@ -56,12 +54,10 @@ def test_requests_of_every_kind(engines):
     calls = request_kinds.calls(prompts, stops)
     spec = replace(spec_of(paths.PAIR_TARGET.parent, "v2 FA graphs"), num_blocks=160)
     vanilla = engines.run(spec, Settings(audit=True), calls=calls)
-    assert not vanilla.error, vanilla.error
     assert vanilla.audit["dirty_layer_steps"] > 0
     request_kinds.assert_meaningful(vanilla, stops, spec.k, paths.PAIR_TARGET)
     for mode in ("cow", "stage"):
         outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), calls=calls)
-        assert not outcome.error, outcome.error
         assert_clean_and_counted(outcome, mode, layers=5)
         request_kinds.assert_like(vanilla, outcome, mode, GAPS["auto"])
 
@@ -71,11 +67,9 @@ def test_eagle3(engines, model, tmp_path):
     head = checkpoints.random_eagle3(tmp_path, model / "target", draft_vocab_size=288)
     spec = replace(spec_of(model, "v2 FA graphs"), draft=str(head), method="eagle3")
     vanilla = engines.run(spec, Settings(), logprobs=5)
-    assert not vanilla.error, vanilla.error
     assert vanilla.generation.counters["accepted_tokens"] > vanilla.generation.counters["drafts"]
     for mode in ("cow", "stage"):
         outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), logprobs=5)
-        assert not outcome.error, outcome.error
         assert_clean_and_counted(outcome, mode)
         assert_parity(vanilla, outcome, mode)
 
@@ -88,10 +82,8 @@ def test_batches_of_32_and_64(engines, model, k):
     spec = replace(spec_of(model, "v2 FA graphs"), k=k, batch=64, num_blocks=960)
     spec = replace(spec, max_num_batched_tokens=64 * (k + 1) + 64)
     vanilla = engines.run(spec, Settings(), logprobs=5, calls=calls)
-    assert not vanilla.error, vanilla.error
     for mode in ("cow", "stage"):
         outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), logprobs=5, calls=calls)
-        assert not outcome.error, outcome.error
         assert_clean_and_counted(outcome, mode)
         assert_parity(vanilla, outcome, mode)
 
@@ -102,9 +94,7 @@ def test_other_architectures(engines, tmp_path_factory, architecture, mode):
     path = tmp_path_factory.mktemp(architecture)
     random_pair(path, architecture=architecture, noise=0.3, head_dim=64)
     plain = engines.run(spec_of(path), Settings(), logprobs=5)
-    assert not plain.error, plain.error
     outcome = treated(engines, path, mode, "v2 FA eager")
-    assert not outcome.error, outcome.error
     assert_clean_and_counted(outcome, mode)
     assert compare(plain.generation, outcome.generation).within(GAPS["auto"])
 
@@ -134,7 +124,6 @@ def test_a_request_that_joins_as_a_block_is_filled(model, stack, method):
             made[mode] = engines.run(spec, settings, calls=[{"joined": endings}], prompts=prompts, max_tokens=400)
         finally:
             engines.close()
-        assert not made[mode].error, made[mode].error
         if mode != "off":
             assert made[mode].audit["dirty_layer_steps"] == made[mode].audit["unwritten_rows"] == 0
             assert made[mode].ranks[0]["counters"]["windows"] > 10
@@ -154,7 +143,6 @@ def test_after_sleep_a_mode_serves_as_before(model, mode):
         outcome = engines.run(spec_of(model, "v2 FA graphs"), settings, faults.sleep_mode, calls=calls)
     finally:
         engines.close()
-    assert not outcome.error, outcome.error
     before, after = outcome.generations
     assert before.tokens == after.tokens
     assert (rank := outcome.ranks[0])["serving"] == mode and rank["counters"]["windows"] > before.counters["drafts"]
@@ -174,7 +162,6 @@ def test_short_prompts_in_one_graph_for_all(engines, model):
         )
         for mode in ("off", "stage")
     )
-    assert not plain.error and not staged.error, plain.error + staged.error
     assert staged.audit["dirty_layer_steps"] == staged.audit["unwritten_rows"] == 0
     for theirs, ours in zip(plain.generations, staged.generations, strict=True):
         parity = compare(theirs, ours)
@@ -206,7 +193,6 @@ def test_a_biased_head_loads(engines, model, vanilla, tmp_path):
         checkpoints.write_biased_copy(model / "eagle", folder, bias)
         spec = replace(spec_of(model), draft=str(folder))
         outcome = engines.run(spec, Settings(mode="cow", audit=True, eagle_bias=True))
-        assert not outcome.error, outcome.error
         assert outcome.tokens == vanilla("v2 FA eager").tokens
         accepted.append(outcome.generation.counters["accepted_tokens"] / outcome.generation.counters["drafts"])
     assert json.loads((folder / "config.json").read_text())
