@@ -212,7 +212,7 @@ def _loaded() -> list[str]:
     import vllm
 
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    found = [Path(path) for path in mapped if path.startswith(str(Path(vllm.__file__).parent))]
+    found = [Path(path) for path in mapped if path.startswith(str(Path(vllm.__file__).resolve().parent))]
     return sorted(path.name for path in found if path.name.startswith("_C"))
 
 
