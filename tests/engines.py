@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,14 +57,7 @@ class Engines:
     """A child process that builds one engine per call; importing vLLM is paid for once."""
 
     def __init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_loop, args=(theirs,))
-        self._process.start()
-        theirs.close()
+        self._pool = _new_process()
 
     def run(
         self,
@@ -84,27 +79,21 @@ class Engines:
             one's tokens (`_join`).
         """
         each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
-        self._pipe.send((spec, settings, fault, each))
         try:
-            outcome = self._pipe.recv()
-        except EOFError:  # a device-side assertion, say: the next engine gets a process of its own
-            self._process.join()
-            exitcode = self._process.exitcode
-            self._start()
-            raise RuntimeError(f"the engine's process died with exit code {exitcode}") from None
+            outcome = self._pool.submit(_run, spec, settings, fault, each).result()
+        except BrokenProcessPool:  # a device-side assertion, say: the next engine gets a process of its own
+            self._pool = _new_process()
+            raise
         if outcome.error:
             raise RuntimeError(outcome.error)
         return outcome
 
     def close(self) -> None:
-        self._pipe.send(None)
-        self._process.join(timeout=60)
+        self._pool.shutdown()
 
 
-def _loop(pipe: Any) -> None:
-    _freeze_imports()
-    while (job := pipe.recv()) is not None:
-        pipe.send(_run(*job))
+def _new_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_freeze_imports)
 
 
 def _freeze_imports() -> None:

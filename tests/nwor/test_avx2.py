@@ -27,16 +27,16 @@ pytestmark = [
 def run():
     """Engines of the shipped pair, one after the other, each mode and dtype once."""
     spec = EngineSpec(str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), max_num_batched_tokens=96, num_blocks=64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(AVX2))
-        engines = Engines()
+    engines = Engines()
 
     @functools.cache
     def outcome(mode: str, dtype: str) -> Outcome:
         settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
         return engines.run(replace(spec, dtype=dtype), settings, logprobs=5)
 
-    yield outcome
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(AVX2))
+        yield outcome
     engines.close()
 
 

@@ -6,8 +6,8 @@ import functools
 import importlib.util
 import multiprocessing
 import os
-import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +41,8 @@ def assert_clean(rank: dict[str, Any], mode: str) -> None:
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     """What `function` gives in a process of its own, with whatever that one starts."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(theirs, function, arguments))
-    process.start()
-    theirs.close()
-    try:
-        worked, found = ours.recv()
-    finally:
-        process.join(timeout=60)
-        process.kill()
-    assert worked, found
-    return found
-
-
-def _answer(pipe: Any, function: Callable[..., Any], arguments: tuple) -> None:
-    try:
-        pipe.send((True, function(*arguments)))
-    except BaseException:  # noqa: BLE001  (the parent fails with it)
-        pipe.send((False, traceback.format_exc()))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 # -- data-parallel engines ---------------------------------------------------------------------------------------------
