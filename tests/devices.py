@@ -12,8 +12,7 @@ from nwor_lab import machine
 A100 = Device("NVIDIA A100-SXM4-80GB", multiprocessors=108, shared_memory=163 << 10)
 L40S = Device("NVIDIA L40S", multiprocessors=142, shared_memory=99 << 10)
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
-each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 needs_fp8_cache = pytest.mark.skipif(bool(machine.why_no_fp8_cache()), reason=machine.why_no_fp8_cache() or "served")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import each_device, needs_gpu
+from devices import each_device
 
 from nwor import ops
 from nwor_lab.operators.inputs import calls
@@ -221,18 +221,18 @@ def test_the_last_layer_ends_with_the_pool():
     check_refused("log_all_layers", (args[0][:-1], *args[1:]), "the layers end at slot 11")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("home", [pytest.param("cuda", marks=needs_gpu)])
-def test_tensors_of_two_devices(operator, home):
+def test_tensors_of_two_devices(operator):
     """Every tensor argument in its turn on another device than the rest is refused."""
-    drawn = calls(home, cache="fp8")[operator]
+    drawn = calls("cuda", cache="fp8")[operator]
     for name, arg in zip(ops.OPERATORS[operator], drawn, strict=False):
         if isinstance(arg, torch.Tensor):
             check_wrong(operator, drawn, name, lambda t: t.cpu(), "must be on the device of")
 
 
-@pytest.mark.parametrize("home", [pytest.param("cuda", marks=needs_gpu)])
-def test_packing_is_for_the_cpu(home):
-    *where, _, rows = arguments(home)["log_all_layers"]
-    packing = torch.zeros(4, 8, dtype=torch.int32, device=home)
+@pytest.mark.gpu
+def test_packing_is_for_the_cpu():
+    *where, _, rows = arguments("cuda")["log_all_layers"]
+    packing = torch.zeros(4, 8, dtype=torch.int32, device="cuda")
     check_refused("log_all_layers", (*where, packing, rows), "pass None for a cache on the GPU")

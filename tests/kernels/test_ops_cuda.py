@@ -21,7 +21,7 @@ from nwor_lab.operators.inputs import (
 from nwor_lab.operators.reference import Twins
 from tests.kernels.operators import check
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
+pytestmark = pytest.mark.gpu
 
 
 class Step:

@@ -20,17 +20,9 @@ from nwor_lab import paths
 from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.engines.engine import Engine, EngineSpec
 from nwor_lab.experiments import audit, bench
-from tests.checkpoints import random_pair
 from tests.engines import PROMPTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pair")
-    random_pair(path, noise=0.3)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on a GPU, one after the other in one process, of a random pair: each module has its own."""
+"""A random pair for engines on a GPU, and what vanilla makes of it: each module has its own."""
 
 import functools
 from pathlib import Path
 
 import pytest
-import torch
 
 from nwor.settings import Settings
 from tests.checkpoints import random_pair
-from tests.engines import Engines
 from tests.nwor.gpu.on_gpu import LAYERS, spec_of
-
-
-@pytest.fixture(scope="module")
-def engines():
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU here")
-    made = Engines()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
