@@ -18,7 +18,6 @@ END_OF_TEXT = "<|endoftext|>"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
 CONFIG: dict[str, Any] = {
@@ -44,14 +43,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def random_pair(
-    out: str | Path,
-    seed: int = 0,
-    architecture: str = "llama",
-    noise: float = 0.5,
-    dtype: torch.dtype = torch.bfloat16,
-    **shape: Any,
-) -> tuple[Path, Path]:
+def random_pair(out: Path, architecture: str = "llama", noise: float = 0.5, **shape: Any) -> tuple[Path, Path]:
     """Write a small random-weight pair to `out/target` and `out/eagle`, and return the two paths.
 
     The target's `lm_head` is random and its layers only perturb the embedding, so the next token is mostly a fixed
@@ -68,25 +60,20 @@ def random_pair(
     for n in layers:
         norm = {f"model.layers.{n}.input_layernorm.weight": (hidden,)}
         shapes |= norm | {f"model.layers.{n}.{name}": size for name, size in layer_shapes(config).items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    for n in layers:
-        attention = f"model.layers.{n}.self_attn."
-        if architecture == "qwen2":
-            shapes |= {f"{attention}{x}_proj.bias": shapes[f"{attention}{x}_proj.weight"][:1] for x in "qkv"}
-        if architecture == "qwen3":
-            shapes |= {f"{attention}{x}_norm.weight": (config["head_dim"],) for x in "qk"}
-    generator = torch.Generator().manual_seed(seed)
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    if architecture == "qwen3":
+        for n in layers:
+            shapes |= {f"model.layers.{n}.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+    generator = torch.Generator().manual_seed(0)
     target = random_weights(shapes, noise, generator)
     own = {f"layers.0.{name}": size for name, size in layer_shapes(config).items()}
     head = random_weights({"fc.weight": (hidden, 2 * hidden), **own}, noise, generator)
     head["fc.weight"] = torch.cat((torch.eye(hidden), 0.1 * head["fc.weight"][:, hidden:]), 1)
 
-    paths = Path(out) / "target", Path(out) / "eagle"
+    paths = out / "target", out / "eagle"
     named = {"architectures": [ARCHITECTURES[architecture]], "model_type": architecture}
-    save_checkpoint(paths[0], {**config, **named}, target, dtype)
-    save_checkpoint(paths[1], {**_of_head(config), "num_hidden_layers": 1}, head, dtype)
+    save_checkpoint(paths[0], {**config, **named}, target)
+    save_checkpoint(paths[1], {**_of_head(config), "num_hidden_layers": 1}, head)
     save_byte_tokenizer(paths[0], config)
     return paths
 
@@ -127,15 +114,14 @@ def random_weights(shapes: Mapping[str, Sequence[int]], noise: float, generator:
     return weights
 
 
-def save_checkpoint(
-    path: str | Path, config: Mapping[str, Any], weights: dict[str, Tensor], dtype: torch.dtype
-) -> None:
-    """Write `model.safetensors` and `config.json` into `path`, weights but whole numbers cast to `dtype`."""
-    path = Path(path)
+def save_checkpoint(path: Path, config: Mapping[str, Any], weights: dict[str, Tensor]) -> None:
+    """Write `model.safetensors` and `config.json` into `path`, weights but whole numbers in bf16."""
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: x.to(dtype if x.is_floating_point() else x.dtype).contiguous() for name, x in weights.items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
+    tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in weights.items()}
+    save_file(
+        {name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"}
+    )
+    (path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
 
 
 def save_byte_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
@@ -158,24 +144,15 @@ def save_byte_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(options))
 
 
-def write_biased_copy(src: str | Path, dst: str | Path, bias: Tensor | None = None, name: str = "fc.bias") -> Path:
-    """Copy the EAGLE checkpoint `src` to `dst` with a bias added, zeros if None; `config.json` stays as it is."""
-    weights = load_weights(src)
-    weight = weights[name.removesuffix("bias") + "weight"]
-    weights[name] = (torch.zeros(len(weight)) if bias is None else bias).to(weight.dtype)
-    shutil.copytree(src, dst, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file(weights, Path(dst) / "model.safetensors", metadata={"format": "pt"})
-    return Path(dst)
+def write_biased_copy(src: Path, dst: Path, bias: Tensor, name: str = "fc.bias") -> Path:
+    """Copy the EAGLE checkpoint `src` to `dst` with a bias added; `config.json` stays as it is."""
+    shutil.copytree(src, dst)
+    weights = load_weights(src) | {name: bias.bfloat16()}
+    save_file(weights, dst / "model.safetensors", metadata={"format": "pt"})
+    return dst
 
 
-def random_eagle3(
-    out: str | Path,
-    target: str | Path,
-    seed: int = 0,
-    noise: float = 0.3,
-    draft_vocab_size: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Path:
+def random_eagle3(out: Path, target: Path, draft_vocab_size: int = 0) -> Path:
     """Write a random-weight EAGLE-3 head for a target of `random_pair` to `out`, and return that path.
 
     The head computes what `random_pair`'s head does, a fixed function of the last token. Its token's embedding comes in
@@ -184,7 +161,7 @@ def random_eagle3(
 
     target: its checkpoint folder. draft_vocab_size: how many of its tokens the head can draft, all of them if 0.
     """
-    config, weights = json.loads((Path(target) / "config.json").read_text()), load_weights(target)
+    config, lm_head = json.loads((target / "config.json").read_text()), load_weights(target)["lm_head.weight"]
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads, vocabulary = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
     shapes = {
@@ -201,10 +178,10 @@ def random_eagle3(
         "midlayer.mlp.up_proj.weight": (inner, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, inner),
     }
-    head = random_weights(shapes, noise, torch.Generator().manual_seed(seed))
+    head = random_weights(shapes, 0.3, torch.Generator().manual_seed(0))
     head["midlayer.hidden_norm.weight"] *= 0.1
     query, key, value, output = (head[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkvo")
-    key *= 2 / noise
+    key *= 2 / 0.3
     query.view(kv_heads, -1, head_dim, 2 * hidden)[:] = key.view(kv_heads, 1, head_dim, 2 * hidden)
     width = min(hidden, kv_heads * head_dim)
     value *= 0.1
@@ -212,7 +189,6 @@ def random_eagle3(
     output *= 0.1
     first = output.view(hidden, kv_heads, -1, head_dim)[:, :, 0]  # a KV head's first query head carries its value
     first += torch.eye(hidden, kv_heads * head_dim).view(hidden, kv_heads, head_dim)
-    lm_head = weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     drafted = torch.linspace(0, vocabulary - 1, draft_vocab_size or vocabulary).round().long()
     head["lm_head.weight"] = lm_head[drafted]
     if len(drafted) < vocabulary:
@@ -224,17 +200,17 @@ def random_eagle3(
         "draft_vocab_size": len(drafted),
         "norm_before_residual": True,
     }
-    save_checkpoint(out, {**_of_head(config), **own}, head, dtype)
-    return Path(out)
+    save_checkpoint(out, {**_of_head(config), **own}, head)
+    return out
 
 
-def llama4_head(out: str | Path, eagle: str | Path) -> Path:
+def llama4_head(out: Path, eagle: Path) -> Path:
     """Write the EAGLE head `eagle` of `random_pair` to `out` as a Llama-4 EAGLE head that drafts alike, but for rope.
 
     Llama 4's own layers bring norms at both ends, an `lm_head` of their own and other names.
     """
-    config, weights = json.loads((Path(eagle) / "config.json").read_text()), load_weights(eagle)
-    target = load_weights(Path(eagle).parent / "target")
+    config, weights = json.loads((eagle / "config.json").read_text()), load_weights(eagle)
+    target = load_weights(eagle.parent / "target")
     head = {name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in weights.items()}
     head["layers.0.input_layernorm.weight"] = torch.ones(config["hidden_size"])
     head["norm.weight"], head["lm_head.weight"] = target["model.norm.weight"], target["lm_head.weight"]
@@ -249,11 +225,11 @@ def llama4_head(out: str | Path, eagle: str | Path) -> Path:
         "yoco_global_kv_layer": None,
         "yoco_local_kv_layer": None,
     }
-    save_checkpoint(out, {**config, **own}, head, weights["fc.weight"].dtype)
-    return Path(out)
+    save_checkpoint(out, {**config, **own}, head)
+    return out
 
 
-def random_deepseek(out: str | Path, seed: int = 0, noise: float = 0.3, dtype: torch.dtype = torch.bfloat16) -> Path:
+def random_deepseek(out: Path) -> Path:
     """Write a random-weight model of DeepSeek-V3's shape to `out`, three dense layers and one MTP layer; return `out`.
 
     Its attention is latent (MLA), of DeepSeek's own sizes, the only ones that vLLM's kernels know. Like
@@ -302,11 +278,11 @@ def random_deepseek(out: str | Path, seed: int = 0, noise: float = 0.3, dtype: t
     shapes |= {mtp + name: (hidden,) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
     shapes |= {mtp + "eh_proj.weight": (hidden, 2 * hidden), "model.norm.weight": (hidden,)}
     shapes["lm_head.weight"] = vocabulary, hidden
-    weights = random_weights(shapes, noise, torch.Generator().manual_seed(seed))
+    weights = random_weights(shapes, 0.3, torch.Generator().manual_seed(0))
     weights[mtp + "eh_proj.weight"][:, :hidden] = torch.eye(hidden)
     weights[mtp + "eh_proj.weight"][:, hidden:] *= 0.1
     weights[mtp + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     weights[mtp + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
-    save_checkpoint(out, config, weights, dtype)
-    save_byte_tokenizer(Path(out), config)
-    return Path(out)
+    save_checkpoint(out, config, weights)
+    save_byte_tokenizer(out, config)
+    return out

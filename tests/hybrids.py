@@ -129,12 +129,12 @@ def shape(name: str, path: Path, dtype: str = "float32", config: Mapping[str, An
     return EngineSpec(str(path), load_format=FORMAT, dtype=dtype, **fields)
 
 
-def recurrent_pair(path: Path, noise: float = 0.3) -> Path:
+def recurrent_pair(path: Path) -> Path:
     """A pair as `random_pair` writes it, of which the target has the shape of `RECURRENT`, and one layer for MTP.
 
     That one drafts as the pair's EAGLE head does: what it computes is mostly the last token's embedding.
     """
-    target, _ = random_pair(path, noise=noise, head_dim=64)
+    target, _ = random_pair(path, noise=0.3, head_dim=64)
     config, weights = {**CONFIG, "head_dim": 64, **RECURRENT}, load_weights(target)
     hidden = config["hidden_size"]
     shapes: dict[str, Sequence[int]] = {}
@@ -144,10 +144,10 @@ def recurrent_pair(path: Path, noise: float = 0.3) -> Path:
     shapes |= {f"mtp.layers.0.{name}": x for name, x in _layer_shapes(config, FULL, experts=True).items()}
     shapes |= {f"mtp.{name}": (hidden,) for name in ("norm.weight", "pre_fc_norm_hidden.weight")}
     shapes |= {"mtp.pre_fc_norm_embedding.weight": (hidden,), "mtp.fc.weight": (hidden, 2 * hidden)}
-    drawn = random_weights(shapes, noise, torch.Generator().manual_seed(0))
+    drawn = random_weights(shapes, 0.3, torch.Generator().manual_seed(0))
     drawn["mtp.fc.weight"] = torch.cat((torch.eye(hidden), 0.3 * drawn["mtp.fc.weight"][:, hidden:]), 1)
     own = {name: tensor for name, tensor in weights.items() if ".layers." not in name}
-    save_checkpoint(target, config, own | drawn, torch.bfloat16)
+    save_checkpoint(target, config, own | drawn)
     return path
 
 
