@@ -19,11 +19,6 @@ from nwor_lab import paths
 from tests.nwor.runners import FUSED, RECURRENT, SHARING, connector, gpu_layer, groups_of, make_runner
 
 
-def test_cow_needs_neither_attention_nor_a_whole_batch():
-    made = make_runner(device=torch.device("cuda"), vllm_config__parallel_config__use_ubatching=True)
-    assert support.why_unsupported(made, {"a": None, "b": None}, "cow") == ""
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -146,14 +141,6 @@ def test_a_layer_that_vllm_marks_as_written_by_its_model(mode, serves):
 def a_gpu_of_today(monkeypatch):
     """What a layer is asked about beside itself, where there is none."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_passes_keep_rows_from_the_hook(name):
-    config = make_runner().vllm_config
-    assert attention_gpu.fused_passes(config) == ""
-    setattr(config.compilation_config.pass_config, name, True)
-    assert attention_gpu.fused_passes(config)
 
 
 def test_graphs_that_hold_the_cache_write(monkeypatch):
