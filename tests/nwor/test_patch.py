@@ -2,6 +2,7 @@
 """Patches go on once, only where vLLM is the one they were written for, and come off whole."""
 
 import inspect
+import os
 import re
 from types import ModuleType
 
@@ -47,10 +48,20 @@ def known(monkeypatch):
 
 
 @pytest.fixture
-def version_of_vllm(monkeypatch):
-    """Sets the version that vLLM says it is."""
+def environment(monkeypatch):
+    """Sets the version that vLLM says it is, and our settings, of which the environment has no others."""
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to patch")
-    return lambda version: monkeypatch.setattr(vllm, "__version__", version)
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+
+    def ask(version: str = "", **settings: str) -> None:
+        if version:
+            monkeypatch.setattr(vllm, "__version__", version)
+        for name, value in settings.items():
+            monkeypatch.setenv(PREFIX + name, value)
+
+    return ask
 
 
 def adding(number: int, module: str = __name__):
@@ -155,9 +166,9 @@ def test_a_method_the_class_does_not_define_is_refused(name):
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0+cu130", "0.32.1"])
-def test_a_body_of_no_release_is_refused(known, version_of_vllm, version):
+def test_a_body_of_no_release_is_refused(known, environment, version):
     """Whether the release is unknown, or known and changed here: what was read is not what would run."""
-    version_of_vllm(version)
+    environment(version)
     patch.wrap(Runner, "step", adding(1))
     patch.undo_all()
     known.update({release: function._replace(body="another") for release, function in known.items()})
@@ -167,8 +178,8 @@ def test_a_body_of_no_release_is_refused(known, version_of_vllm, version):
     assert dict(vars(Runner)) == ORIGINALS
 
 
-def test_a_source_that_cannot_be_read_is_no_known_body(known, version_of_vllm, monkeypatch):
-    version_of_vllm("0.32.0")
+def test_a_source_that_cannot_be_read_is_no_known_body(known, environment, monkeypatch):
+    environment("0.32.0")
     monkeypatch.setattr("inspect.linecache.getlines", lambda *file: [])
     with pytest.raises(patch.IncompatibleVLLM, match=r"Runner.step of vLLM 0.32.0 has no source to compare with"):
         patch.wrap(Runner, "step", adding(1))
@@ -176,24 +187,6 @@ def test_a_source_that_cannot_be_read_is_no_known_body(known, version_of_vllm, m
 
 
 # -- the plugin --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to patch")
-    import os
-
-    for name in list(os.environ):
-        if name.startswith(PREFIX):
-            monkeypatch.delenv(name)
-
-    def ask(version: str = "", **settings: str) -> None:
-        if version:
-            monkeypatch.setattr(vllm, "__version__", version)
-        for name, value in settings.items():
-            monkeypatch.setenv(PREFIX + name, value)
-
-    return ask
 
 
 FRONT_AND_CORE = ["EngineCore._initialize_kv_caches", "WorkerWrapperBase.init_device"]
