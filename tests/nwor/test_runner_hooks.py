@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.nwor.paged import Batch, Paged, write_rows
+from tests.nwor.paged import Batch
+from tests.nwor.steps import Step
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
 from nwor.counters import Counters
-from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import runner_v1, runner_v2
 from nwor.vllm.batch import reads_rows_of_this_step
@@ -50,16 +50,15 @@ class Stepping:
     """A stand-in for the V1 runner whose forward writes three layers, and whose sampler accepts as given."""
 
     def __init__(self, mode: str = "stage", max_requests: int = 4) -> None:
-        self.paged, batch = Paged(), Batch(QUERIES, DRAFTS)
-        self.batch, self.before = batch, batch.slot_mapping.clone()
-        self.device = torch.device("cpu")
+        self.step = Step("HND", mode, "cpu", Batch(QUERIES, DRAFTS), max_requests=max_requests, max_drafts=3)
+        self.batch, self.manager, self.device = self.step.batch, self.step.manager, torch.device("cpu")
+        batch = self.batch
         self.query_start_loc = SimpleNamespace(gpu=torch.tensor([*batch.query_start_loc, 99, 99], dtype=torch.int32))
         table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=batch.slot_mapping))
         self.input_batch = SimpleNamespace(num_reqs=3, req_ids=["p", "q", "r"], block_table=[table])
         drafts = torch.tensor(DRAFTS, dtype=torch.int32)
-        layout = CacheLayout.from_kv_caches(self.paged.targets())
         self.nwor = RunnerContext(
-            groups=[ServedGroup(0, (), DraftCommitManager(layout, mode, max_requests, 3, 32))],
+            groups=[ServedGroup(0, (), self.manager)],
             copies_counts=True,
             metadata=SimpleNamespace(
                 num_draft_tokens=list(DRAFTS),
@@ -68,18 +67,12 @@ class Stepping:
             ),
             requests=["p", "q", "r"],
         )
-        self.manager = self.nwor.manager
 
     def forward(self, fail: bool = False) -> None:
-        rows = self.paged.new_rows(self.batch.num_tokens, 5)
-        for index, cache in enumerate(self.paged.targets()):
-            if fail and index == 2:
+        for layer in range(3):
+            if fail and layer == 2:
                 raise MemoryError("in the third layer")
-            slots = self.batch.slot_mapping[: self.batch.num_tokens]
-            if self.manager.serves_attention:
-                self.manager.stage(index, lambda cache, slots: write_rows(cache, slots, rows, None), cache, slots)
-            else:
-                write_rows(cache, slots, rows, None)
+            self.step.forward_layer(layer)
 
     def run(self, sampled: list[list[int]] | None, **options) -> SimpleNamespace:
         """One step through the hooks; `sampled` None: the sampler raises."""
@@ -111,7 +104,8 @@ def test_a_step_of_the_runner(mode):
     assert counters == asdict(made.manager.counters.read())
     counters = made.manager.counters.read()
     assert (counters.windows, counters.staged_tokens, counters.committed_tokens) == (2, 5, 2)
-    assert torch.equal(made.batch.slot_mapping, made.before)
+    made.step.expect(made.batch.kept((0, 1, 2)))
+    made.step.assert_pool()
     assert not made.manager.is_open
     assert not vars(output_of(made)), "carried once"
 
@@ -121,17 +115,12 @@ def test_a_step_of_the_runner(mode):
 def test_a_step_that_fails_is_cancelled(where, mode):
     """The error goes on to vLLM; no window stays open, the drafts' slots are as they were."""
     made = Stepping(mode)
-    pool = made.paged.pool.clone()
     with pytest.raises(MemoryError, match=where.replace("forward", "third layer")):
         made.run(None, **({"fail": True} if where == "forward" else {}))
     assert not made.manager.is_open
     assert made.manager.counters.read() == Counters(cancelled=1)
-    assert torch.equal(made.batch.slot_mapping, made.before)
-    held = made.batch.held()
-    for before, after in zip(made.paged.targets(pool), made.paged.targets(), strict=True):
-        for row in held:
-            block, offset = divmod(made.batch.slots[row], 4)
-            assert torch.equal(before[block, :, offset].view(torch.int16), after[block, :, offset].view(torch.int16))
+    made.step.expect(made.batch.kept(DRAFTS), layers=(0, 1) if where == "forward" else (0, 1, 2))
+    made.step.assert_pool()
 
 
 def test_steps_without_a_window():
@@ -178,10 +167,9 @@ class SteppingV2:
     """A stand-in for the V2 runner as far as its slots: a padded batch of the three requests above."""
 
     def __init__(self, mode: str = "stage") -> None:
-        self.paged, self.batch = Paged(), Batch(QUERIES, DRAFTS)
-        layout = CacheLayout.from_kv_caches(self.paged.targets())
-        self.nwor = RunnerContext(groups=[ServedGroup(0, (), DraftCommitManager(layout, mode, 4, 3, 32))])
-        self.manager = self.nwor.manager
+        self.step = Step("HND", mode, "cpu", Batch(QUERIES, DRAFTS), max_requests=4, max_drafts=3)
+        self.batch, self.manager = self.step.batch, self.step.manager
+        self.nwor = RunnerContext(groups=[ServedGroup(0, (), self.manager)])
 
     def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
         starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
@@ -199,10 +187,9 @@ class SteppingV2:
 def test_the_v2_runner_opens_a_window_on_the_slots_of_its_batch(mode):
     """In every real step, by the batch's own tensors; what it returns is vLLM's."""
     made = SteppingV2(mode)
-    slots = made.batch.slot_mapping.clone()
     tables, mappings = runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(sum(DRAFTS)))
     assert (tables, mappings.shape) == (("tables",), (1, 15))
-    assert torch.equal(made.batch.slot_mapping, slots)
+    made.step.assert_pool()
     assert made.manager.is_open
     held = made.batch.held()
     found = sorted(slot for slot in made.manager.slots.flatten().tolist() if slot >= 0)
@@ -221,7 +208,7 @@ def test_the_v2_runner_closes_the_window_before_its_tokens_go_to_the_host(mode):
     assert sample(made, None, None, grammar_output=None) is output, "a step without a window"
     assert made.manager.counters.read() == Counters()
     runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(sum(DRAFTS)))
-    Stepping.forward(made)
+    made.step.forward()
     assert sample(made, None, None, None) is output
     assert not made.manager.is_open
     assert made.manager.counters.read().committed_tokens == sum(DRAFTS) - 1
