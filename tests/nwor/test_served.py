@@ -19,56 +19,6 @@ from nwor_lab import paths
 from tests.nwor.runners import FUSED, RECURRENT, SHARING, connector, gpu_layer, groups_of, make_runner
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({}, ""),
-        ({"kv_cache_config": groups_of(["draft"], ["a", "b"])}, ""),
-        ({"vllm_config__speculative_config": None}, "no speculative decoding"),
-        ({"vllm_config__kv_transfer_config": connector("OffloadingConnector")}, ""),
-        ({"vllm_config__kv_transfer_config": connector("HiSparseConnector")}, "the KV connector HiSparseConnector"),
-        ({"vllm_config__parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"vllm_config__parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
-        ({"vllm_config__parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
-        ({"vllm_config__parallel_config__use_ubatching": True}, "micro-batches"),
-        ({"vllm_config__parallel_config__enable_elastic_ep": True}, "elastic expert parallelism"),
-        ({"kv_cache_config": groups_of(["a"], ["b", "draft"])}, ""),
-        ({"kv_cache_config": groups_of(["a", "draft"])}, "1 of the target's layers lie in no cache group, b among"),
-        ({"kv_cache_config": groups_of(["draft"])}, "2 of the target's layers lie in no cache group"),
-        ({"drafter": SimpleNamespace()}, "a hybrid model: 1 of its layers are not served, draft (a class of its own)"),
-    ],
-)
-def test_unsupported(changes, why):
-    """Each configuration that no mode serves is named, and vLLM's own write serves it."""
-    found = support.why_unsupported(make_runner(**changes), {"a": gpu_layer(), "b": gpu_layer()}, "stage")
-    assert found.startswith(why) and bool(found) == bool(why)
-
-
-@pytest.mark.parametrize(
-    ("layer", "why"),
-    [
-        (gpu_layer(), ""),
-        (gpu_layer("TritonAttentionImpl", kv_cache_dtype="fp8"), ""),
-        (gpu_layer("FlashInferImpl"), ""),
-        (gpu_layer("FlexAttentionImpl"), "the attention backend FlexAttentionImpl: stage has a hook in"),
-        (gpu_layer("FlashAttentionMLAImpl"), "the attention backend FlashAttentionMLAImpl"),
-        (gpu_layer(head_size=80), "heads of size 80"),
-        (gpu_layer(kv_cache_dtype="int8_per_token_head"), "a cache of type int8_per_token_head"),
-        (gpu_layer(alibi_slopes=torch.ones(2)), ""),
-        (gpu_layer(sinks=torch.ones(2)), ""),
-        (gpu_layer("TritonAttentionImpl", alibi_slopes=torch.ones(2)), ""),
-        (gpu_layer("FlashInferImpl", alibi_slopes=torch.ones(2)), "ALiBi under FlashInfer"),
-        (gpu_layer(sinks=torch.ones(2), alibi_slopes=torch.ones(2)), "ALiBi and attention sinks at once"),
-        (gpu_layer(scale_of=8), "a scale for each head"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_layers_that_stage_cannot_attend_to_on_a_gpu(layer, why):
-    """Named before the first step, and vLLM's own write serves them."""
-    found = attention_gpu.cannot_attend(layer)
-    assert found.startswith(why) and bool(found) == bool(why)
-
-
 @pytest.mark.parametrize(("capability", "serves"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
 def test_fp8_caches_need_a_gpu_that_computes_with_them(capability, serves, monkeypatch):
     """Triton's fp8e4nv is not compiled for an older one; its 16-bit caches are served."""
@@ -154,76 +104,106 @@ def test_graphs_that_hold_the_cache_write(monkeypatch):
 
 
 PARALLEL = "vllm_config__parallel_config__"
+DRAFTS = "vllm_config__speculative_config__num_speculative_tokens"
 ON_A_GPU = {"device": torch.device("cuda")}
+GROUPS = "kv_cache_config"
+# Of each line of the table: changes of the runner, of a layer, and how stage's reason begins; empty where it serves.
 MATRIX = {
-    "no speculative decoding": [({"vllm_config__speculative_config": None}, {})],
+    "no speculative decoding": [({"vllm_config__speculative_config": None}, {}, "no speculative decoding")],
     "a KV connector that reads pages behind the step or the request (offloading, NIXL, Mooncake and others)": [
-        ({"vllm_config__kv_transfer_config": connector(name)}, {}) for name in sorted(connectors.AFTER_THE_VERDICT)
+        ({"vllm_config__kv_transfer_config": connector(name)}, {}, "") for name in sorted(connectors.AFTER_THE_VERDICT)
     ],
     "a KV connector that reads within the forward pass, or an unknown one": [
-        ({"vllm_config__kv_transfer_config": connector("MoRIIOConnector")}, {})
+        ({"vllm_config__kv_transfer_config": connector(name)}, {}, f"the KV connector {name}")
+        for name in ("MoRIIOConnector", "HiSparseConnector")
     ],
-    "pipeline parallelism": [({PARALLEL + "pipeline_parallel_size": 2}, {})],
+    "pipeline parallelism": [({PARALLEL + "pipeline_parallel_size": 2}, {}, "pipeline parallelism")],
     "context parallelism, decode or prefill": [
-        ({PARALLEL + f"{kind}_context_parallel_size": 2}, {}) for kind in ("decode", "prefill")
+        ({PARALLEL + f"{kind}_context_parallel_size": 2}, {}, "context parallelism") for kind in ("decode", "prefill")
     ],
-    "layers that share another's cache (Gemma 3n)": [(SHARING, {})],
-    "DeepSeek's attention (MLA)": [({}, {"layer_class": layer_classes.MLAAttention, "use_sparse": False})],
-    "sparse MLA (DeepSeek-V3.2)": [({}, {"layer_class": layer_classes.MLAAttention, "use_sparse": True})],
+    "layers that share another's cache (Gemma 3n)": [(SHARING, {}, "layers that read another layer's KV cache")],
+    "DeepSeek's attention (MLA)": [({}, {"layer_class": layer_classes.MLAAttention}, "MLA: ")],
+    "sparse MLA (DeepSeek-V3.2)": [
+        ({}, {"layer_class": layer_classes.MLAAttention, "use_sparse": True}, "sparse MLA: ")
+    ],
     "several cache groups: sliding windows beside full attention (Gemma 3, gpt-oss)": [
-        ({"kv_cache_config": groups_of(["a"], ["b"])}, {}),
-        ({"kv_cache_config": groups_of(["draft"], ["b"], ["a"])}, {}),
+        ({GROUPS: groups_of(["a"], ["b"])}, {}, ""),
+        ({GROUPS: groups_of(["draft"], ["b"], ["a"])}, {}, ""),
+        ({GROUPS: groups_of(["a"], ["b", "draft"])}, {}, ""),
     ],
-    "recurrent layers (Qwen3-Next)": [(RECURRENT, {})],
+    "recurrent layers (Qwen3-Next)": [(RECURRENT, {}, "")],
     "recurrent layers beside prefix caching": [
-        (RECURRENT | {"vllm_config__cache_config__mamba_cache_mode": states}, {}) for states in ("align", "all")
+        (RECURRENT | {"vllm_config__cache_config__mamba_cache_mode": states}, {}, "states of recurrent layers in the")
+        for states in ("align", "all")
     ],
     "any layer of the target whose class no mode knows": [
-        ({"kv_cache_config": groups_of([])}, {}),
-        ({"kv_cache_config": groups_of(["a", "b", "sparse", "draft"])}, {}),
-        ({"kv_cache_config": groups_of(["a", "b"], ["mamba"])}, {}),
+        ({GROUPS: groups_of(["draft"])}, {}, "2 of the target's layers lie in no cache group, a among"),
+        ({GROUPS: groups_of(["a", "draft"])}, {}, "1 of the target's layers lie in no cache group, b among"),
+        ({GROUPS: groups_of(["a", "b", "sparse", "draft"])}, {}, "a hybrid model: 1 of its layers are not served, s"),
+        ({GROUPS: groups_of(["a", "b"], ["mamba"])}, {}, "a hybrid model: 1 of its layers are not served, mamba ("),
+        ({"drafter": SimpleNamespace()}, {}, "a hybrid model: 1 of its layers are not served, draft (a class of its"),
     ],
     "masks other than causal (chunks, R-SWA, prefixes seen both ways), heads whose values have another size": [
-        ({}, {"layer_class": layer_classes.ChunkedLocalAttention}),
-        ({}, {"layer_class": layer_classes.PrefillPrefixLMAttention}),
-        ({}, {"chunk_lookback": 1}),
-        ({"vllm_config__model_config__rswa_window": 128}, {}),
-        ({"vllm_config__model_config__is_mm_prefix_lm": True}, {}),
-        ({}, {"head_size_v": 64}),
+        ({}, {"layer_class": layer_classes.ChunkedLocalAttention}, "attention of class ChunkedLocalAttention: "),
+        ({}, {"layer_class": layer_classes.PrefillPrefixLMAttention}, "attention of class PrefillPrefixLMAttention"),
+        ({}, {"chunk_lookback": 1}, "FlashAttentionImpl.chunk_lookback is 1"),
+        ({"vllm_config__model_config__rswa_window": 128}, {}, "a window of 128 that spares the prompt"),
+        ({"vllm_config__model_config__is_mm_prefix_lm": True}, {}, "multimodal prefixes"),
+        ({}, {"head_size_v": 64}, "values of size 64 beside keys of size 128"),
     ],
-    "micro-batches": [({PARALLEL + "use_ubatching": True}, {})],
-    "elastic expert parallelism": [({PARALLEL + "enable_elastic_ep": True}, {})],
+    "micro-batches": [({PARALLEL + "use_ubatching": True}, {}, "micro-batches")],
+    "elastic expert parallelism": [({PARALLEL + "enable_elastic_ep": True}, {}, "elastic expert parallelism")],
     "fused rope and cache write, quantised attention output (GPU)": [
-        (ON_A_GPU | {f"vllm_config__compilation_config__pass_config__{name}": True}, {}) for name in FUSED
+        (ON_A_GPU | {f"vllm_config__compilation_config__pass_config__{name}": True}, {}, why)
+        for name, why in zip(FUSED, [*2 * ["rope and cache write are fused"], "attention with quantised"], strict=True)
     ],
     "piecewise CUDA graphs that hold the cache write: breakable ones, Inductor's partition (GPU)": [
-        (ON_A_GPU | {"vllm_config__compilation_config__use_inductor_graph_partition": True}, {}),
-        (ON_A_GPU | {"vllm_config__compilation_config__splitting_ops": ["vllm::unified_attention_with_output"]}, {}),
+        (
+            ON_A_GPU | {f"vllm_config__compilation_config__{name}": value},
+            {},
+            "piecewise CUDA graphs that hold the cache",
+        )
+        for name, value in {
+            "use_inductor_graph_partition": True,
+            "splitting_ops": ["vllm::unified_attention_with_output"],
+        }.items()
     ],
     "attention sinks (gpt-oss), ALiBi (Bloom)": [
-        (where, layer)
+        (where, layer, "")
         for where in ({}, ON_A_GPU)
-        for layer in ({"sinks": torch.ones(2)}, {"alibi_slopes": torch.ones(2)})
+        for layer in (
+            {"sinks": torch.ones(2)},
+            {"alibi_slopes": torch.ones(2)},
+            {"alibi_slopes": torch.ones(2), "implementation": "TritonAttentionImpl", "kv_cache_dtype": "fp8"},
+        )
     ],
     "ALiBi under FlashInfer, or beside attention sinks (GPU)": [
-        (ON_A_GPU, {"alibi_slopes": torch.ones(2)} | other)
-        for other in ({"implementation": "FlashInferImpl"}, {"sinks": torch.ones(2)})
+        (ON_A_GPU, {"alibi_slopes": torch.ones(2), "implementation": "FlashInferImpl"}, "ALiBi under FlashInfer"),
+        (ON_A_GPU, {"alibi_slopes": torch.ones(2), "sinks": torch.ones(2)}, "ALiBi and attention sinks at once"),
     ],
-    "FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl"})],
-    "a cache of another 16-bit type than the model's": [({}, {"kv_cache_torch_dtype": torch.float16})],
+    "FlashInfer": [(ON_A_GPU, {"implementation": "FlashInferImpl"}, "")],
+    "a cache of another 16-bit type than the model's": [
+        ({}, {"kv_cache_torch_dtype": torch.float16}, "a cache of torch.float16 beside a model of torch.bfloat16")
+    ],
     "other attention backends": [
-        (ON_A_GPU, {"implementation": name}) for name in ("FlexAttentionImpl", "RocmAttentionImpl")
+        (ON_A_GPU, {"implementation": "FlexAttentionImpl"}, "the attention backend FlexAttentionBackend: stage knows"),
+        (ON_A_GPU, {"implementation": "RocmAttentionImpl"}, "the attention backend RocmAttentionBackend: stage knows"),
+        (
+            ON_A_GPU,
+            {"implementation": "FlexAttentionImpl", "attn_backend": type("FlashAttentionBackend", (), {})},
+            "the attention backend FlexAttentionImpl: stage has a hook in",
+        ),
     ],
     "windows of more than 64 rows for the query heads of a KV head beside FlashAttention 3 or later (16 drafts with"
     " four query heads to a KV head, 8 with eight)": [
-        (ON_A_GPU | {"vllm_config__speculative_config__num_speculative_tokens": 16}, {}),
-        (ON_A_GPU | {"vllm_config__speculative_config__num_speculative_tokens": 8}, {"num_queries_per_kv": 8}),
+        (ON_A_GPU | {DRAFTS: 16}, {}, "windows of 17 rows for 4 query heads of a KV head: of more than 64 in all"),
+        (ON_A_GPU | {DRAFTS: 8}, {"num_queries_per_kv": 8}, "windows of 9 rows for 8 query heads of a KV head"),
     ],
-    "heads of a size other than 64, 96, 128, 256 (GPU)": [(ON_A_GPU, {"head_size": 80})],
+    "heads of a size other than 64, 96, 128, 256 (GPU)": [(ON_A_GPU, {"head_size": 80}, "heads of size 80")],
     "a cache of fp8 e5m2 or with scales per token or head (GPU)": [
-        (ON_A_GPU, {"kv_cache_dtype": "fp8_e5m2"}),
-        (ON_A_GPU, {"kv_cache_dtype": "fp8_per_token_head"}),
-        (ON_A_GPU, {"scale_of": 8}),
+        (ON_A_GPU, {"kv_cache_dtype": "fp8_e5m2"}, "a cache of type fp8_e5m2"),
+        (ON_A_GPU, {"kv_cache_dtype": "fp8_per_token_head"}, "a cache of type fp8_per_token_head"),
+        (ON_A_GPU, {"scale_of": 8}, "a scale for each head"),
     ],
 }
 # Seen above and below, in a step, or while a manager is built:
@@ -255,15 +235,16 @@ def documented_matrix() -> dict[str, tuple[str, str]]:
 
 
 def test_the_documents_say_where_a_mode_serves():
-    """Each line of the table in `docs/modes.md` is what the hooks decide."""
+    """Each line of the table in `docs/modes.md` is what the hooks decide, and they say why."""
     said = documented_matrix()
     assert said.keys() == MATRIX.keys() | ELSEWHERE
     for name, cases in MATRIX.items():
-        for changes, layer in cases:
+        for changes, layer, why in cases:
             layers = {"a": gpu_layer(), "b": gpu_layer(**layer)}
             for mode, words in zip(("cow", "stage"), said[name], strict=True):
                 found = support.why_unsupported(make_runner(**changes), layers, mode)
                 assert (found == "") == (words == "serves"), (name, mode, found)
+            assert found.startswith(why) and bool(found) == bool(why), (name, found)
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
