@@ -63,9 +63,10 @@ def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate, k):
         assert committed == (staged if fate == "all" else 0)
 
 
-def test_a_drafter_that_has_nothing_to_propose(engines, model):
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_drafter_that_has_nothing_to_propose(engines, model, batch):
     """Prompts without a repeated token: ngram finds no match at first, so steps with and without drafts alternate."""
-    spec = replace(spec_of(model), method="ngram", draft="", batch=4)
+    spec = replace(spec_of(model), method="ngram", draft="", batch=batch)
     prompts = [list(range(3 + 40 * j, 33 + 40 * j)) for j in range(4)]
     for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=prompts, max_tokens=12):
         assert 0 < windows < 4 * 12 and staged >= windows and committed >= 0

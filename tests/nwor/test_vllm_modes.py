@@ -306,17 +306,3 @@ def test_eagle3(engines, tmp_path):
         outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True))
         assert outcome.tokens == vanilla.tokens
         assert_clean_and_counted(outcome, mode)
-
-
-def test_batch_of_one_and_a_drafter_without_layers(engines, model):
-    """Batch 1; and ngram, which has no layers of its own and proposes fewer drafts than k, or none."""
-    spec = replace(spec_of(model), method="ngram", draft="", batch=1)
-    prompts = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
-    tokens = {}
-    for mode in ("off", "cow", "stage"):
-        outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), prompts=prompts)
-        tokens[mode] = outcome.tokens
-        if mode != "off":
-            assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
-            assert outcome.ranks[0]["counters"]["windows"] > 0
-    assert tokens["cow"] == tokens["stage"] == tokens["off"]

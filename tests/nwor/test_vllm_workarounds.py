@@ -16,44 +16,36 @@ from tests.nwor.on_cpu import spec_of
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-class TestFcBias:
-    """EAGLE checkpoints with a bias vLLM's head has no place for; acceptance with it and without."""
+BIAS = 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
 
-    BIAS = 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
 
-    def test_vllm_alone_drops_it(self, engines, model, vanilla, tmp_path):
-        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings())
-        assert outcome.generation.counters == vanilla().generation.counters
+def biased(model: Path, folder: Path, bias: torch.Tensor) -> EngineSpec:
+    """An EAGLE head with a bias of `fc` that vLLM's has no place for."""
+    return replace(spec_of(model), draft=str(checkpoints.write_biased_copy(model / "eagle", folder / "eagle", bias)))
 
-    @pytest.mark.parametrize("mode", ["cow", "stage"])
-    def test_no_mode_applies_it_unasked(self, engines, model, vanilla, tmp_path, mode):
-        """A mode that did was compared with a baseline of another drafter."""
-        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(mode=mode))
-        assert outcome.generation.counters == vanilla().generation.counters
 
-    def test_zeros_are_skipped(self, engines, model, vanilla, tmp_path):
-        outcome = engines.run(self.spec(model, tmp_path, torch.zeros(128)), Settings(mode="cow"))
-        assert outcome.generation.counters == vanilla().generation.counters
+@pytest.mark.parametrize("mode", ["off", "cow", "stage"])
+def test_no_mode_applies_a_bias_unasked(engines, model, vanilla, tmp_path, mode):
+    """vLLM drops it; a mode that did not was compared with a baseline of another drafter."""
+    outcome = engines.run(biased(model, tmp_path, BIAS), Settings(mode=mode))
+    assert outcome.generation.counters == vanilla().generation.counters
 
-    def test_any_other_is_applied(self, engines, model, vanilla, tmp_path):
-        """A bias this large spoils the drafts; dropped, acceptance would be what it is without one."""
-        outcome = engines.run(self.spec(model, tmp_path, self.BIAS), Settings(eagle_bias=True))
-        assert outcome.tokens == vanilla().tokens
-        with_bias, without = outcome.generation.counters, vanilla().generation.counters
-        assert with_bias["accepted_tokens"] / with_bias["drafts"] < 0.8 * without["accepted_tokens"] / without["drafts"]
 
-    def test_a_bias_that_only_the_config_promises_is_zero(self, engines, model, vanilla, tmp_path):
-        """`"bias": true` means `fc`'s to EAGLE and the attention's to vLLM, whose memory nothing then fills."""
-        spec = self.spec(model, tmp_path, torch.zeros(128))
-        config = tmp_path / "eagle" / "config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text()), "bias": True}))
-        outcome = engines.run(spec, Settings(eagle_bias=True))
-        assert outcome.generation.counters == vanilla().generation.counters
+def test_a_bias_is_applied_when_asked_for(engines, model, vanilla, tmp_path):
+    """One this large spoils the drafts; dropped, acceptance would be what it is without one."""
+    outcome = engines.run(biased(model, tmp_path, BIAS), Settings(eagle_bias=True))
+    assert outcome.tokens == vanilla().tokens
+    with_bias, without = outcome.generation.counters, vanilla().generation.counters
+    assert with_bias["accepted_tokens"] / with_bias["drafts"] < 0.8 * without["accepted_tokens"] / without["drafts"]
 
-    @staticmethod
-    def spec(model: Path, folder: Path, bias: torch.Tensor) -> EngineSpec:
-        checkpoints.write_biased_copy(model / "eagle", folder / "eagle", bias)
-        return replace(spec_of(model), draft=str(folder / "eagle"))
+
+def test_zeros_are_skipped_and_a_bias_that_only_the_config_promises_is_zero(engines, model, vanilla, tmp_path):
+    """`"bias": true` means `fc`'s to EAGLE and the attention's to vLLM, whose memory nothing then fills."""
+    spec = biased(model, tmp_path, torch.zeros(128))
+    config = tmp_path / "eagle" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bias": True}))
+    outcome = engines.run(spec, Settings(eagle_bias=True))
+    assert outcome.generation.counters == vanilla().generation.counters
 
 
 @pytest.mark.parametrize(
@@ -76,12 +68,12 @@ def test_biases_of_other_heads(engines, tmp_path, method, name):
         return outcome.generation.counters
 
     loud = 10.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
-    biased = checkpoints.write_biased_copy(head, tmp_path / "biased", loud, name)
+    with_bias = checkpoints.write_biased_copy(head, tmp_path / "biased", loud, name)
     zeros = checkpoints.write_biased_copy(head, tmp_path / "zeros", torch.zeros(128), name)
     plain = drafted(head, False)
     assert plain["accepted_tokens"] > plain["drafts"] / 4
-    assert drafted(biased, False) == drafted(zeros, True) == plain
-    assert drafted(biased, True) != plain
+    assert drafted(with_bias, False) == drafted(zeros, True) == plain
+    assert drafted(with_bias, True) != plain
 
 
 def test_cpu_sampling_takes_the_temperature_it_was_given(engines, model):
