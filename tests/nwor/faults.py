@@ -13,7 +13,6 @@ from nwor import ops
 from nwor.manager import DraftCommitManager
 from nwor.vllm import self_check
 from nwor_lab.engines.child import Served
-from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.offload import ship_last_slots
 
 
@@ -91,12 +90,6 @@ def one_byte_too_many(operator: str, patch: pytest.MonkeyPatch) -> None:
         pool[-1] ^= 1
 
     patch.setattr(ops, operator, moved)
-
-
-def sleep_mode(patch: pytest.MonkeyPatch) -> None:
-    """No fault: an engine that can be sent to sleep."""
-    arguments = EngineSpec.llm_arguments
-    patch.setattr(EngineSpec, "llm_arguments", lambda spec: {**arguments(spec), "enable_sleep_mode": True})
 
 
 def small_capacity(patch: pytest.MonkeyPatch) -> None:

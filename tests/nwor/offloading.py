@@ -2,9 +2,6 @@
 """A conversation whose blocks vLLM's `OffloadingConnector` copies to the host and brings back."""
 
 from dataclasses import replace
-from typing import Any
-
-import pytest
 
 from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineSpec
@@ -29,13 +26,11 @@ def converse(
     again = [prompt + answer + [9, 8, 7] for prompt, answer in zip(FIRST, answers, strict=True)]
     calls = [{"prompts": prompts} for prompts in (FIRST, OTHERS, again)]
     settings = Settings(**{"mode": mode, "audit": True, "debug_sync": mode != "off", **others})
-    outcome = engines.run(spec, settings, fault, calls, max_tokens=2 * BLOCK, logprobs=logprobs)
-    return outcome
+    return engines.run(spec, settings, fault, calls, max_tokens=2 * BLOCK, logprobs=logprobs)
 
 
 def first_answers(engines, spec: EngineSpec) -> list[list[int]]:
-    outcome = engines.run(spec, Settings(), prompts=FIRST, max_tokens=2 * BLOCK)
-    return outcome.tokens
+    return engines.run(spec, Settings(), prompts=FIRST, max_tokens=2 * BLOCK).tokens
 
 
 def assert_shipped_and_served(outcome: Outcome, mode: str) -> None:
@@ -50,14 +45,3 @@ def assert_shipped_and_served(outcome: Outcome, mode: str) -> None:
     if mode != "off":
         assert rank["serving"] == mode, rank["reason"]
         assert rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
-
-
-def with_connector(name: str, path: str | None, options: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
-    """No fault: an engine beside another connector of vLLM's than `EngineSpec` has a field for.
-
-    path: of the module it is taken from, as another's would be; None for vLLM's own list.
-    """
-    arguments = EngineSpec.llm_arguments
-    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": options}
-    config |= {"kv_connector_module_path": path} if path else {}
-    patch.setattr(EngineSpec, "llm_arguments", lambda spec: {**arguments(spec), "kv_transfer_config": config})

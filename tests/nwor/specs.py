@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines with arguments of vLLM that only tests give."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nwor_lab.engines.spec import EngineSpec
@@ -27,16 +27,20 @@ class ByBatch(EngineSpec):
 
 
 @dataclass(frozen=True)
-class OnRay(EngineSpec):
-    """Ranks are Ray's actors."""
+class With(EngineSpec):
+    """Arguments of `vllm.LLM` that `EngineSpec` has no field for."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     def llm_arguments(self) -> dict[str, Any]:
-        return {**super().llm_arguments(), "distributed_executor_backend": "ray"}
+        return {**super().llm_arguments(), **self.arguments}
 
 
-@dataclass(frozen=True)
-class MicroBatched(EngineSpec):
-    """vLLM is to split batches in two; the transport between experts is named and not used."""
+def with_connector(spec: EngineSpec, name: str, options: dict[str, Any], path: str | None = None) -> With:
+    """Beside another KV connector of vLLM's than `EngineSpec` has a field for.
 
-    def llm_arguments(self) -> dict[str, Any]:
-        return {**super().llm_arguments(), "ubatch_size": 2, "all2all_backend": "deepep_low_latency"}
+    path: of the module it is taken from, as another's would be; None for vLLM's own list.
+    """
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": options}
+    config |= {"kv_connector_module_path": path} if path else {}
+    return With(**vars(spec), arguments={"kv_transfer_config": config})

@@ -23,9 +23,9 @@ from tests.nwor.offloading import (
     converse,
     first_answers,
     offloading,
-    with_connector,
 )
 from tests.nwor.on_cpu import spec_of
+from tests.nwor.specs import with_connector
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 MODES = ("off", "cow", "stage")
@@ -49,10 +49,9 @@ def serve(engines, model, mode: str, *connector, audit: bool = True) -> Outcome:
     Every prompt is one chunk: of a longer one `ExampleConnector` saves blocks that it does not have yet.
     """
     spec = replace(offloading(spec_of(model), offload=0), max_num_batched_tokens=512)
-    fault = partial(with_connector, *connector) if connector else None
+    spec = with_connector(spec, *connector) if connector else spec
     settings = Settings(mode=mode, audit=audit, debug_sync=mode != "off")
-    outcome = engines.run(spec, settings, fault, CALLS, max_tokens=BLOCK)
-    return outcome
+    return engines.run(spec, settings, calls=CALLS, max_tokens=BLOCK)
 
 
 def tokens(outcome: Outcome) -> list[list[list[int]]]:
@@ -91,7 +90,7 @@ def on_host_and_disk(folder) -> dict:
 )
 def test_prompts_that_leave_and_come_back(engines, model, computed, tmp_path, mode, name, options, stores):
     """Asked again, a prompt's blocks are brought back; tokens are those of an engine without connector."""
-    outcome = serve(engines, model, mode, name, None, options(tmp_path))
+    outcome = serve(engines, model, mode, name, options(tmp_path))
     assert tokens(outcome) == computed
     audit, [rank] = outcome.audit, outcome.ranks
     layers = audit["layer_steps"] // audit["steps"]
@@ -106,7 +105,7 @@ def test_prompts_that_leave_and_come_back(engines, model, computed, tmp_path, mo
 
 def test_prompts_that_a_benchmark_makes_up(engines, model, computed):
     """`DecodeBenchConnector` fills prompts' blocks with one number and ships nothing; the audit does not follow it."""
-    filled = {mode: serve(engines, model, mode, "DecodeBenchConnector", None, {}, audit=False) for mode in MODES}
+    filled = {mode: serve(engines, model, mode, "DecodeBenchConnector", {}, audit=False) for mode in MODES}
     assert tokens(filled["off"]) != computed
     for mode, outcome in filled.items():
         assert tokens(outcome) == tokens(filled["off"])
@@ -117,7 +116,7 @@ def test_prompts_that_a_benchmark_makes_up(engines, model, computed):
 def test_a_connector_from_elsewhere_is_served_by_vllms_own_write(engines, model, computed, tmp_path, mode):
     """Even by a name that is known: which pages another module's class reads, and when, nobody has looked up."""
     module = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
-    outcome = serve(engines, model, mode, "ExampleConnector", module, on_disk(tmp_path))
+    outcome = serve(engines, model, mode, "ExampleConnector", on_disk(tmp_path), module)
     [rank] = outcome.ranks
     assert rank["serving"] == "off" and not rank["counters"].get("windows")
     assert rank["reason"].startswith("the KV connector ExampleConnector: it is not known to read pages only when")

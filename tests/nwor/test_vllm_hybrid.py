@@ -34,8 +34,7 @@ def spec(model):
 
 @pytest.fixture(scope="module")
 def vanilla(engines, spec):
-    outcome = engines.run(spec, Settings(audit=True))
-    return outcome
+    return engines.run(spec, Settings(audit=True))
 
 
 def treated(engines, spec, mode: str, fault=None, **call) -> Outcome:

@@ -4,14 +4,13 @@
 The audit does not follow `SimpleCPUOffloadConnector`, which needs a GPU: tokens tell whether its blocks are right.
 """
 
-from functools import partial
-
 import pytest
 
 from nwor_lab.experiments.parity import compare
 from tests.nwor import faults
 from tests.nwor.gpu.on_gpu import GAPS, STACKS, both, spec_of
-from tests.nwor.offloading import BLOCK, assert_shipped_and_served, converse, first_answers, offloading, with_connector
+from tests.nwor.offloading import BLOCK, assert_shipped_and_served, converse, first_answers, offloading
+from tests.nwor.specs import with_connector
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -49,8 +48,8 @@ def test_no_rejected_row_leaves_under_a_mode(engines, model, answers, mode, ship
 def test_blocks_of_the_simple_connector_come_back(engines, model, answers, mode):
     """The next turn finds its blocks on the host; vanilla, beside the same connector, says the same."""
     spec = offloading(spec_of(model, "v2 FA graphs"), offload=0)
-    beside = partial(with_connector, "SimpleCPUOffloadConnector", None, {"cpu_bytes_to_use": 64 << 20})
-    plain, outcome = (converse(engines, spec, each, answers, beside, 5, audit=False) for each in ("off", mode))
+    spec = with_connector(spec, "SimpleCPUOffloadConnector", {"cpu_bytes_to_use": 64 << 20})
+    plain, outcome = (converse(engines, spec, each, answers, logprobs=5, audit=False) for each in ("off", mode))
     for theirs, ours in zip(plain.generations, outcome.generations, strict=True):
         parity = compare(theirs, ours)
         assert parity.within(GAPS["auto"]), parity

@@ -15,8 +15,9 @@ from nwor_lab.experiments.parity import compare
 from tests import checkpoints
 from tests.checkpoints import random_pair
 from tests.engines import PROMPTS, Engines
-from tests.nwor import faults, request_kinds
+from tests.nwor import request_kinds
 from tests.nwor.gpu.on_gpu import GAPS, assert_clean_and_counted, assert_parity, both, spec_of, treated
+from tests.nwor.specs import With
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -140,7 +141,8 @@ def test_after_sleep_a_mode_serves_as_before(model, mode):
     engines = Engines()
     try:
         settings, calls = Settings(mode=mode, debug_sync=True), [{}, {"asleep": True}]
-        outcome = engines.run(spec_of(model, "v2 FA graphs"), settings, faults.sleep_mode, calls=calls)
+        spec = With(**vars(spec_of(model, "v2 FA graphs")), arguments={"enable_sleep_mode": True})
+        outcome = engines.run(spec, settings, calls=calls)
     finally:
         engines.close()
     before, after = outcome.generations
