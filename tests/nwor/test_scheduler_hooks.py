@@ -112,29 +112,23 @@ def test_commits_are_held_against_the_scheduler(committed, mismatches, strict):
 
     A request that fell back has none: vLLM's own write stored its drafts.
     """
-    stats = SimpleNamespace(num_kv_fetch_reqs_by_stage={})
-    note = vllm_scheduler._make_spec_decoding_stats(lambda self, spec_decoding_stats, **counts: spec_decoding_stats)
-
-    def update(self, scheduler_output, model_runner_output):
-        note(self, None, request_id="q", num_accepted_tokens=2)
-        return {0: SimpleNamespace(scheduler_stats=stats)}
-
-    hook, scheduler = vllm_scheduler._make_update(update, strict, emit=True), SimpleNamespace()
-    output = SimpleNamespace(nwor_commit=(asdict(Counters(windows=1)), committed))
+    scheduler, counters, accepted = SimpleNamespace(), Counters(windows=1), {"q": 2}
     if strict and mismatches:
         with pytest.raises(AssertionError, match="committed and accepted drafts differ, by request: {'q'"):
-            hook(scheduler, None, output)
+            commit_step(scheduler, counters, committed, accepted, strict=True)
         return
-    hook(scheduler, None, output)
-    assert not vars(output) and hasattr(scheduler, "nwor_warned") == bool(mismatches)
-    carried = take_from_statistics(stats)
-    assert carried == asdict(Counters(windows=1)) | {"scheduler_checks": 1, "scheduler_mismatches": mismatches}
-    hook(scheduler, None, SimpleNamespace())  # a step without a window has nothing to hold
-    assert stats.num_kv_fetch_reqs_by_stage == {}
+    carried = commit_step(scheduler, counters, committed, accepted, strict=strict)
+    assert carried == asdict(counters) | {"scheduler_checks": 1, "scheduler_mismatches": mismatches}
+    assert hasattr(scheduler, "nwor_warned") == bool(mismatches)
+    assert commit_step(scheduler, None, {}, accepted, strict=strict) == {}, (
+        "a step without a window has nothing to hold"
+    )
 
 
-def commit_step(scheduler, counters: Counters, committed: dict, accepted: dict, statistics: bool = True) -> dict:
-    """What a step's statistics carry, of a worker that has counted `counters` since start-up."""
+def commit_step(
+    scheduler, counters: Counters | None, committed: dict, accepted: dict, statistics: bool = True, strict: bool = False
+) -> dict:
+    """What a step's statistics carry, of a worker that has counted `counters` since start-up; None: no window."""
     stats = SimpleNamespace(num_kv_fetch_reqs_by_stage={})
     note = vllm_scheduler._make_spec_decoding_stats(lambda self, spec_decoding_stats, **counts: None)
 
@@ -143,8 +137,9 @@ def commit_step(scheduler, counters: Counters, committed: dict, accepted: dict, 
             note(self, None, request_id=request, num_accepted_tokens=number)
         return {0: SimpleNamespace(scheduler_stats=stats if statistics else None)}
 
-    hook = vllm_scheduler._make_update(update, strict=False, emit=True)
-    hook(scheduler, None, SimpleNamespace(nwor_commit=(asdict(counters), committed)))
+    output = SimpleNamespace(**({"nwor_commit": (asdict(counters), committed)} if counters else {}))
+    vllm_scheduler._make_update(update, strict, emit=True)(scheduler, None, output)
+    assert not vars(output)
     return take_from_statistics(stats)
 
 
