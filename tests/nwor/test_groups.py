@@ -27,15 +27,6 @@ from tests.nwor.paged import Paged
 from tests.nwor.runners import SHARING, gpu_layer, groups_of, make_runner
 
 
-@pytest.mark.parametrize(("mode", "serves"), [("cow", True), ("stage", False), ("direct", False)])
-def test_layers_that_share_a_cache(mode, serves):
-    """They write nothing, so cow has nothing to hold back there; stage's rows they would not see."""
-    layers = {"a": gpu_layer(), "b": gpu_layer()}
-    found = support.why_unsupported(make_runner(**SHARING), layers, mode)
-    why = "layers that read another layer's KV cache, which lacks the rows that stage holds: reader"
-    assert found == ("" if serves else why)
-
-
 def test_a_layer_that_shares_a_cache_is_no_target_layer():
     """Nor is one of the drafter's, whatever it reads."""
     context = {"a": gpu_layer(), "b": gpu_layer(), "draft": gpu_layer(kv_sharing_target_layer_name="b")}

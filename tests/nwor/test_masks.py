@@ -43,19 +43,13 @@ FLASH = type("FlashAttentionBackend", (), {})
         (gpu_layer(), ""),
         (gpu_layer(layer_sliding_window=64, sliding_window=(63, 0)), ""),
         (gpu_layer("CPUAttentionBackendImpl", attn_backend=type("CPUAttentionBackend", (), {}), sliding_window=-1), ""),
-        (
-            layer_of("ChunkedLocalAttention", attention_chunk_size=64),
-            "attention of class ChunkedLocalAttention: its mask is not known to be causal",
-        ),
         (layer_of("RSWAAttention", _rswa_window=64), "attention of class RSWAAttention"),
-        (layer_of("PrefillPrefixLMAttention"), "attention of class PrefillPrefixLMAttention"),
         (
             gpu_layer(attn_backend=subclass_attention_backend("ChunkedLocalAttention_64_", FLASH, object)),
             "the attention backend ChunkedLocalAttention_64_FlashAttentionBackend: stage knows ",
         ),
         (gpu_layer(use_mm_prefix=True), "multimodal prefixes that are attended to in both directions"),
         (gpu_layer(attn_type="encoder_decoder"), "attention of type encoder_decoder"),
-        (gpu_layer(head_size_v=64), "values of size 64 beside keys of size 128"),
         (gpu_layer("TritonAttentionImpl", chunk_lookback=-1, use_alibi_sqrt=False), ""),
         (
             gpu_layer("TritonAttentionImpl", chunk_lookback=0),

@@ -121,10 +121,14 @@ MATRIX = {
     "context parallelism, decode or prefill": [
         ({PARALLEL + f"{kind}_context_parallel_size": 2}, {}, "context parallelism") for kind in ("decode", "prefill")
     ],
-    "layers that share another's cache (Gemma 3n)": [(SHARING, {}, "layers that read another layer's KV cache")],
-    "DeepSeek's attention (MLA)": [({}, {"layer_class": layer_classes.MLAAttention}, "MLA: ")],
+    "layers that share another's cache (Gemma 3n)": [
+        (SHARING, {}, "layers that read another layer's KV cache, which lacks the rows that stage holds: reader")
+    ],
+    "DeepSeek's attention (MLA)": [
+        ({}, {"layer_class": layer_classes.MLAAttention}, "MLA: stage's attention has no latent kernel")
+    ],
     "sparse MLA (DeepSeek-V3.2)": [
-        ({}, {"layer_class": layer_classes.MLAAttention, "use_sparse": True}, "sparse MLA: ")
+        ({}, {"layer_class": layer_classes.MLAAttention, "use_sparse": True}, "sparse MLA: the caches of its indexer")
     ],
     "several cache groups: sliding windows beside full attention (Gemma 3, gpt-oss)": [
         ({GROUPS: groups_of(["a"], ["b"])}, {}, ""),
@@ -144,7 +148,11 @@ MATRIX = {
         ({"drafter": SimpleNamespace()}, {}, "a hybrid model: 1 of its layers are not served, draft (a class of its"),
     ],
     "masks other than causal (chunks, R-SWA, prefixes seen both ways), heads whose values have another size": [
-        ({}, {"layer_class": layer_classes.ChunkedLocalAttention}, "attention of class ChunkedLocalAttention: "),
+        (
+            {},
+            {"layer_class": layer_classes.ChunkedLocalAttention},
+            "attention of class ChunkedLocalAttention: its mask is",
+        ),
         ({}, {"layer_class": layer_classes.PrefillPrefixLMAttention}, "attention of class PrefillPrefixLMAttention"),
         ({}, {"chunk_lookback": 1}, "FlashAttentionImpl.chunk_lookback is 1"),
         ({"vllm_config__model_config__rswa_window": 128}, {}, "a window of 128 that spares the prompt"),
@@ -245,6 +253,7 @@ def test_the_documents_say_where_a_mode_serves():
                 found = support.why_unsupported(make_runner(**changes), layers, mode)
                 assert (found == "") == (words == "serves"), (name, mode, found)
             assert found.startswith(why) and bool(found) == bool(why), (name, found)
+            assert support.why_unsupported(make_runner(**changes), layers, "direct") == found, "the control is stage's"
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
@@ -305,22 +314,9 @@ def test_a_group_is_served_whole_or_not_at_all(mode, other):
     assert support.why_unsupported(made, target_layers(made), mode) == ""
 
 
-@pytest.mark.parametrize(
-    ("mode", "sparse", "why"),
-    [
-        ("cow", False, ""),
-        ("stage", False, "MLA: stage's attention has no latent kernel"),
-        ("direct", False, "MLA: stage's attention has no latent kernel"),
-        ("cow", True, "sparse MLA: the caches of its indexer are not served"),
-        ("stage", True, "sparse MLA: the caches of its indexer are not served"),
-    ],
-)
-def test_mla_is_cows_alone_and_named(mode, sparse, why):
-    """Its layers are found beside a drafter's of the same class, in the same group."""
-    context = {
-        name: gpu_layer("FlashMLAImpl", layer_classes.MLAAttention, use_sparse=sparse) for name in ("a", "b", "draft")
-    }
+def test_mla_layers_are_found_beside_a_drafters():
+    """Of the same class, in the same group."""
+    context = {name: gpu_layer("FlashMLAImpl", layer_classes.MLAAttention) for name in ("a", "b", "draft")}
     made = make_runner(compilation_config__static_forward_context=context)
     layers = target_layers(made)
-    assert list(layers) == ["a", "b"]
-    assert support.why_unsupported(made, layers, mode) == why
+    assert list(layers) == ["a", "b"] and support.why_unsupported(made, layers, "cow") == ""
