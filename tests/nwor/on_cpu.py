@@ -5,6 +5,7 @@ from pathlib import Path
 
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.experiments.parity import tolerance
+from tests.engines import Outcome
 
 ROUNDING = tolerance("float32")
 
@@ -19,3 +20,36 @@ def spec_of(model: Path, dtype: str = "float32", kv_cache_dtype: str = "auto", *
         num_blocks=64,
         **more,
     )
+
+
+def assert_clean_and_counted(
+    outcome: Outcome, mode: str, layers: int = 3, width: int = 128, element: int = 4, checks: int = 20
+) -> None:
+    """A mode has served all along, left every byte as it must be, and counts as vLLM does.
+
+    Each token is counted once, whatever the number of cache groups; operations and bytes count all layers.
+
+    width: numbers of a slot in a layer, keys and values. element: bytes of one. checks: steps with drafts, at least.
+    """
+    rank, metrics, audit = outcome.ranks[0], outcome.metrics, outcome.audit
+    counters = rank["counters"]
+    assert (rank["mode"], rank["serving"], rank["target_layers"]) == (mode, mode, layers), rank["reason"]
+    assert audit["dirty_layer_steps"] == audit["dirty_slots"] == audit["unwritten_rows"] == 0
+    assert audit["wrong_rows"] == audit["stray_slots"] == 0
+    assert audit["layer_steps"] == layers * audit["steps"] > 4 * checks
+    assert audit["content_checked"] == audit["kept_rows"] > 0
+    assert not any(outcome.counters_after_start.values()), "warm-up must not count"
+    kept, rejected, staged = (counters[f"{fate}_tokens"] for fate in ("committed", "rejected", "staged"))
+    assert counters["windows"] == metrics["spec_decode_num_drafts"]
+    assert staged == metrics["spec_decode_num_draft_tokens"] == kept + rejected
+    assert kept == metrics["spec_decode_num_accepted_tokens"] > 0 and rejected > 0
+    assert counters["stage_operations"] == layers * staged, "layers x rows, once each"
+    assert counters["fallbacks"] == counters["cancelled"] == 0
+    copied, row = kept + 2 * rejected if mode == "cow" else kept, layers * width * element
+    assert counters["bytes_written"] == (counters["windows"] + staged + copied) * row
+    assert counters["bytes_avoided"] == -2 * copied * row, "a CPU saves nothing: both modes move more"
+    for name, value in counters.items():
+        assert metrics[f"nwor_{name}"] == value, f"the front end must see the worker's {name}"
+    assert metrics["nwor_scheduler_checks"] > checks and metrics["nwor_scheduler_mismatches"] == 0
+    assert metrics["nwor_acceptance_rate"] == kept / staged
+    assert 0 < metrics["nwor_unique_tokens"] <= 8 * 4, "of the last step alone: 8 requests of 4 drafts at most"

@@ -14,7 +14,7 @@ from nwor_lab.experiments.parity import compare
 from tests import checkpoints, hybrids
 from tests.engines import Outcome
 from tests.nwor import group_faults
-from tests.nwor.on_cpu import spec_of
+from tests.nwor.on_cpu import assert_clean_and_counted, spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -41,25 +41,6 @@ def treated(engines, spec, mode: str, fault=None, **call) -> Outcome:
     return engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), fault, **call)
 
 
-def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS, slot_bytes: int = 2 * 64 * 4) -> None:
-    """Each token is counted once, whatever the number of groups; operations and bytes count all layers."""
-    rank, metrics, audit = outcome.ranks[0], outcome.metrics, outcome.audit
-    counters = rank["counters"]
-    assert (rank["serving"], rank["target_layers"]) == (mode, layers), rank["reason"]
-    assert audit["dirty_layer_steps"] == audit["unwritten_rows"] == audit["wrong_rows"] == audit["stray_slots"] == 0
-    assert audit["layer_steps"] == layers * audit["steps"] and audit["content_checked"] == audit["kept_rows"] > 0
-    kept, rejected = counters["committed_tokens"], counters["rejected_tokens"]
-    assert counters["windows"] == metrics["spec_decode_num_drafts"]
-    assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"] == kept + rejected
-    assert kept == metrics["spec_decode_num_accepted_tokens"] > 0 and rejected > 0
-    assert counters["stage_operations"] == layers * counters["staged_tokens"]
-    copied, row = kept + 2 * rejected if mode == "cow" else kept, layers * slot_bytes
-    assert counters["bytes_written"] == (counters["windows"] + counters["staged_tokens"] + copied) * row
-    assert counters["bytes_avoided"] == -2 * copied * row, "a CPU saves nothing"
-    assert counters["fallbacks"] == counters["cancelled"] == 0
-    assert metrics["nwor_scheduler_checks"] > 10 and metrics["nwor_scheduler_mismatches"] == 0
-
-
 def test_vanilla_leaves_rejected_bytes_in_every_group(vanilla):
     """The audit's negative control; and the model is what it is to be, three groups of which two have windows."""
     rejected = vanilla.generation.counters["draft_tokens"] - vanilla.generation.counters["accepted_tokens"]
@@ -72,7 +53,7 @@ def test_vanilla_leaves_rejected_bytes_in_every_group(vanilla):
 def test_every_group_is_held_back_and_committed(engines, spec, vanilla, mode):
     outcome = treated(engines, spec, mode)
     assert outcome.tokens == vanilla.tokens
-    assert_clean_and_counted(outcome, mode)
+    assert_clean_and_counted(outcome, mode, LAYERS)
 
 
 def test_direct_writes_every_row_in_every_group(engines, spec, vanilla):
@@ -89,7 +70,7 @@ def test_blocks_go_from_one_group_to_another(engines, spec):
     for mode in ("cow", "stage"):
         outcome = treated(engines, small, mode, group_faults.held_in_block_0)
         assert outcome.tokens == plain.tokens
-        assert_clean_and_counted(outcome, mode)
+        assert_clean_and_counted(outcome, mode, LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +102,7 @@ def test_eagle3(engines, tmp_path):
     for mode in ("cow", "stage"):
         outcome = treated(engines, spec, mode)
         assert outcome.tokens == plain.tokens
-        assert_clean_and_counted(outcome, mode, 3, slot_bytes=2 * 128 * 4)
+        assert_clean_and_counted(outcome, mode, width=256)
 
 
 def sinks_left_out(patch: pytest.MonkeyPatch) -> None:
@@ -207,7 +188,7 @@ def test_recurrent_layers_are_left_alone(beside_states, drafter, mode, control):
     """Tokens are those of the same attention that writes every row."""
     outcome = beside_states(drafter, mode)
     assert outcome.tokens == beside_states(drafter, control).tokens
-    assert_clean_and_counted(outcome, mode, 1, slot_bytes=2 * 128 * 2)
+    assert_clean_and_counted(outcome, mode, 1, width=256, element=2)
 
 
 def test_a_touched_state_changes_tokens(beside_states):
@@ -235,6 +216,6 @@ def test_architectures(engines, tmp_path, name):
         outcome = treated(engines, spec, mode, **call)
         assert outcome.tokens == plain.tokens
         if mode == "cow" or not why:
-            assert_clean_and_counted(outcome, mode, layers, slot_bytes=2 * 128 * 4)
+            assert_clean_and_counted(outcome, mode, layers, width=256, checks=10)
         else:
             assert outcome.ranks[0]["serving"] == "off" and outcome.ranks[0]["reason"].startswith(why)

@@ -15,6 +15,7 @@ from nwor_lab.engines.engine import EngineSpec
 from tests import checkpoints
 from tests.engines import PROMPTS, Outcome
 from tests.nwor import faults
+from tests.nwor.on_cpu import assert_clean_and_counted
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -58,16 +59,10 @@ def test_cow_keeps_rejected_latent_rows_out_of_the_cache(engines, deepseek, plai
     prompts = misleading(plain().tokens) if method == "ngram" else PROMPTS[:6]
     outcome = treated(engines, deepseek, "cow", method, dtype, prompts=prompts)
     assert outcome.tokens == vanilla.tokens
-    audit, counters, metrics = outcome.audit, outcome.ranks[0]["counters"], outcome.metrics
     assert vanilla.audit["dirty_layer_steps"] > 0, "the audit's negative control: vLLM leaves them"
-    assert audit["dirty_layer_steps"] == audit["unwritten_rows"] == audit["wrong_rows"] == audit["stray_slots"] == 0
-    assert audit["content_checked"] == audit["kept_rows"] > 300
-    assert (outcome.ranks[0]["serving"], outcome.ranks[0]["target_layers"]) == ("cow", 3), "the MTP layer is not one"
-    assert counters["windows"] == metrics["spec_decode_num_drafts"]
-    assert counters["staged_tokens"] == metrics["spec_decode_num_draft_tokens"]
-    assert counters["committed_tokens"] == metrics["spec_decode_num_accepted_tokens"] > 0
-    assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
-    assert counters["fallbacks"] == counters["cancelled"] == metrics["nwor_scheduler_mismatches"] == 0
+    assert outcome.audit["kept_rows"] > 300
+    element = {"float32": 4, "bfloat16": 2}[dtype]
+    assert_clean_and_counted(outcome, "cow", width=576, element=element, checks=10)
 
 
 @pytest.mark.parametrize("mode", ["stage", "direct"])
