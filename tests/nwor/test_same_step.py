@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request that is admitted in the very step in which another's row 0 fills a block of its prefix."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineSpec
+from tests.nwor import on_cpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -16,17 +18,8 @@ SCHEDULED = {"synchronous": False, "asynchronous": True}
 
 def spec_of(model: Path, method: str, **more) -> EngineSpec:
     draft = {"eagle": str(model / "eagle"), "draft_model": str(model / "target"), "ngram": ""}[method]
-    return EngineSpec(
-        model=str(model / "target"),
-        draft=draft,
-        method=method,
-        dtype="float32",
-        batch=4,
-        block_size=32,
-        num_blocks=64,
-        prefix_caching=True,
-        **more,
-    )
+    spec = on_cpu.spec_of(model, batch=4, block_size=32, prefix_caching=True, **more)
+    return replace(spec, method=method, draft=draft, max_num_batched_tokens=256)
 
 
 def clean_tokens(engines, spec: EngineSpec, **call) -> dict[str, list[list[int]]]:
