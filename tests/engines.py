@@ -25,7 +25,6 @@ PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i 
 class Outcome:
     """What an engine did.
 
-    error: the traceback of why it stopped, which `Engines.run` raises.
     audits: what the audit found on rank 0 during each call with a `fault` of its own.
     libraries: vLLM's own compiled libraries that its process had loaded, by file name.
     """
@@ -36,7 +35,6 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     counters_after_start: dict[str, int] = field(default_factory=dict)
     libraries: list[str] = field(default_factory=list)
-    error: str = ""
 
     @property
     def generation(self) -> Generation:
@@ -80,13 +78,10 @@ class Engines:
         """
         each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
         try:
-            outcome = self._pool.submit(_run, spec, settings, fault, each).result()
+            return self._pool.submit(_run, spec, settings, fault, each).result()
         except BrokenProcessPool:  # a device-side assertion, say: the next engine gets a process of its own
             self._pool = _new_process()
             raise
-        if outcome.error:
-            raise RuntimeError(outcome.error)
-        return outcome
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -133,7 +128,7 @@ def _run(
     vllm.plugins.plugins_loaded = False
     set_cudagraph_capturing_enabled(True)  # an engine of the V1 runner leaves it off, and the V2 runner as it is
     environ = {**spec.environ(), **settings.environ(), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    outcome, served = Outcome(), None
+    outcome, served, error = Outcome(), None, ""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
@@ -174,16 +169,18 @@ def _run(
                     served.on_every_rank(pause.resume)
             outcome.libraries = _loaded()
             outcome.ranks, outcome.metrics = served.on_every_rank(status), served.metrics()
-        except BaseException:  # noqa: BLE001  (what tests look at)
-            outcome.error = traceback.format_exc()
+        except BaseException:  # noqa: BLE001  (a test may look for it)
+            error = traceback.format_exc()
         finally:
             try:
                 if served is not None:
                     served.engine.engine_core.shutdown()
             except BaseException:  # noqa: BLE001
-                outcome.error = outcome.error or traceback.format_exc()
+                error = error or traceback.format_exc()
             cleanup_dist_env_and_memory()
             os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
+    if error:
+        raise RuntimeError(error)
     return outcome
 
 
