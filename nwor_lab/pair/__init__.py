@@ -20,13 +20,19 @@ def load_prompts(path: str | Path = PROMPTS, count: int | None = None) -> list[s
     """The first `count` prompts of a `{"id": ..., "prompt": ...}` JSON-lines file.
 
     Raises:
-        FileNotFoundError: there is no such file. ValueError: it holds fewer prompts, or none is asked for.
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no such object, or the file holds fewer prompts, or none is asked for.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no prompts at {path}; give a JSON-lines file with a `prompt` in each line")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+    lines, prompts = path.read_text(encoding="utf-8").splitlines(), list[str]()
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                prompts.append(json.loads(line)["prompt"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f'line {number} of {path} is no JSON object with a "prompt": {line[:60]}') from error
     if count is not None and not 1 <= count <= len(prompts):
         raise ValueError(f"{count} prompts asked for: ask for 1 to the {len(prompts)} of {path}, or give another file")
     return prompts[:count]

@@ -63,6 +63,13 @@ def test_prompts_are_held_out_and_end_where_a_block_begins():
             load_prompts(count=count)
 
 
+@pytest.mark.parametrize("line", ['{"text": "def f"}', "def f", "[1]"])
+def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
+    (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "def f"}}\n\n{line}\n')
+    with pytest.raises(ValueError, match="^line 3 of .*prompts.jsonl is no JSON object"):
+        load_prompts(tmp_path / "prompts.jsonl")
+
+
 def test_shipped_pair_drafts_well_and_indents():
     target, head = load_pair()
     tokenizer = load_tokenizer()
