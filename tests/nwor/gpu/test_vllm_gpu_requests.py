@@ -2,6 +2,7 @@
 """Requests, drafters and architectures in real vLLM on a GPU, under the modes."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -119,12 +120,9 @@ def test_a_request_that_joins_as_a_block_is_filled(model, stack, method):
     prompts, made = [[(7 * i) % 50 + 3 for i in range(20)] * 2], {}
     endings = [[9], [5, 6, 7], [3, 1, 4, 1, 5], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
     for mode in ("off", "cow", "stage"):
-        engines = Engines()
-        try:
+        with closing(Engines()) as engines:
             settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
             made[mode] = engines.run(spec, settings, calls=[{"joined": endings}], prompts=prompts, max_tokens=400)
-        finally:
-            engines.close()
         if mode != "off":
             assert made[mode].audit["dirty_layer_steps"] == made[mode].audit["unwritten_rows"] == 0
             assert made[mode].ranks[0]["counters"]["windows"] > 10
@@ -138,13 +136,9 @@ def test_a_request_that_joins_as_a_block_is_filled(model, stack, method):
 @both
 def test_after_sleep_a_mode_serves_as_before(model, mode):
     """vLLM takes the cache away, and what a mode holds goes to the host and back with the rest of the memory."""
-    engines = Engines()
-    try:
-        settings, calls = Settings(mode=mode, debug_sync=True), [{}, {"asleep": True}]
-        spec = With(**vars(spec_of(model, "v2 FA graphs")), arguments={"enable_sleep_mode": True})
-        outcome = engines.run(spec, settings, calls=calls)
-    finally:
-        engines.close()
+    spec = With(**vars(spec_of(model, "v2 FA graphs")), arguments={"enable_sleep_mode": True})
+    with closing(Engines()) as engines:
+        outcome = engines.run(spec, Settings(mode=mode, debug_sync=True), calls=[{}, {"asleep": True}])
     before, after = outcome.generations
     assert before.tokens == after.tokens
     assert (rank := outcome.ranks[0])["serving"] == mode and rank["counters"]["windows"] > before.counters["drafts"]
