@@ -227,6 +227,8 @@ def start(place: Path, *words: str, **environ: str) -> subprocess.Popen:
     """A reproduction run of the notebooks in `place` in another process, in the midst of k=3."""
     write_notebook(place, "01_book", "\nimport time\nwhile k == 3 and not (place / 'go').exists(): time.sleep(0.05)\n")
     code = f"import sys; from pathlib import Path; from nwor_lab import paths, reproduce; place = Path({str(place)!r})"
+    # What a shell starts in the background ignores interrupts, and so do its children.
+    code += "; import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; paths.NOTEBOOKS, paths.RESULTS = place, place / 'results'; sys.exit(reproduce.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *words]
     child = subprocess.Popen(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
