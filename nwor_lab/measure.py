@@ -16,8 +16,6 @@ the commit, rows of a table are of different builds (`nwor_lab.builds`), or a se
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib.metadata
 import itertools
 import json
 import os
@@ -55,6 +53,11 @@ class Measurement:
     gpus: int = 1
     release: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> str:
+        """What it runs on, in words."""
+        return f"{self.gpus} NVIDIA GPU{'s' * (self.gpus > 1)}{', vLLM ' * bool(self.release)}{self.release}"
 
 
 def read_matrix(text: str) -> dict[str, Measurement]:
@@ -113,7 +116,7 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
         number = len(attempts(directory, name))
         if again or not number:
             needed[f"{name}@{number + 1}" if number else name] = MEASUREMENTS[name]
-    installed = release_of(provenance.probe(functools.partial(importlib.metadata.version, "vllm")))
+    installed = release_of(provenance.version("vllm"))
     served = {name: one.gpus for name, one in needed.items() if one.release in ("", installed) and one.gpus <= gpus}
     cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[int]()
     for index in range(gpus):
@@ -133,8 +136,7 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
     done |= {name: run(directory, name, visible[:number]) for name, number in served.items() if number > 1}
     for name, one in needed.items():
         if name not in served:
-            wanted = f"{one.gpus} NVIDIA GPU{'s' * (one.gpus > 1)}{', vLLM ' * bool(one.release)}{one.release}"
-            print(f"{name}: left out, it needs {wanted}", flush=True)
+            print(f"{name}: left out, it needs {one.needs}", flush=True)
     return [name for name in needed if not done.get(name)]
 
 
@@ -285,8 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.list:
         for name, one in MEASUREMENTS.items():
-            on = f"{one.gpus} GPU{'s' * (one.gpus > 1)}{', vLLM ' * bool(one.release)}{one.release}"
-            print(f"{name:32} about {one.minutes:g} minutes on {on}, for {one.table}")
+            print(f"{name:32} about {one.minutes:g} minutes on {one.needs}, for {one.table}")
         return 0
     run, missing = options.record, list[str]()
     try:

@@ -39,6 +39,11 @@ def _output(*command: str) -> str:
     return done.stdout.strip()
 
 
+def version(package: str) -> str:
+    """Return the installed version of a package."""
+    return probe(functools.partial(importlib.metadata.version, package))
+
+
 def sha256(path: Path | str) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     with open(path, "rb") as file:
@@ -103,7 +108,7 @@ def provenance(parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "seeds": {name: value for name, value in given.items() if "seed" in name},
         "python": platform.python_version(),
         "platform": probe(platform.platform),
-        "versions": {name: probe(functools.partial(importlib.metadata.version, name)) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
         "git": probe(git),
         "cpu": probe(cpu),
         "gpu": probe(gpus),

@@ -294,7 +294,7 @@ def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_pat
     matrix = {"bad": one("nwor.no_such"), "two": one("nwor", gpus=2), "there": one("nwor.no_such")}
     matrix |= {"next": one("nwor.no_such", release="9.9.0"), "this": one("nwor.no_such", release="0.32.0")}
     monkeypatch.setattr(measure, "MEASUREMENTS", matrix)
-    monkeypatch.setattr(measure.importlib.metadata, "version", lambda name: "0.32.0+cpu")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.32.0+cpu")
     assert measure.measure(tmp_path, []) == ["bad", "two", "next", "this"]
     said = capsys.readouterr().out
     assert "bad: failed, see" in said and "two: left out, it needs 2 NVIDIA GPUs\n" in said and "there" not in said

@@ -2,9 +2,7 @@
 """The microbenchmarks: bytes by hand, what is made of samples and counters, the recorded data."""
 
 import itertools
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,7 +12,7 @@ import torch
 from nwor import ops
 from nwor_lab import paths, results
 from nwor_lab.microbench import attention, counters, operators, timer
-from nwor_lab.microbench.inputs import KEYS, AttentionShape, shape_of
+from nwor_lab.microbench.inputs import AttentionShape, shape_of
 from nwor_lab.microbench.operators import OURS, PEERS, QUERY, ROWS, SHAPES, bytes_moved
 from nwor_lab.plots import attention as attention_plots
 from nwor_lab.plots import kernels, style
@@ -293,110 +291,3 @@ def test_what_a_layer_saves_alone_and_between_its_neighbours():
     rows = [alone[alone.op == "nwor"].assign(op=op, metric="between", value=us) for op, us in between.items()]
     (found,) = attention_plots.saved(pd.concat([alone, *rows])).to_dict("records")
     assert (found["alone"], found["between"]) == pytest.approx((30, 20))
-
-
-# -- hardware counters ---------------------------------------------------------------------------------------------
-
-TIME, DRAM = "gpu__time_duration.sum", "dram__bytes_read.sum"
-PRINTED = """==PROF== Connected to process 7
-"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","7","verify_windows","gpu__time_duration.sum","ns","12,736"
-"0","7","verify_windows","dram__bytes_read.sum","Kbyte","1.5"
-"0","7","verify_windows","other","","1"
-"1","7","flash<1, 2>","gpu__time_duration.sum","us","13"
-"1","7","flash<1, 2>","dram__bytes_read.sum","byte","7"
-"""
-
-
-def test_what_the_profiler_prints_is_read(monkeypatch):
-    first, second = counters.parse(PRINTED, (TIME, DRAM))
-    assert first == {"kernel": "verify_windows", TIME: (pytest.approx(12.736), "us"), DRAM: (1500, "byte")}
-    assert second == {"kernel": "flash<1, 2>", TIME: (13, "us"), DRAM: (7, "byte")}
-    assert counters.parse("==PROF== no kernels were profiled", (TIME,)) == []
-    with pytest.raises(RuntimeError, match="gave no lost of launch 0"):
-        counters.parse(PRINTED, (TIME, "lost"))
-    with pytest.raises(RuntimeError, match="is in fortnight, not in byte"):
-        counters.parse(PRINTED.replace('"us"', '"fortnight"'), (TIME,))
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(counters.Unreadable, match="no ncu on the PATH: install Nsight Compute"):
-        counters.read("code", metrics=(TIME,), kernels="x")
-
-
-@pytest.fixture
-def profiler(tmp_path, monkeypatch) -> Path:
-    """Where a profiler is looked for first: a script that is yet to be written."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    path = tmp_path / "ncu"
-    path.touch(mode=0o755)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("says", "forbidden"),
-    [("==ERROR== ERR_NVGPUCTRPERM - no permission to read counters", True), ("ImportError: no module", False)],
-)
-def test_a_profiler_that_fails_says_why(says, forbidden, profiler):
-    """A program that crashes under it is no reason to do without its counters."""
-    profiler.write_text(f"#!/bin/sh\necho '{says}'; exit 3")
-    with pytest.raises(RuntimeError, match=f"failed with 3: {says}") as raised:
-        counters.read("code", metrics=(TIME,), kernels="x")
-    assert isinstance(raised.value, counters.Unreadable) is forbidden
-
-
-def test_the_profiler_is_asked_for_what_is_read(profiler, tmp_path):
-    profiler.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\ncat <<END\n{PRINTED}END')
-    options = ("--profile-from-start", "off")
-    seen = counters.read("code()", metrics=(TIME,), kernels="a|b", options=options)
-    assert [launch["kernel"] for launch in seen] == ["verify_windows", "flash<1, 2>"]
-    asked = (tmp_path / "asked").read_text()
-    assert "--clock-control none" in asked and "regex:a|b --profile-from-start off" in asked
-    assert asked.endswith("-c code()\n") and f"--metrics {TIME} " in asked
-
-
-def launches(combined: bool = True) -> list[dict]:
-    """As the profiler gives them of every shape: the n-th launch takes n us."""
-    names = ["verify_windows", "void vllm::reshape_and_cache_flash_kernel<>", "flash::FlashAttnFwdSm90<>"]
-    names += ["flash::FlashAttnFwdCombine<>"] * combined
-    every = [name for _ in counters.shapes() for name in names]
-    values = dict.fromkeys(counters.METRICS, (1.0, "%"))
-    return [{"kernel": name, **values, TIME: (float(n), "us")} for n, name in enumerate(every)]
-
-
-def test_launches_are_matched_with_shapes_and_kernels():
-    frame = counters.table(launches())
-    found = frame[frame.metric == "time"].reset_index()
-    assert (found.value == found.index).all()
-    assert found.op[:5].tolist() == ["nwor", "write", "flash", "combine", "nwor"]
-    assert (found.context[0], found.context[4]) == (512, 8192)
-    assert len(counters.shown(frame)) == 3 * len(counters.shapes())
-    assert len(counters.table(launches(combined=False))) == 3 * 6 * len(counters.shapes())
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda seen: seen[1:], lambda seen: seen[:-4], lambda seen: seen[:2] + seen[4:],
-     lambda seen: seen + seen[:4], lambda seen: seen + seen[-2:]],
-)  # fmt: skip
-def test_launches_that_are_not_those_of_the_shapes_are_an_error(wrong):
-    """Else a shape's counters would be another's."""
-    with pytest.raises(
-        RuntimeError, match="which are not this kit's kernel, vLLM's write and FlashAttention of 13 shapes"
-    ):
-        counters.table(wrong(launches()))
-
-
-def test_a_command_writes_its_table_and_what_made_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(counters, "read", lambda *_, **__: launches())
-    assert counters.main(["--out", str(tmp_path)]) == 0 and "flash" in capsys.readouterr().out
-    written, expected = results.read_table("attention_counters", tmp_path), counters.table(launches())
-    assert written["op"].tolist() == expected["op"].tolist()
-    assert written["value"].tolist() == expected["value"].tolist() and written["value"].dtype == "float32"
-    assert "git" in json.loads((tmp_path / "attention_counters.json").read_text())["provenance"]
-
-
-def test_the_recorded_counters_are_of_every_shape():
-    frame = results.read_table("attention_counters", paths.RECORDED)
-    assert len(frame.groupby(KEYS)) == len(counters.shapes())
-    assert set(frame.metric) == set(counters.METRICS.values())
-    assert frame[frame.metric == "dram"].value.between(0, 100).all()
