@@ -4,28 +4,13 @@
 import pytest
 
 from nwor.settings import Settings
-from tests.checkpoints import random_pair
 from tests.devices import needs_fp8_cache
-from tests.engines import PROMPTS, Engines
+from tests.engines import PROMPTS
 from tests.injected import COW, DIRTY, FP8, STAGE, check_each_is_seen, red
 from tests.nwor import faults
 from tests.nwor.on_cpu import spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def engines():
-    made = Engines()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pair")
-    random_pair(path, noise=0.3)
-    return path
 
 
 @pytest.mark.parametrize(
