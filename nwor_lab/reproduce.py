@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -65,29 +66,23 @@ def is_whole(notebook: Path, directory: Path, given: dict[str, Any]) -> bool:
 
 
 def _execute(notebook: Path, output: Path, given: dict[str, Any], log: TextIO) -> None:
-    """Run a notebook with papermill. A kernel that died before any cell ran is started again, twice at most.
-
-    Its ports are chosen before it starts; when another program takes one in between, it dies.
-    """
+    """Run a notebook by papermill. Kernels talk through files: a port chosen for one may be taken before it starts."""
     import papermill
+    from traitlets.config import Config
 
-    for attempt in range(3):
-        try:
-            papermill.execute_notebook(
-                str(notebook),
-                str(output),
-                parameters=given,
-                kernel_name="python3",
-                cwd=str(paths.ROOT),
-                stdout_file=log,
-                stderr_file=log,
-                extra_arguments=KERNEL,
-            )
-            return
-        except RuntimeError as error:
-            if attempt == 2 or "Kernel died before replying" not in str(error):
-                raise
-            log.write(f"{error}; started again\n")
+    with tempfile.TemporaryDirectory() as sockets:
+        papermill.execute_notebook(
+            str(notebook),
+            str(output),
+            parameters=given,
+            kernel_name="python3",
+            cwd=str(paths.ROOT),
+            stdout_file=log,
+            stderr_file=log,
+            start_timeout=300,
+            extra_arguments=KERNEL,
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
+        )
 
 
 def run_notebook(notebook: Path, directory: Path, given: dict[str, Any]) -> str | None:
