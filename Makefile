@@ -6,7 +6,7 @@ CXX ?= g++
 RUN ?= $(shell date +%Y%m%d-%H%M%S)
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --no-compile --progress-bar off
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --progress-bar off
 TORCH := $(shell sed -n 's/^torch==//p' requirements/cpu.lock)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 IMAGE ?= nwor
