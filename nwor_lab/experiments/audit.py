@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nwor audit`: run each mode under the audit of the whole cache; fails when `cow` or `stage` leaves it dirty.
 
-A bench that ends with its first pass. Takes the options of `nwor bench`.
+A bench that ends with its first pass. Takes the options of `nwor bench` but those of what it times or counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nwor_lab.experiments.plan import Plan
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 when `cow` and `stage` are clean, 1 when one is dirty."""
-    return bench.main(argv, "audit", __doc__, show_verdict, repeats=0)
+    return bench.main(argv, "audit", __doc__, show_verdict, fixed={"audit": True, "count": False, "repeats": 0})
 
 
 def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from nwor.settings import Settings
 from nwor_lab import paths, results
 from nwor_lab.engines.engine import EngineError, EngineSpec
 from nwor_lab.engines.traffic import Event
@@ -112,7 +113,7 @@ def read_replay(file: Path) -> tuple[EngineSpec, str, list[Script]]:
         ours = given["spec"] | {"cudagraph_capture_sizes": tuple(given["spec"]["cudagraph_capture_sizes"])}
         ours |= {name: str(paths.ROOT / ours[name]) for name in ("model", "draft") if ours[name]}
         scripts: list[Script] = [(one["seed"], [Event(**event) for event in one["events"]]) for one in given["scripts"]]
-        return EngineSpec(**ours), given["mode"], scripts
+        return EngineSpec(**ours), Settings(given["mode"]).mode, scripts
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no replay of a soak ({type(error).__name__}: {error}); name one") from error
 

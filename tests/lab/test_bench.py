@@ -240,6 +240,15 @@ def test_an_engine_that_fails_and_an_interrupt_leave_one_line_and_no_result(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("command", "word"), [(audit, "--no-audit"), (audit, "--repeats=3"), (audit, "--count"), (acceptance, "--no-count")]
+)
+def test_what_a_command_is_for_is_no_option_of_it(command, word, engines, capsys):
+    with pytest.raises(SystemExit):
+        command.main([word])
+    assert f"unrecognized arguments: {word}" in capsys.readouterr().err and not engines.every
+
+
 @pytest.mark.parametrize("command", [bench, audit, acceptance])
 def test_every_option_has_a_sentence(command, capsys):
     with pytest.raises(SystemExit):

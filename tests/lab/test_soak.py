@@ -151,6 +151,10 @@ def test_a_failure_leaves_what_replays_it(fake, tmp_path, capsys):
     assert f"faults: {written['faults']['tokens']} tokens" in capsys.readouterr().out
     fake.culprits = set()
     assert command.main(["--replay", file]) == 0
+    Path(file).write_text(json.dumps(written | {"mode": "stagger"}))
+    assert command.main(["--replay", file]) == 2
+    error = capsys.readouterr().err
+    assert "'stagger' is not a mode; choose one of off, cow" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("died", {"dies": True}), ("dirty_slots", {"dirty": 2})])
