@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def small(model) -> list[str]:
     words = ["--model", model / "target", "--draft", model / "eagle", "--dtype", "float32", "--num-blocks", 64]
-    return list(map(str, [*words, "--random-prompts", 24, "--num-prompts", 6, "--max-tokens", 24, "--repeats", 1]))
+    return list(map(str, [*words, "--random-prompts", 24, "--num-prompts", 6, "--max-tokens", 24]))
 
 
 def test_bench_over_two_ranks(small, tmp_path):
     """Every rank holds all target layers and a share of their heads; counts agree;
     the EAGLE layer is left alone."""
     more = ["--mode", "off,cow,stage", "--tp", "2", "--run-dir", str(tmp_path), "--name", "tp2"]
-    assert bench.main([*small, *more]) == 0
+    assert bench.main([*small, "--repeats", "1", *more]) == 0
     report = json.loads((tmp_path / "tp2.json").read_text())
     for mode in ("cow", "stage"):
         ranks = report["ranks"][mode]
@@ -56,7 +56,7 @@ def test_bench_over_two_ranks(small, tmp_path):
 def test_an_engine_whose_mode_pauses_is_vanilla_and_treated(small, tmp_path):
     """Paused, every rank serves vLLM's own write, and the tokens are vanilla's; resumed, the mode serves and counts."""
     more = ["--mode", "stage", "--paused", "--tp", "2", "--run-dir", str(tmp_path), "--name", "paused"]
-    assert bench.main([*small, *more]) == 0
+    assert bench.main([*small, "--repeats", "1", *more]) == 0
     report = json.loads((tmp_path / "paused.json").read_text())
     assert list(report["parity"]) == ["stage paused", "stage"], "vanilla is what tokens are compared with"
     assert all(found["equal"] == found["requests"] == 2 * 6 for found in report["parity"].values())
