@@ -23,6 +23,7 @@ RECORDED = "gpu_acceptance"
 """Table of the counts at scale, in a run and in `data/recorded/`."""
 
 AT_SCALE: dict[str, Any] = {
+    "count": True,
     "ks": (1, 2, 3, 4, 5, 6, 7, 8),
     "temperatures": (0.0, 1.0),
     "num_prompts": 0,
@@ -72,4 +73,4 @@ def main(argv: list[str] | None = None) -> int:
     """The command."""
     from nwor_lab.experiments import bench
 
-    return bench.main(argv, "acceptance", __doc__ or "", fixed={"count": True}, **AT_SCALE)
+    return bench.main(argv, "acceptance", __doc__ or "", fixed=("count",), **AT_SCALE)

@@ -18,7 +18,7 @@ from nwor_lab.experiments.plan import Plan
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 when `cow` and `stage` are clean, 1 when one is dirty."""
-    return bench.main(argv, "audit", __doc__, show_verdict, fixed={"audit": True, "count": False, "repeats": 0})
+    return bench.main(argv, "audit", __doc__, show_verdict, fixed=("audit", "count", "repeats"), repeats=0)
 
 
 def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:

@@ -286,7 +286,7 @@ def main(
     command: str = "bench",
     description: str = __doc__ or "",
     show: Callable[[pd.DataFrame, Plan, dict[str, Any]], int] | None = None,
-    fixed: Mapping[str, Any] | None = None,
+    fixed: Sequence[str] = (),
     **defaults: Any,
 ) -> int:
     """Run a command of the family and return its exit status: 2 for wrong input, 1 for an engine that failed.
@@ -294,8 +294,8 @@ def main(
     Args:
         command, description: its name and what its help says.
         show: prints what was found, from the table, the plan and the report, and returns the exit status.
-        fixed: fields of the spec and the plan that are no options of it.
-        defaults: of its options.
+        fixed: fields of the spec and the plan that are no options of it and keep their default.
+        defaults: of fields, in place of their own.
     """
     arguments = options.parser(command, description, fixed, **defaults).parse_args(argv)
     directory = Path(arguments.run_dir) if arguments.run_dir else paths.RESULTS / arguments.name

@@ -24,10 +24,8 @@ DEFAULTS = {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE), "dt
 """Defaults that are not those of their field."""
 
 
-def parser(
-    command: str, description: str, fixed: Mapping[str, Any] | None = None, **defaults: Any
-) -> argparse.ArgumentParser:
-    """The parser of a command; `defaults` win over those of the fields, and fields that are `fixed` are no options."""
+def parser(command: str, description: str, fixed: Sequence[str] = (), **defaults: Any) -> argparse.ArgumentParser:
+    """The parser of a command; `defaults` win over those of the fields, and fields named in `fixed` are no options."""
     made = argparse.ArgumentParser(
         prog=f"nwor {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,15 +34,17 @@ def parser(
     made.add_argument("--run-dir", default="", help="folder to write to (default: results/NAME)")
     name = defaults.get("name", command)
     made.add_argument("--name", default=name, help="name of the table and report (default: %(default)s)")
-    defaults, fixed = {**DEFAULTS, **defaults}, fixed or {}
-    made.set_defaults(**fixed)
+    defaults = {**DEFAULTS, **defaults}
     hints = {**get_type_hints(EngineSpec), **get_type_hints(Plan)}
     sentences = {**_sentences(EngineSpec), **_sentences(Plan)}
     for field in (*fields(EngineSpec), *fields(Plan)):
-        if field.name == "k" or field.name in fixed:  # of k the plan has a list
+        if field.name == "k":  # the plan has a list of them
             continue
         option = OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
         default, hint = defaults.get(field.name, field.default), hints[field.name]
+        if field.name in fixed:
+            made.set_defaults(**{field.name: default})
+            continue
         how: dict[str, Any] = {"dest": field.name, "default": default, "help": sentences[field.name]}
         if hint in (bool, bool | None):
             how["action"] = argparse.BooleanOptionalAction
