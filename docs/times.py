@@ -13,7 +13,14 @@ import numpy as np
 import pandas as pd
 
 from docs.values import table, value
-from nwor_lab.experiments.gpu_steps import MAIN, SETTING, beside_control, between_engine_spread, gpu_steps
+from nwor_lab.experiments.gpu_steps import (
+    MAIN,
+    SETTING,
+    beside_control,
+    beside_unsplit,
+    between_engine_spread,
+    gpu_steps,
+)
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
 from nwor_lab.model.breakeven import published_differences
@@ -50,22 +57,31 @@ def step_row(mode: str, column: str = "step", **other: Any) -> str:
 
 
 @functools.cache
-def main_settings() -> pd.DataFrame:
-    """The lines of `beside_control` with k=8, prompts of 512 and a bf16 cache."""
-    return beside_control(table("gpu_direct")).query(MAIN)
+def controls() -> pd.DataFrame:
+    """The lines of `beside_control`: one a setting and pair of modes."""
+    return beside_control(table("gpu_direct"))
 
 
-def control(mode: str, beside: str, kv_heads: int = 32) -> str:
-    """A mode's step over another's in the run with the control, by batch, between slashes; see `beside_control`."""
-    points = main_settings().query("mode == @mode and beside == @beside and kv_heads == @kv_heads")
-    return " / ".join(f"{ratio:.3f}" for ratio in points.sort_values("batch")["ratio"])
+def control(mode: str, beside: str, **other: Any) -> str:
+    """A mode's step over another's in a run with the control, by batch, between slashes; see `beside_control`.
+
+    Of Llama-2-7B's shape, k=8, prompts of 512 and a bf16 cache, unless said otherwise.
+    """
+    where = {"mode": mode, "beside": beside, "kv_heads": 32, "kv_cache_dtype": "auto", "k": 8, "prompt": 512} | other
+    return " / ".join(f"{value(controls(), 'ratio', batch=batch, **where):.3f}" for batch in (1, 4, 16, 64))
 
 
-def control_range(batches: tuple[int, ...]) -> str:
-    """The least and the greatest step of `stage` over its control's at these batches."""
-    points = main_settings().query("mode == 'stage' and beside == 'direct' and batch in @batches")
-    ends = sorted({f"{points['ratio'].min():.3f}", f"{points['ratio'].max():.3f}"})
-    return " to ".join(ends)
+def no_write() -> str:
+    """What `stage` takes of its control's step, over all settings: the median, the least and the greatest ratio."""
+    ratios = controls().query("beside == 'direct'")["ratio"]
+    return f"{ratios.median():.3f} (median of {len(ratios)} settings, {ratios.min():.3f} to {ratios.max():.3f})"
+
+
+def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16)) -> str:
+    """A step of `stage` over vanilla's with an attention that splits no context, k=8, by batch, between slashes."""
+    rows = beside_unsplit(table("gpu_cliff_steps_k8"))
+    rows = rows.query("beside == @beside and prompt == @prompt and batch in @batches")
+    return " / ".join(f"{ratio:.3f}" for ratio in rows.sort_values("batch")["step"])
 
 
 def control_us(kind: str, mode: str, batch: int) -> float:

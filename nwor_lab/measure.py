@@ -73,7 +73,7 @@ def read_matrix(text: str) -> dict[str, Measurement]:
             command = matrix["commands"].get(entry["command"], entry["command"]) + " " + entry.get("more", "")
             found[name] = Measurement(
                 command.format(**words, name=name, out="{out}").split(),
-                entry.get("table", name),
+                entry.get("table", name).format(**words),
                 entry["minutes"],
                 entry.get("least_repeats", 0),
                 point.get("tp", 1),

@@ -29,7 +29,7 @@ READ: dict[str, Callable[[str], Any]] = {
     "str": str,
     "int": int,
     "float": float,
-    "bool": {"true": True, "false": False}.__getitem__,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
 }
 """What reads a parameter of each declared type. A string stays as it was given: `off` is `off`, never YAML's false."""
 

@@ -78,7 +78,10 @@ def write_json(path: Path | str, value: Any) -> Path:
 def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
     """Write `frame` as parquet (`.parquet`) or CSV (`.csv`), whole or not at all."""
     with whole_file(path) as part:
-        frame.to_csv(part, index=False) if Path(path).suffix == ".csv" else frame.to_parquet(part, index=False)
+        if Path(path).suffix == ".csv":
+            frame.to_csv(part, index=False)
+        else:
+            frame.to_parquet(part, index=False, compression="zstd", compression_level=19)  # a fifth smaller
     return Path(path)
 
 

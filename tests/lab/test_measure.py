@@ -36,7 +36,7 @@ def test_the_matrix_has_every_combination_once():
     each = [[len(values) for values in entry.get("each", {}).values()] for entry in matrix["measurement"]]
     assert len(measure.MEASUREMENTS) == sum(map(math.prod, each))
     for name, one in measure.MEASUREMENTS.items():
-        assert "{" not in " ".join(one.command).replace("{out}", ""), name
+        assert "{" not in " ".join([one.table, *one.command]).replace("{out}", ""), name
         module = cli.COMMANDS[one.command[1]][0] if one.command[0] == cli.__name__ else one.command[0]
         assert hasattr(importlib.import_module(module), "main"), name
         asked = [int(one.command[at + 1]) for at, word in enumerate(one.command) if word == "--repeats"]

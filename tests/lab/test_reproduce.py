@@ -75,7 +75,7 @@ def ran(place: Path) -> list[int]:
 
 def test_parameters_are_read_as_declared_and_off_stays_a_word() -> None:
     read = {("off", "str"): "off", ("1", "str"): "1", ("2", "int"): 2, ("0.5", "float"): 0.5, ("true", "bool"): True}
-    read |= {("1,2,4", "list[int]"): [1, 2, 4], ("off,cow", "list[str]"): ["off", "cow"]}
+    read |= {("1,2,4", "list[int]"): [1, 2, 4], ("off,cow", "list[str]"): ["off", "cow"], ("False", "bool"): False}
     assert {words: parameters.parse(*words) for words in read} == read
     with pytest.raises(KeyError):
         parameters.parse("off", "bool")
