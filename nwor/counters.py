@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank has done, counted where it happens: on the device, and copied to the host without a wait."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,17 +119,21 @@ class CommitCounts:
     buffer: Tensor
     ready: torch.cuda.Event | None
 
-    def read(self) -> tuple[Counters, list[int | None]]:
+    def read(self, requests: Sequence[str]) -> tuple[Counters, dict[str, int]]:
         """Wait for the copy.
 
+        Args:
+            requests: the ids of the batch's requests, in its order.
+
         Returns:
-            The counters since start-up, and the drafts that each request kept, None where none of its drafts was held.
+            The counters since start-up, and by request the drafts that it kept; without those of which none was held.
         """
         if self.ready is not None:
             self.ready.synchronize()
-        totals, num_drafts, kept = (view.tolist() for view in _views(self.buffer))
-        by_request = [number if held else None for held, number in zip(num_drafts, kept, strict=True)]
-        return self.source.counters_from(totals), by_request
+        totals, num_drafts, kept = _views(self.buffer)
+        held = zip(requests, num_drafts[: len(requests)].tolist(), kept[: len(requests)].tolist(), strict=True)
+        by_request = {request: kept for request, drafts, kept in held if drafts}
+        return self.source.counters_from(totals.tolist()), by_request
 
 
 def _views(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,8 +20,7 @@ def add_to_output(output: Any, counts: CommitCounts | None, req_ids: Sequence[st
         return
 
     def add(result: Any) -> Any:
-        counters, kept = counts.read()
-        by_request = {request: drafts for request, drafts in zip(req_ids, kept, strict=False) if drafts is not None}
+        counters, by_request = counts.read(req_ids)
         result.nwor_commit = vars(counters), by_request
         return result
 

@@ -49,16 +49,17 @@ def _make_init(original: Callable) -> Callable:
     def __init__(self: Any, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         original(self, vllm_config, engine_indexes)
         common = {"labelnames": ["model_name", "engine"]}
-        self.nwor_metrics = {
+        metrics = {
             name: self._counter_cls(name=f"vllm:nwor_{name}", documentation=text, **common)
             for name, text in COUNTERS.items()
         } | {
             name: self._gauge_cls(name=f"vllm:nwor_{name}", documentation=text, multiprocess_mode=mode, **common)
             for name, (mode, text) in GAUGES.items()
         }
-        for values in self.per_engine_labelvalues.values():
-            for metric in self.nwor_metrics.values():
-                metric.labels(*values)
+        self.nwor_metrics = {  # looked up once: by labels it takes as long as all else that a step counts
+            engine: {name: metric.labels(*values) for name, metric in metrics.items()}
+            for engine, values in self.per_engine_labelvalues.items()
+        }
         self.nwor_sums = {engine: collections.Counter() for engine in self.engine_indexes}
         self.log = _and_log(self, self.log)
 
@@ -82,16 +83,16 @@ def _make_record(original: Callable) -> Callable:
 def _observe(logger: Any, risen: dict[str, int], engine: int) -> None:
     if not risen:
         return
-    sums, labels = logger.nwor_sums[engine], logger.per_engine_labelvalues[engine]
+    sums, metrics = logger.nwor_sums[engine], logger.nwor_metrics[engine]
     sums.update(risen)
     for name in COUNTERS.keys() & risen.keys():
         if risen[name] > 0:  # one that fell is a fault that the scheduler's check reports: no server must die of it
-            logger.nwor_metrics[name].labels(*labels).inc(risen[name])
+            metrics[name].inc(risen[name])
     gauges = {"bytes_avoided": sums["bytes_avoided"], "unique_tokens": risen["staged_tokens"]}
     if sums["staged_tokens"]:
         gauges["acceptance_rate"] = sums["committed_tokens"] / sums["staged_tokens"]
     for name, value in gauges.items():
-        logger.nwor_metrics[name].labels(*labels).set(value)
+        metrics[name].set(value)
 
 
 def _and_log(logger: Any, original: Callable) -> Callable:
