@@ -62,26 +62,47 @@ def controls() -> pd.DataFrame:
     return beside_control(table("gpu_direct"))
 
 
-def control(mode: str, beside: str, **other: Any) -> str:
+def control(mode: str, beside: str, batches: tuple[int, ...] = (1, 4, 16, 64), **other: Any) -> str:
     """A mode's step over another's in a run with the control, by batch, between slashes; see `beside_control`.
 
     Of Llama-2-7B's shape, k=8, prompts of 512 and a bf16 cache, unless said otherwise.
     """
     where = {"mode": mode, "beside": beside, "kv_heads": 32, "kv_cache_dtype": "auto", "k": 8, "prompt": 512} | other
-    return " / ".join(f"{value(controls(), 'ratio', batch=batch, **where):.3f}" for batch in (1, 4, 16, 64))
+    return " / ".join(f"{value(controls(), 'ratio', batch=batch, **where):.3f}" for batch in batches)
 
 
 def no_write() -> str:
-    """What `stage` takes of its control's step, over all settings: the median, the least and the greatest ratio."""
+    """`stage` over its control, each over its own engine paused: median, least and greatest of a setting."""
     ratios = controls().query("beside == 'direct'")["ratio"]
+    if ratios.isna().any():
+        raise LookupError("a setting of gpu_direct is not at parity")
     return f"{ratios.median():.3f} (median of {len(ratios)} settings, {ratios.min():.3f} to {ratios.max():.3f})"
+
+
+def no_write_by_batch() -> str:
+    """The median of these by batch, between slashes."""
+    return " / ".join(
+        f"{ratio:.3f}" for ratio in controls().query("beside == 'direct'").groupby("batch")["ratio"].median()
+    )
+
+
+def paused_over_unpatched() -> str:
+    """Steps of the paused engines of `gpu_direct` over those of vLLM never patched: medians by batch."""
+    rows = table("gpu_direct").query("metric == 'step_ms' and mode in ('off', 'vllm')")
+    medians = rows.groupby([*SETTING, "repeat", "engine"])["value"].median().unstack("engine")
+    ratios = medians[["direct", "stage"]].div(medians[""], axis=0).stack()
+    return " / ".join(f"{ratio:.3f}" for ratio in ratios.groupby("batch").median())
+
+
+@functools.cache
+def unsplit() -> pd.DataFrame:
+    """The lines of `beside_unsplit` with k=8."""
+    return beside_unsplit(table("gpu_cliff_steps_k8"))
 
 
 def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16)) -> str:
     """A step of `stage` over vanilla's with an attention that splits no context, k=8, by batch, between slashes."""
-    rows = beside_unsplit(table("gpu_cliff_steps_k8"))
-    rows = rows.query("beside == @beside and prompt == @prompt and batch in @batches")
-    return " / ".join(f"{ratio:.3f}" for ratio in rows.sort_values("batch")["step"])
+    return " / ".join(f"{value(unsplit(), 'step', beside=beside, prompt=prompt, batch=n):.3f}" for n in batches)
 
 
 def control_us(kind: str, mode: str, batch: int) -> float:

@@ -81,7 +81,9 @@ def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
         if Path(path).suffix == ".csv":
             frame.to_csv(part, index=False)
         else:
-            frame.to_parquet(part, index=False, compression="zstd", compression_level=19)  # a fifth smaller
+            frame.to_parquet(
+                part, index=False, compression="zstd", compression_level=19
+            )  # a fifth smaller than by default
     return Path(path)
 
 

@@ -2,7 +2,7 @@
 """What the samples of `nwor_lab.microbench.attention` say: ratios to vLLM's faster backend, the floor, the figures.
 
 All times are medians with the empty kernel's taken off. The floor is the bytes that have to move at the bandwidth of
-a large device-to-device copy, which `microbench.operators` measured; a kernel that mostly reads can pass it slightly.
+a large copy, which `microbench.operators` measured; a kernel that mostly reads can pass it slightly.
 """
 
 from __future__ import annotations

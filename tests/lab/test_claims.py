@@ -243,14 +243,15 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
     ("03", "any k alike at scale", change(1, any_k_alike), ["at scale"]),
     ("04", "the kernel gains nothing", change(0, as_long_as("vllm", 1, "direct", "stage")),
      ["stage's step over that of vLLM", "its control's step"]),
-    ("04", "holding drafts back costs four thousandths", change(0, as_long_as("direct", 1.004, "stage")),
-     ["what holding drafts back costs, median"]),
-    ("04", "holding drafts back costs three hundredths", change(0, as_long_as("direct", 1.03, "stage")),
-     ["what holding drafts back costs, worst"]),
+    ("04", "holding drafts back costs a hundredth", change(0, as_long_as("direct", 1.01, "stage")),
+     ["over its control's"]),
     ("04", "tokens are not vanilla's", change(0, set_where("metric == 'fourth_powers'", value=1e9)),
      ["stage's step over that of vLLM", "its control's step", "over its control's"]),
     ("04", "vLLM splits contexts too", change(1, lambda points: points.assign(step=0.95)),
      ["FlashAttention 2", "Triton"]),
+    ("04", "one attention is not at parity", change(1, set_where("beside == 'Triton'", step=float("nan"))), ["Triton"]),
+    ("04", "one attention was not measured", change(1, lambda points: points.query("beside == 'Triton'")),
+     ["FlashAttention 2"]),
     ("05", "a mode leaves what vanilla leaves", change(1, set_where(f"{REJECTED} and watermark == '{shipping.ONCE}'",
      value=25)), ["leave under cow", "leave under stage"]),
     ("05", "a commit comes behind the save", change(1, set_where("mode == 'stage' and metric == 'shipped_unwritten'",
@@ -314,6 +315,15 @@ def test_every_claim_has_a_null_model(book: str) -> None:
         set(claims["claim"]) - set().union(*map(failed, (n for n, null in enumerate(NULLS) if null[0] == book)))
         == set()
     )
+
+
+@pytest.mark.parametrize("book", ["04", "06", "07", "08"])
+def test_the_recorded_run_claims_what_the_recorded_tables_say(book: str) -> None:
+    """Where it does not, a table was recorded after it: run `make reproduce` again, and record that."""
+    today, then = claimed(book, honest(book)), recorded("claims")
+    then = then[then["notebook"].str.startswith(book) & (then["origin"] == "recorded")]
+    columns = ["claim", "predicted", "measured"]
+    assert today[columns].astype(str).values.tolist() == then[columns].astype(str).values.tolist()
 
 
 @pytest.mark.parametrize("book", ["06", "07", "08"])

@@ -42,7 +42,7 @@ def test_vanilla_leaves_rejected_bytes_in_every_group(vanilla, stack):
 
 @stacks
 def test_vanilla_repeats_itself_in_a_larger_cache(engines, hybrid, vanilla, stack):
-    """The control of the next test: what vLLM computes does not hang on where its cache lies, or on what is in it."""
+    """The control of the next test: what vLLM computes does not depend on where its cache lies, or on what is in it."""
     again = engines.run(spec_of(hybrid, stack, num_blocks=112), Settings(audit=True), logprobs=5)
     parity = compare(vanilla(stack).generation, again.generation)
     assert parity.equal == parity.requests, (parity, vanilla(stack).generation.counters, again.generation.counters)

@@ -136,7 +136,7 @@ def test_a_request_that_joins_as_a_block_is_filled(model, stack, method):
 @both
 def test_after_sleep_a_mode_serves_as_before(model, mode):
     """vLLM takes the cache away, and what a mode holds goes to the host and back with the rest of the memory."""
-    # vLLM demands that the GPU's free memory grows: by more than what tests beside this one take meanwhile.
+    # vLLM checks that sleep frees memory of the GPU: these 16 GiB are more than tests beside this one take meanwhile.
     spec = spec_of(model, "v2 FA graphs", num_blocks=0, kv_cache_memory=16 << 10)
     spec = With(**vars(spec), arguments={"enable_sleep_mode": True})
     with closing(Engines()) as engines:
