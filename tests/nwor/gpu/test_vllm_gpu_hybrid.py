@@ -15,6 +15,7 @@ from tests.nwor.gpu.on_gpu import GAPS, STACKS, assert_clean_and_counted, both, 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 LAYERS = hybrids.PAIR["num_hidden_layers"]
+ROOM = {"num_blocks": 192}  # nobody is preempted, so the batches of two engines are the same
 stacks = pytest.mark.parametrize(
     "stack",
     ["v2 FA graphs", "v2 FA graphs fp8", "v2 FA one graph", "v2 FA piecewise", "v2 Triton graphs", "v1 FA graphs"],
@@ -29,7 +30,7 @@ def hybrid(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vanilla(engines, hybrid):
     """Vanilla's outcomes by stack; its audit is the negative control."""
-    return functools.cache(lambda stack: engines.run(spec_of(hybrid, stack), Settings(audit=True), logprobs=5))
+    return functools.cache(lambda stack: engines.run(spec_of(hybrid, stack, **ROOM), Settings(audit=True), logprobs=5))
 
 
 @stacks
@@ -43,7 +44,7 @@ def test_vanilla_leaves_rejected_bytes_in_every_group(vanilla, stack):
 @stacks
 def test_vanilla_repeats_itself_in_a_larger_cache(engines, hybrid, vanilla, stack):
     """The control of the next test: what vLLM computes does not depend on where its cache lies, or on what is in it."""
-    again = engines.run(spec_of(hybrid, stack, num_blocks=112), Settings(audit=True), logprobs=5)
+    again = engines.run(spec_of(hybrid, stack, num_blocks=224), Settings(audit=True), logprobs=5)
     parity = compare(vanilla(stack).generation, again.generation)
     assert parity.equal == parity.requests, (parity, vanilla(stack).generation.counters, again.generation.counters)
 
@@ -51,7 +52,7 @@ def test_vanilla_repeats_itself_in_a_larger_cache(engines, hybrid, vanilla, stac
 @both
 @stacks
 def test_every_group_is_held_back_and_committed(engines, hybrid, vanilla, stack, mode):
-    outcome = treated(engines, hybrid, mode, stack)
+    outcome = treated(engines, hybrid, mode, stack, **ROOM)
     assert_clean_and_counted(outcome, mode, LAYERS)
     assert outcome.audit["stray_slots"] == 0
     parity, counts = compare(vanilla(stack).generation, outcome.generation), outcome.generation.counters
