@@ -174,7 +174,7 @@ def claim_unsplit(run: Run, points: pd.DataFrame, origin: str = "recorded") -> N
     """Record what was aimed at where contexts are long and batches small: `beside_unsplit`."""
     for beside in UNSPLIT.values():
         steps = points.query("beside == @beside and prompt >= 8192 and batch <= 4")["step"]
-        whole = len(steps) > 0 and bool(steps.notna().all())  # without parity there is no ratio
+        whole = bool(steps.notna().all())  # without parity there is no ratio
         text = f"stage's step over vanilla's with {beside}, prompts of 8,192 and more, batch 1 and 4, worst"
         run.claim(text, "<= 0.85", steps.max(), whole and steps.max() <= 0.85, origin)
 
