@@ -7,6 +7,7 @@ The templates see each public function of this module and of `docs/values.py` by
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,12 @@ from nwor_lab.model.predicted import against_measured, beside_no_effect, fell_ba
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import kernels, paper
 from nwor_lab.plots.attention import EACH, frame, over_each, saved
+
+
+def slashes(ratios: Iterable[float]) -> str:
+    """Ratios of steps, by batch as a rule, between slashes."""
+    return " / ".join(f"{ratio:.3f}" for ratio in ratios)
+
 
 # -- whole steps -----------------------------------------------------------------------------------------------------
 
@@ -53,7 +60,7 @@ def step(mode: str, batch: int, column: str = "step", **other: Any) -> float:
 
 def step_row(mode: str, column: str = "step", **other: Any) -> str:
     """`step` by batch, between slashes."""
-    return " / ".join(f"{step(mode, batch, column, **other):.3f}" for batch in (1, 4, 16, 64))
+    return slashes(step(mode, batch, column, **other) for batch in (1, 4, 16, 64))
 
 
 @functools.cache
@@ -68,7 +75,7 @@ def control(mode: str, beside: str, batches: tuple[int, ...] = (1, 4, 16, 64), *
     Of Llama-2-7B's shape, k=8, prompts of 512 and a bf16 cache, unless said otherwise.
     """
     where = {"mode": mode, "beside": beside, "kv_heads": 32, "kv_cache_dtype": "auto", "k": 8, "prompt": 512} | other
-    return " / ".join(f"{value(controls(), 'ratio', batch=batch, **where):.3f}" for batch in batches)
+    return slashes(value(controls(), "ratio", batch=batch, **where) for batch in batches)
 
 
 def no_write() -> str:
@@ -81,9 +88,7 @@ def no_write() -> str:
 
 def no_write_by_batch() -> str:
     """The median of these by batch, between slashes."""
-    return " / ".join(
-        f"{ratio:.3f}" for ratio in controls().query("beside == 'direct'").groupby("batch")["ratio"].median()
-    )
+    return slashes(controls().query("beside == 'direct'").groupby("batch")["ratio"].median())
 
 
 def paused_over_unpatched() -> str:
@@ -91,7 +96,7 @@ def paused_over_unpatched() -> str:
     rows = table("gpu_direct").query("metric == 'step_ms' and mode in ('off', 'vllm')")
     medians = rows.groupby([*SETTING, "repeat", "engine"])["value"].median().unstack("engine")
     ratios = medians[["direct", "stage"]].div(medians[""], axis=0).stack()
-    return " / ".join(f"{ratio:.3f}" for ratio in ratios.groupby("batch").median())
+    return slashes(ratios.groupby("batch").median())
 
 
 @functools.cache
@@ -102,7 +107,7 @@ def unsplit() -> pd.DataFrame:
 
 def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16)) -> str:
     """A step of `stage` over vanilla's with an attention that splits no context, k=8, by batch, between slashes."""
-    return " / ".join(f"{value(unsplit(), 'step', beside=beside, prompt=prompt, batch=n):.3f}" for n in batches)
+    return slashes(value(unsplit(), "step", beside=beside, prompt=prompt, batch=batch) for batch in batches)
 
 
 def control_us(kind: str, mode: str, batch: int) -> float:

@@ -153,9 +153,6 @@ def soak(name: str = "soak") -> str:
 # -- audits ----------------------------------------------------------------------------------------------------------
 
 
-MODES = ("off", "cow", "stage")
-
-
 def audit(mode: str, metric: str, tp: int = 1) -> float:
     """A count of the whole-cache audit on GPUs; over two ranks both must have counted the same."""
     rows = table("gpu_audit").query("tp == @tp and metric == @metric")
@@ -165,8 +162,10 @@ def audit(mode: str, metric: str, tp: int = 1) -> float:
 
 def dirty(tp: int = 1) -> str:
     """Dirty layer-steps on GPUs of vanilla, `cow` and `stage`, each of how many."""
-    counts = [[audit(mode, f"audit.{name}", tp) for name in ("dirty_layer_steps", "layer_steps")] for mode in MODES]
-    return ", ".join(f"{found:,.0f} of {steps:,.0f}" for found, steps in counts)
+    return ", ".join(
+        f"{audit(mode, 'audit.dirty_layer_steps', tp):,.0f} of {audit(mode, 'audit.layer_steps', tp):,.0f}"
+        for mode in ("off", "cow", "stage")
+    )
 
 
 def audited_steps(mode: str, metric: str) -> float:

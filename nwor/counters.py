@@ -131,8 +131,9 @@ class CommitCounts:
         if self.ready is not None:
             self.ready.synchronize()
         totals, num_drafts, kept = _views(self.buffer)
-        held = zip(requests, num_drafts[: len(requests)].tolist(), kept[: len(requests)].tolist(), strict=True)
-        by_request = {request: kept for request, drafts, kept in held if drafts}
+        size = len(requests)
+        of_batch = zip(requests, num_drafts[:size].tolist(), kept[:size].tolist(), strict=True)
+        by_request = {request: drafts for request, held, drafts in of_batch if held}
         return self.source.counters_from(totals.tolist()), by_request
 
 

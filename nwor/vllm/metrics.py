@@ -56,7 +56,7 @@ def _make_init(original: Callable) -> Callable:
             name: self._gauge_cls(name=f"vllm:nwor_{name}", documentation=text, multiprocess_mode=mode, **common)
             for name, (mode, text) in GAUGES.items()
         }
-        self.nwor_metrics = {  # looked up once: by labels it takes as long as all else that a step counts
+        self.nwor_metrics = {  # looked up once: in each step it would take as long as all the counting
             engine: {name: metric.labels(*values) for name, metric in metrics.items()}
             for engine, values in self.per_engine_labelvalues.items()
         }

@@ -150,13 +150,13 @@ def test_steps_without_a_window():
 def test_an_asynchronous_output_carries_counts_when_it_is_asked_for():
     """Nobody waits for the device before the scheduler does."""
     read = []
-    counts = SimpleNamespace(read=lambda ids: (read.append(1), (Counters(windows=1), dict.fromkeys(ids, 2)))[1])
+    counts = SimpleNamespace(read=lambda ids: (read.append(ids), (Counters(windows=1), {"p": 2, "q": 0}))[1])
     output = SimpleNamespace(get_output=lambda: SimpleNamespace(sampled_token_ids=[[1]]))
     add_to_output(output, counts, ["p", "q"])
     assert not read
     result = output.get_output()
-    assert result.sampled_token_ids == [[1]]
-    assert take_from_output(result) == (asdict(Counters(windows=1)), {"p": 2, "q": 2})
+    assert result.sampled_token_ids == [[1]] and read == [["p", "q"]]
+    assert take_from_output(result) == (asdict(Counters(windows=1)), {"p": 2, "q": 0})
     assert take_from_output(result) is None
 
 
