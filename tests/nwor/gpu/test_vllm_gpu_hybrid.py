@@ -8,8 +8,8 @@ import pytest
 
 from nwor.settings import Settings
 from nwor_lab.experiments.parity import compare
-from tests import hybrids
-from tests.nwor import group_faults
+from tests import hybrids, injected
+from tests.nwor import faults, group_faults
 from tests.nwor.gpu.on_gpu import GAPS, STACKS, assert_clean_and_counted, both, spec_of, treated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -41,23 +41,26 @@ def test_vanilla_leaves_rejected_bytes_in_every_group(vanilla, stack):
     assert {text[:8] for text in vanilla(stack).ranks[0]["dirty_examples"]} >= {"group 0,", "group 1,"}
 
 
-@stacks
-def test_vanilla_repeats_itself_in_a_larger_cache(engines, hybrid, vanilla, stack):
-    """The control of the next test: what vLLM computes does not depend on where its cache lies, or on what is in it."""
-    again = engines.run(spec_of(hybrid, stack, num_blocks=224), Settings(audit=True), logprobs=5)
-    parity = compare(vanilla(stack).generation, again.generation)
-    assert parity.equal == parity.requests, (parity, vanilla(stack).generation.counters, again.generation.counters)
-
-
 @both
 @stacks
 def test_every_group_is_held_back_and_committed(engines, hybrid, vanilla, stack, mode):
     outcome = treated(engines, hybrid, mode, stack, **ROOM)
     assert_clean_and_counted(outcome, mode, LAYERS)
     assert outcome.audit["stray_slots"] == 0
-    parity, counts = compare(vanilla(stack).generation, outcome.generation), outcome.generation.counters
-    assert mode != "cow" or parity.equal == parity.requests, (parity, vanilla(stack).generation.counters, counts)
+    parity = compare(vanilla(stack).generation, outcome.generation)
     assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+
+
+@stacks
+def test_cow_computes_what_vanilla_does_to_the_bit(engines, hybrid, stack):
+    """In one engine: TorchInductor chooses kernels of norms by timing, so two of vanilla may round differently."""
+    calls = [{"paused": True}, {}, {"paused": True}, {"fault": injected.restore_with(faults.one_more_rejected)}]
+    settings = Settings(mode="cow", audit=True)
+    outcome = engines.run(spec_of(hybrid, stack, **ROOM), settings, calls=calls, logprobs=5)
+    vanilla, *others = outcome.generations
+    served, again, faulty = (compare(vanilla, other) for other in others)
+    assert served.equal == again.equal == served.requests
+    assert served.largest_shift == again.largest_shift == 0 < faulty.largest_shift
 
 
 @both
