@@ -224,7 +224,7 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
             replaced.add(re.split("[-@]", part)[0])
         tables |= gpu_tables(frames) if name == "gpu_steps" else {name: builds.join(frames)}
     for name, frame in tables.items():
-        results.write_table(recorded / f"{name}.parquet", frame, level=19)
+        results.keep_table(recorded / f"{name}.parquet", frame)
     if whole:
         known = json.loads(path.read_text()) if path.exists() else []
         kept = [run for run in known if re.split("[-@]", run["name"])[0] not in replaced]
@@ -245,7 +245,7 @@ def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
     if unfinished:
         raise ValueError(f"{run} is not whole: {', '.join(unfinished)}; go on with `nwor reproduce --resume`")
     for name in (*paper.TABLES, "claims"):
-        results.write_table(recorded / f"{name}.parquet", results.read_table(name, run), level=19)
+        results.keep_table(recorded / f"{name}.parquet", results.read_table(name, run))
     shutil.copy(run / "figures" / "reference_policies.png", recorded)
     for made in (entry["provenance"] for entry in manifest["notebooks"].values()):
         for name in ("command", "platform"):
@@ -266,7 +266,7 @@ def record_soak(run: Path, recorded: Path = paths.RECORDED) -> None:
     if why := unrecordable(made["git"]):
         raise ValueError(f"{run} is not recorded: {why}")
     name = "gpu_soak" if isinstance(made["gpu"], list) else "soak"  # else why there is none
-    results.write_table(recorded / f"{name}.parquet", results.read_table("soak", run), level=19)
+    results.keep_table(recorded / f"{name}.parquet", results.read_table("soak", run))
     about = {key: made[key] for key in ("time", "parameters", "versions", "python", "cpu", "gpu")}
     about["git"] = {key: made["git"][key] for key in ("commit", "clean")}
     results.write_json(recorded / f"{name}.json", about)

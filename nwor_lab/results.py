@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from nwor_lab import claim_table, parameters, paths
@@ -75,17 +76,29 @@ def write_json(path: Path | str, value: Any) -> Path:
     return write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
-def write_table(path: Path | str, frame: pd.DataFrame, level: int = 3) -> Path:
-    """Write `frame` as parquet (`.parquet`) or CSV (`.csv`), whole or not at all.
-
-    level: of zstd; at 19 parquet is a tenth smaller than at 3 and takes up to twenty times as long, for tables to keep.
-    """
+def write_table(path: Path | str, frame: pd.DataFrame, **options: Any) -> Path:
+    """Write `frame` as parquet (`.parquet`) or CSV (`.csv`), whole or not at all; options: of parquet's writer."""
     with whole_file(path) as part:
         if Path(path).suffix == ".csv":
             frame.to_csv(part, index=False)
         else:
-            frame.to_parquet(part, index=False, compression="zstd", compression_level=level)
+            frame.to_parquet(part, index=False, compression="zstd", **options)
     return Path(path)
+
+
+def keep_table(path: Path | str, frame: pd.DataFrame) -> Path:
+    """Write a table that is to be committed: small, which takes up to twenty times as long.
+
+    Of fractions in the column `value` the 24 bits of a float32 are kept, a nanosecond of 16 ms; whole numbers stay
+    what they are. Bytes of equal weight lie side by side, so that those which are zero now take no room.
+    """
+    packed: dict[str, Any] = {"compression_level": 19}
+    if "value" in frame and frame["value"].dtype.kind == "f":
+        value = frame["value"].to_numpy()
+        frame = frame.assign(value=np.where(value == np.round(value), value, value.astype(np.float32)))
+        packed["use_dictionary"] = [column for column in frame if column != "value"]
+        packed["column_encoding"] = {"value": "BYTE_STREAM_SPLIT"}
+    return write_table(path, frame, **packed)
 
 
 def check_folder(directory: Path | str) -> Path:
