@@ -28,6 +28,7 @@ FILTERS: dict[str, Callable[[Any], str]] = {
     "round1": lambda number: f"{number:.1f}",
     "round2": lambda number: f"{number:.2f}",
     "round3": lambda number: f"{number:.3f}",
+    "round4": lambda number: f"{number:.4f}",
     "percent": lambda share: f"{100 * share:.0f} %",
     "percent1": lambda share: f"{100 * share:.1f} %",
     "percent2": lambda share: f"{100 * share:.2f} %",

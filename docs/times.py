@@ -25,15 +25,15 @@ from nwor_lab.experiments.gpu_steps import (
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
 from nwor_lab.model.breakeven import published_differences
-from nwor_lab.model.predicted import against_measured, beside_no_effect, fell_back
+from nwor_lab.model.predicted import against_measured, beside_no_effect
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import kernels, paper
 from nwor_lab.plots.attention import EACH, frame, over_each, saved
 
 
 def slashes(ratios: Iterable[float]) -> str:
-    """Ratios of steps, by batch as a rule, between slashes."""
-    return " / ".join(f"{ratio:.3f}" for ratio in ratios)
+    """Ratios of steps, by batch as a rule, between slashes; a dash where a mode was not at parity."""
+    return " / ".join("-" if np.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios)
 
 
 # -- whole steps -----------------------------------------------------------------------------------------------------
@@ -43,13 +43,11 @@ def slashes(ratios: Iterable[float]) -> str:
 def steps() -> pd.DataFrame:
     """One line a setting and mode, as `gpu_steps` has it: `step` over vanilla's in the same engine, `low` and `high`.
 
-    `nwor_share` is the part of the GPU time that NWOR's own kernels take; `fell_back` whether vLLM's own step served.
+    `nwor_share` is the part of the GPU time that NWOR's own kernels take.
     """
     found = gpu_steps(table("gpu_steps"), table("gpu_kernels")).query("mode != 'off'").copy()
     found["nwor_share"] = found["nwor_us"] / found["gpu_ms"] / 1e3
-    runs = table("gpu_steps").query("engine == mode and metric == 'step_ms'")[[*SETTING, "mode", "run_id"]]
-    found = found.merge(runs.drop_duplicates(), how="left", on=[*SETTING, "mode"])
-    return found.assign(fell_back=[fell_back(where) for where in found.to_dict("records")])
+    return found
 
 
 def step(mode: str, batch: int, column: str = "step", **other: Any) -> float:
@@ -116,22 +114,20 @@ def control_us(kind: str, mode: str, batch: int) -> float:
     return float(rows.loc[(rows["kind"] == kind) & (rows["mode"] == mode), "value"].mean())
 
 
-def settings(mode: str, fell_back: bool = False) -> pd.DataFrame:
-    """The lines of `steps` of one mode in which it served, or in which it fell back to vLLM's own step."""
-    rows = steps()
-    return rows[(rows["mode"] == mode) & (rows["fell_back"] == fell_back)]
+def settings(mode: str, at_parity: bool = True) -> pd.DataFrame:
+    """The lines of `steps` of one mode in which it was at parity, or was not."""
+    rows = steps().query("mode == @mode")
+    return rows[rows["step"].notna() == at_parity]
 
 
-def lost_sentence(repeats: bool = False) -> str:
-    """The settings in which `stage` served and lost, each with its ratio, and on request the range over repeats."""
+def where(lines: pd.DataFrame) -> str:
+    """The settings of some lines of `steps`, in words."""
     caches = {"auto": "bf16", "fp8": "fp8"}
-    found = []
-    for line in settings("stage").query("step >= 1").sort_values("step", ascending=False).itertuples():
-        cache, prompt = caches[line.kv_cache_dtype], f"{line.prompt:,}"
-        where = f"{line.kv_heads} KV heads, {cache} cache, TP={line.tp}, k={line.k}, prompts of {prompt}"
-        spread = f" ({line.low:.3f} to {line.high:.3f})" if repeats else ""
-        found.append(f"{where}, batch {line.batch} took {line.step:.3f}{spread}")
-    return "; ".join(found) or "none"
+    return "; ".join(
+        f"{line.kv_heads} KV heads, {caches[line.kv_cache_dtype]} cache, TP={line.tp}, k={line.k}, "
+        f"prompts of {line.prompt:,}, batch {line.batch}"
+        for line in lines.itertuples()
+    )
 
 
 def shift(kv_cache_dtype: str) -> float:
@@ -139,15 +135,6 @@ def shift(kv_cache_dtype: str) -> float:
     timed = steps().query("mode == 'stage' and kv_cache_dtype == @kv_cache_dtype")["largest_shift"].max()
     audits = table("gpu_audited_steps").query("mode == 'stage' and engine == mode and metric == 'largest_shift'")
     return float(max(timed, audits.loc[audits["kv_cache_dtype"] == kv_cache_dtype, "value"].max()))
-
-
-def older_profiles() -> str:
-    """How many profiles of `stage` are of another run than its steps, and so of an earlier kernel."""
-    keys = ["tp", "kv_heads", "kv_cache_dtype", "run_id"]
-    profiles = table("gpu_kernels").query("engine == 'stage'")[keys].drop_duplicates()
-    timed = set(settings("stage")[keys].itertuples(index=False, name=None))
-    older = [profile not in timed for profile in profiles.itertuples(index=False, name=None)]
-    return f"{sum(older)} of {len(older)}"
 
 
 def repeat_spread(quantile: float = 1.0) -> float:
@@ -180,7 +167,7 @@ def predictions() -> pd.DataFrame:
 @functools.cache
 def model_errors() -> pd.DataFrame:
     """Errors of the model for whole steps and of predicting 1.00, by mode and prediction: `beside_no_effect`."""
-    found = {name: table(name) for name in ("gpu_cow", "gpu_steps", "attention")}
+    found = {name: table(name) for name in ("gpu_steps", "attention")}
     return beside_no_effect(paper.measured_steps(found))
 
 
@@ -195,12 +182,6 @@ def faster_points(mode: str) -> tuple[int, int]:
     """At how many published models, k and batches a mode is predicted to be faster, and how many there are."""
     points = published_differences(paper.published_survival(), (1, 16, 64, 256), modes=(mode,))
     return int(points["is_faster"].sum()), len(points)
-
-
-def foreseen() -> str:
-    """What was predicted of each setting in which `stage` lost."""
-    found = predictions().merge(settings("stage").query("step >= 1")[SETTING], on=SETTING)
-    return ", ".join(f"{ratio:.3f}" for ratio in found["with_attention"])
 
 
 def matmul_ratio(batch: int) -> float:
@@ -232,13 +213,6 @@ def cpu_ratios() -> pd.DataFrame:
 def cpu_step(mode: str) -> float:
     """A mode's step over vanilla's in the recorded run on a CPU."""
     return abba_ratio(cpu_ratios()[mode])
-
-
-def v1_cow(graphs: bool) -> float:
-    """A step under `cow` over vanilla's with the V1 runner on a GPU, in an older run."""
-    rows = table("gpu_cow").query("metric == 'step_ms' and graphs == @graphs")
-    medians = rows.groupby(["mode", "repeat"])["value"].median().groupby("mode").median()
-    return float(medians["cow"] / medians["off"])
 
 
 # -- kernels alone ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from nwor.vllm.releases import KNOWN
 from nwor_lab import claim_table, paths, results
 from nwor_lab.compatibility import compare
 from nwor_lab.experiments import parity
+from nwor_lab.measure import MEASUREMENTS
 from nwor_lab.plots import promises
 from nwor_lab.plots.parity import margin_points
 
@@ -53,6 +54,12 @@ def gpu_runs(name: str = "") -> pd.DataFrame:
     found = runs.rename(columns=lambda column: column.split(".")[-1])[["name", "time", "commit", "vllm", "torch"]]
     found = found.assign(day=found["time"].str[:10], commit=found["commit"].str[:7])
     return found[found["name"].str.startswith(name)]
+
+
+def lacking(name: str) -> str:
+    """The measurements of a table that are not recorded yet."""
+    names = [measurement for measurement, one in MEASUREMENTS.items() if one.table == name]
+    return ", ".join(f"`{name}`" for name in names if name not in set(gpu_runs()["name"])) or "none"
 
 
 def ends(values: pd.Series) -> str:
@@ -101,9 +108,14 @@ def cpu_claim(text: str, digits: int | None = None) -> str:
 # -- parity ----------------------------------------------------------------------------------------------------------
 
 
+def tolerance(kv_cache_dtype: str) -> float:
+    """Nats of `Parity.shift` allowed in steps under random weights."""
+    return parity.tolerance("bfloat16", kv_cache_dtype, random_weights=True, on_gpu=True)
+
+
 def single(kv_cache_dtype: str) -> float:
-    """Nats by which one token may shift in steps under random weights."""
-    return parity.SINGLE * parity.tolerance("bfloat16", kv_cache_dtype, random_weights=True, on_gpu=True)
+    """Nats by which one token may shift there."""
+    return parity.SINGLE * tolerance(kv_cache_dtype)
 
 
 def margin() -> str:

@@ -8,9 +8,10 @@ skipped, so an interrupted run goes on; one that fails does not stop the others,
 is overwritten: `--again` measures once more into `NAME@2`, `NAME@3` and so on.
 
 `--record` takes such a folder, a whole reproduction run (`results/<run>`) or one of `nwor soak`. It writes a table only
-when all of its parts are there; what is recorded stays as it is otherwise. All attempts at a measurement are recorded
-(column `attempt`), and every median is over the repeats of all of them. Nothing is recorded where files differed from
-the commit, rows of a table are of different builds (`nwor_lab.builds`), or a setting has too few repeats.
+when all of its parts are there, or `--partial` names it; what is recorded stays as it is otherwise. All attempts at a
+measurement are recorded (column `attempt`), and every median is over the repeats of all of them. Nothing is recorded
+where files differed from the commit, rows of a table are of different builds (`nwor_lab.builds`), or a setting has too
+few repeats.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,8 +204,14 @@ def read_attempts(directory: Path, name: str) -> tuple[pd.DataFrame, list[dict[s
     return builds.join(frames), runs
 
 
-def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
-    """Write those tables of `recorded` that `directory` holds whole; return the names of those that it does not.
+def record(directory: Path, recorded: Path = paths.RECORDED, partial: Collection[str] = ()) -> list[str]:
+    """Write those tables of `recorded` that `directory` holds whole.
+
+    Args:
+        partial: tables that are written of those measurements that there are.
+
+    Returns:
+        The names of tables that were not written, and of measurements that a partial one lacks.
 
     Raises:
         ValueError: one of them is not to be recorded; nothing is written.
@@ -212,12 +219,13 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
     parts: dict[str, list[str]] = {}
     for name, measurement in MEASUREMENTS.items():
         parts.setdefault(measurement.table, []).append(name)
-    whole = [name for name in parts if all(attempts(directory, part) for part in parts[name])]
+    there = {table: [name for name in names if attempts(directory, name)] for table, names in parts.items()}
+    written = [table for table, names in there.items() if names == parts[table] or (names and table in partial)]
     path, tables, replaced = recorded / "gpu_runs.json", dict[str, pd.DataFrame](), set[str]()
     runs: list[dict[str, Any]] = []
-    for name in whole:
+    for name in written:
         frames = []
-        for part in parts[name]:
+        for part in there[name]:
             frame, made = read_attempts(directory, part)
             frames.append(frame)
             runs += made
@@ -225,11 +233,12 @@ def record(directory: Path, recorded: Path = paths.RECORDED) -> list[str]:
         tables |= gpu_tables(frames) if name == "gpu_steps" else {name: builds.join(frames)}
     for name, frame in tables.items():
         results.keep_table(recorded / f"{name}.parquet", frame)
-    if whole:
+    if written:
         known = json.loads(path.read_text()) if path.exists() else []
         kept = [run for run in known if re.split("[-@]", run["name"])[0] not in replaced]
         results.write_json(path, [*kept, *runs])
-    return [name for name in parts if name not in whole]
+    lacking = [name for table in written for name in parts[table] if name not in there[table]]
+    return [table for table in parts if table not in written] + lacking
 
 
 def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
@@ -284,6 +293,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure once more what has a table, beside it as NAME@2")
     parser.add_argument("--list", action="store_true", help="show what there is to measure, and measure nothing")
     parser.add_argument("--record", type=Path, metavar="RUN", help="record this folder, and measure nothing")
+    parser.add_argument(
+        "--partial", nargs="+", default=[], metavar="TABLE", help="record these even where measurements are missing"
+    )
     options = parser.parse_args(argv)
     if options.list:
         for name, one in MEASUREMENTS.items():
@@ -300,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         elif (run / "soak.json").exists():
             record_soak(run.resolve())
         else:
-            missing = record(run.resolve())
+            missing = record(run.resolve(), partial=options.partial)
     except (OSError, ValueError) as error:
         print(f"nwor measure: {error}", file=sys.stderr)
         return 2

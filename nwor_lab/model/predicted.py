@@ -21,19 +21,6 @@ SAME_ATTENTION = ("cow",)
 """Modes that attend with vanilla's kernel: launches and bytes are all by which their steps differ from vanilla's."""
 PREDICTIONS = {"launches and bytes": "predicted", "with its attention measured": "with_attention"}
 """Two ways to predict a step, and the column of `against_measured` that has it."""
-FELL_BACK = {
-    (32, 1, "auto", 1, 16), (32, 1, "auto", 8, 16),
-    (8, 1, "auto", 1, 64), (8, 1, "auto", 3, 64), (8, 1, "fp8", 8, 64),
-}  # fmt: skip
-"""(kv_heads, tp, kv_cache_dtype, k, batch) of prompts of 8,192 tokens at which the recorded run `steps-12` left the
-step to vLLM, as `stage` did then where its attention was known to be slower. It serves all of them now."""
-
-
-def fell_back(where: Mapping[str, Any]) -> bool:
-    """Whether `stage` left the step to vLLM in this setting (`FELL_BACK`) of the recorded run."""
-    setting = tuple(where.get(name) for name in ("kv_heads", "tp", "kv_cache_dtype", "k", "batch"))
-    recorded = (where["mode"], where["run_id"], where.get("prompt")) == ("stage", "steps-12", 8192)
-    return recorded and setting in FELL_BACK
 
 
 def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -48,7 +35,7 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
             columns, hold over the model's own.
         attention: table `attention` of `microbench.attention`, for `stage` and `direct`: their attention kernel is
             another than vanilla's, and with the time measured of both, in the same run, the prediction is of the whole
-            step, or of vLLM's own where it fell back (`FELL_BACK`).
+            step.
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
@@ -132,8 +119,8 @@ def _with_attention(
     mode: str, where: Mapping[str, Any], shape: Shape, window: Window, attention: pd.DataFrame
 ) -> float:
     """Microseconds of a step over vanilla's: attention and write of each layer as measured in a step (`between`),
-    and the price of opening and commit; 0 where the step fell back. Of the contexts measured, the one nearest the
-    prompt; NaN where there is none of the same run, which may be of another kernel."""
+    and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there is none
+    of the same run, which may be of another kernel."""
     prompt = float(where.get("prompt", math.nan))
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
     rows = attention[(attention["metric"] == "between") & (attention["run_id"] == where["run_id"])]
@@ -141,8 +128,6 @@ def _with_attention(
     rows = rows[(rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
     if rows.empty or math.isnan(prompt):
         return math.nan
-    if fell_back({**where, "mode": "stage"}):
-        return 0.0
     nearest = min(rows["context"].unique(), key=lambda context: abs(math.log(context / max(1.0, prompt))))
     us = rows[rows["context"] == nearest].groupby("op", observed=True)["value"].median()
     vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"

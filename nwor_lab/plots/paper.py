@@ -12,7 +12,7 @@ Tables (see `nwor_lab.results`) and the columns beyond the tidy ones:
                 count as their median
     kernel_times, attention
                 what `nwor_lab.microbench` leaves; with `attention` the steps of `stage` are predicted whole
-    gpu_cow, gpu_steps, gpu_acceptance, kv_write_share
+    gpu_steps, gpu_acceptance, kv_write_share
                 what `nwor measure` leaves: whole steps and their settings, accepted drafts, the paged write's share
 
 The first four are those of one whole reproduction run; the others, made on a GPU, come from the same run or are the
@@ -40,7 +40,7 @@ from nwor_lab.plots import steps as step_plots
 TABLES = ("reference", "acceptance", "traffic", "steps")
 """Tables that a reproduction run makes."""
 
-RECORDED = ("kernel_times", "gpu_cow", "gpu_direct", "gpu_acceptance", "gpu_steps", "kv_write_share", "attention")
+RECORDED = ("kernel_times", "gpu_direct", "gpu_acceptance", "gpu_steps", "kv_write_share", "attention")
 """Tables made on a GPU. Those after the first two there may not be."""
 
 DRAWS = "09_paper_figures"
@@ -213,19 +213,14 @@ def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured_steps(found: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Every whole step that was measured on a GPU, in whichever of the tables `found`, beside its prediction.
+    """Every whole step of table `gpu_steps`, beside its prediction; found: it, and `attention` where there is one.
 
     Table `attention` of another build is left out: steps are then predicted from launches and bytes alone.
-
-    Raises:
-        ValueError: the tables of steps are of different builds.
     """
-    steps = [found[name] for name in ("gpu_cow", "gpu_steps") if name in found]
-    builds.require_one_build(*steps)
-    attention = found.get("attention")
-    if attention is not None and builds.of_rows(attention) != builds.of_rows(*steps):
+    steps, attention = found["gpu_steps"], found.get("attention")
+    if attention is not None and builds.of_rows(attention) != builds.of_rows(steps):
         attention = None
-    return pd.concat([predicted.against_measured(table, attention=attention) for table in steps], ignore_index=True)
+    return predicted.against_measured(steps, attention=attention)
 
 
 FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
@@ -239,7 +234,7 @@ FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
     "kernel_over_rows": (kernels.over_rows, ("kernel_times",)),
     "kernel_roofline": (kernels.roofline, ("kernel_times",)),
     "break_even": (lambda run: breakeven.break_even(run, published_survival()), ()),
-    "predicted_against_measured": (breakeven.predicted_against_measured, ("kernel_times", "gpu_cow")),
+    "predicted_against_measured": (breakeven.predicted_against_measured, ("kernel_times", "gpu_steps")),
     "step_ratio": (step_plots.step_ratio, ("gpu_steps",)),
     "kv_write_share": (step_plots.write_share, ("kv_write_share",)),
     "promises": (promises.draw, promises.TABLES),

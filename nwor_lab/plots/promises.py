@@ -15,7 +15,7 @@ import seaborn as sns
 
 from nwor_lab import paths, results
 from nwor_lab.model.breakeven import MODELS
-from nwor_lab.model.predicted import fell_back, shape_of
+from nwor_lab.model.predicted import shape_of
 from nwor_lab.model.traffic import Window, bytes_saved
 from nwor_lab.plots import style
 from nwor_lab.plots.steps import ratio_points
@@ -49,12 +49,11 @@ def saved(counts: pd.DataFrame) -> dict[str, list[float]]:
 
 
 def step_ratios(steps: pd.DataFrame, mode: str) -> pd.Series:
-    """A mode's step over vanilla's in each stable setting of table `gpu_steps` in which it served."""
+    """A mode's step over vanilla's in each setting of table `gpu_steps` that is at parity and stable."""
     if not (steps["mode"] == mode).any():
         return pd.Series(dtype=float)
     points = ratio_points(steps[steps["mode"].isin(["off", mode])])
-    served = pd.Series([not fell_back(where) for where in points.to_dict("records")], points.index)
-    return points.loc[points["stable"] & served, "measured"]
+    return points.loc[points["shown"], "measured"]
 
 
 def accepted(reference: pd.DataFrame) -> dict[str, list[float]]:
@@ -72,11 +71,8 @@ def counted(steps: pd.DataFrame) -> dict[str, list[float]]:
     sums = sums.reset_index()
     if sums.empty:
         return {"here: stage operations": [], "here: staged tokens": []}
-    shapes = [shape_of(where) for _, where in sums.iterrows()]
-    if "bytes_read" in sums:
-        held = (sums["committed_tokens"] + sums["rejected_tokens"]) * [shape.num_layers for shape in shapes]
-    else:  # a table of before these were counted: page writes alone
-        held = (sums["bytes_written"] + sums["bytes_avoided"]) / [shape.row for shape in shapes]
+    layers = [shape_of(where).num_layers for _, where in sums.iterrows()]
+    held = (sums["committed_tokens"] + sums["rejected_tokens"]) * layers
     tokens = sums["staged_tokens"] / (sums["k"] * sums["windows"])
     return {"here: stage operations": list(sums["stage_operations"] / held), "here: staged tokens": list(tokens)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import paths, results
-from nwor_lab.experiments.gpu_steps import MAIN, beside_control
+from nwor_lab.experiments.gpu_steps import MAIN, beside_control, ratios_to_paused
 from nwor_lab.model import predicted, ratios
 from nwor_lab.plots import style
 
@@ -17,12 +17,13 @@ HEADLINE = paths.RECORDED / "headline.png"
 
 
 def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
-    """One row a mode and setting of table `gpu_steps`: `measured` (step over vanilla's), `low`, `high`, `stable`.
+    """One row a mode and setting of table `gpu_steps`: `measured` (step over vanilla's), `low`, `high`, `shown`.
 
-    `heads` and `cache` name the cache in words.
+    Shown are those that are at parity, and whose repeats lie together. `heads` and `cache` name the cache in words.
     """
-    points = predicted.against_measured(steps).astype({"prompt": int})
-    points["stable"] = ratios.is_stable(points)
+    at_parity = ratios_to_paused(steps)["step"].notna().rename("shown")
+    points = predicted.against_measured(steps).astype({"prompt": int}).join(at_parity, on=at_parity.index.names)
+    points["shown"] &= ratios.is_stable(points)
     points["cache"] = points["kv_cache_dtype"].replace("auto", "bf16")
     points["heads"] = points["kv_heads"].astype(str) + " KV heads"
     return points.sort_values(["tp", "kv_heads", "cache", "k", "prompt", "mode", "batch"], ignore_index=True)
@@ -54,7 +55,7 @@ def modes_over_batch(path: Path, steps: pd.DataFrame) -> Path:
         steps: table `gpu_steps`.
     """
     points = ratio_points(steps)
-    points = points[points["stable"]].query("tp == 1 and k == 8 and prompt == 512")
+    points = points[points["shown"]].query("tp == 1 and k == 8 and prompt == 512")
     only = points.groupby("cache")["mode"].transform("nunique").map(lambda n: "" if n > 1 else ", cow not measured")
     points["panel"] = points["cache"] + " cache" + only
     return _over_batch(path, points, "vanilla vLLM")
@@ -95,7 +96,7 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
         steps: rows of table `gpu_steps`.
     """
     every = ratio_points(steps)
-    points = every[every["stable"]].copy()
+    points = every[every["shown"]].copy()
     ranks = points["tp"].map(lambda tp: f",\n{tp} ranks" if tp > 1 else "")
     points["panel"] = points["heads"] + ", " + points["cache"] + ", k=" + points["k"].astype(str) + ranks
     equal = {"mode": "off", "measured": 1.0, "low": 1.0, "high": 1.0, "tuned_on": True}
@@ -110,8 +111,8 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over pairs of "
         "repeats, one in each order, whiskers from the least to the greatest repeat. Below the line the mode is "
         "faster; open circles are settings that the tuning was not searched on. "
-        f"{(~every['stable']).sum()} of {len(every)} settings are left out: their repeats lay more than "
-        f"{ratios.MAX_SPREAD:.0%} apart."
+        f"{(~every['shown']).sum()} of {len(every)} settings are left out: not at parity, or their repeats lay more "
+        f"than {ratios.MAX_SPREAD:.0%} apart."
     )
     return style.save(grid, run, "step_ratio", points, caption)
 

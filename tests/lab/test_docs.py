@@ -78,13 +78,6 @@ def test_commands_exist(page: Path) -> None:
     assert commands <= cli.COMMANDS.keys() and made <= set(targets)
 
 
-def test_settings_that_fell_back_are_those_of_the_engines_that_counted_it() -> None:
-    keys = ["tp", "kv_heads", "kv_cache_dtype", "k"]
-    counted = values.table("gpu_steps").query("metric == 'counters.fallbacks' and value > 0")
-    fell_back = times.settings("stage", fell_back=True)
-    assert set(map(tuple, fell_back[keys].to_numpy())) == set(map(tuple, counted[keys].to_numpy()))
-
-
 def test_readme_is_a_page() -> None:
     assert len(README) <= 110
     assert max(map(len, README)) <= 120

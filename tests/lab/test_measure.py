@@ -151,6 +151,17 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     )
 
 
+def test_a_table_is_recorded_in_part_only_where_that_is_asked_for(tmp_path):
+    made, recorded = tmp_path / "gpu", tmp_path / "recorded"
+    for kv_heads, name in enumerate(STEPS[1:]):
+        write(made, name, bench_table({"off": 600.0, "stage": 570.0}, kv_heads))
+    assert "gpu_steps" in measure.record(made, recorded) and not recorded.exists()
+    missing = measure.record(made, recorded, partial=["gpu_steps", "gpu_audit"])
+    assert STEPS[0] in missing and "gpu_audit" in missing and "gpu_steps" not in missing
+    assert [run["name"] for run in json.loads((recorded / "gpu_runs.json").read_text())] == STEPS[1:]
+    assert pd.read_parquet(recorded / "gpu_steps.parquet")["kv_heads"].nunique() == len(STEPS) - 1
+
+
 def test_who_made_the_steps_stays_with_them(tmp_path):
     """Audits measured anew leave the steps as they were, and what is said of their runs."""
     made, recorded = tmp_path / "gpu", tmp_path / "recorded"
@@ -207,8 +218,6 @@ def test_parts_and_attempts_of_different_builds_are_not_joined(tmp_path):
     for other in (tables[1], tables[1].drop(columns="build")):
         with pytest.raises(ValueError, match="different builds do not go together: k:1 t:1 x:1, "):
             measure.gpu_tables([tables[0], other])
-        with pytest.raises(ValueError, match="different builds do not go together: k:1 t:1 x:1, "):
-            measure.paper.measured_steps({"gpu_steps": tables[0], "gpu_cow": other})
     old = [table.drop(columns="build") for table in tables]
     assert "build" not in measure.gpu_tables(old)["gpu_steps"], "what was recorded before is drawn as it was"
 
