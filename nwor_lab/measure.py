@@ -2,10 +2,10 @@
 """`nwor measure [DIR]`: measure on GPUs what `data/recorded/` holds; `nwor measure --record RUN`: record a run there.
 
 What there is to measure is in `measurements.toml`; `--list` shows it. Each measurement is a command with its own GPU,
-share of the cores and log. Those of one rank run side by side, one on each GPU; those of two ranks follow, alone. Left
-out are those that need more GPUs than there are, or another release of vLLM. A measurement whose table exists is
-skipped, so an interrupted run goes on; one that fails does not stop the others, and the exit code is then 1. No table
-is overwritten: `--again` measures once more into `NAME@2`, `NAME@3` and so on.
+share of the cores and log; they run side by side, as many as the GPUs hold, those of several ranks first. Left out are
+those that need more GPUs than there are, or another release of vLLM. A measurement whose table exists is skipped, so an
+interrupted run goes on; one that fails does not stop the others, and the exit code is then 1. No table is overwritten:
+`--again` measures once more into `NAME@2`, `NAME@3` and so on.
 
 `--record` takes such a folder, a whole reproduction run (`results/<run>`) or one of `nwor soak`. It writes a table only
 when all of its parts are there, or `--partial` names it; what is recorded stays as it is otherwise. All attempts at a
@@ -17,16 +17,17 @@ few repeats.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
-import queue
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,30 @@ def attempts(directory: Path, name: str) -> list[str]:
     return list(itertools.takewhile(lambda attempt: table(directory, attempt).exists(), every))
 
 
+class Gpus:
+    """GPUs, by their indices, for whoever asks: who needs several is not passed by those who need fewer."""
+
+    def __init__(self, number: int) -> None:
+        self._free, self._waiting, self._changed = list(range(number)), list[object](), threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, number: int) -> Iterator[list[int]]:
+        """Wait for that many to be free, and hold them for the block."""
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            self._changed.wait_for(lambda: self._waiting[0] is turn and len(self._free) >= number)
+            self._waiting.remove(turn)
+            taken, self._free = self._free[:number], self._free[number:]
+            self._changed.notify_all()
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._free = sorted(self._free + taken)
+                self._changed.notify_all()
+
+
 def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
     """Run every measurement that has no table yet; return the names of those that failed or were left out.
 
@@ -119,22 +144,18 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
             needed[f"{name}@{number + 1}" if number else name] = MEASUREMENTS[name]
     installed = release_of(provenance.version("vllm"))
     served = {name: one.gpus for name, one in needed.items() if one.release in ("", installed) and one.gpus <= gpus}
-    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[int]()
-    for index in range(gpus):
-        free.put(index)
+    cores, pool = sorted(os.sched_getaffinity(0)), Gpus(gpus)
+    share = max(1, len(cores) // max(1, gpus))
 
-    def run_on_one(name: str) -> bool:
-        index, share = free.get(), max(1, len(cores) // gpus)
-        os.sched_setaffinity(0, cores[index * share % len(cores) :][:share])  # of this thread and what it starts
-        try:
-            return run(directory, name, [visible[index]])
-        finally:
-            free.put(index)
+    def run_on_its_own(name: str) -> bool:
+        with pool.take(served[name]) as taken:
+            own = {cores[(index * share + n) % len(cores)] for index in taken for n in range(share)}
+            os.sched_setaffinity(0, own)  # of this thread and what it starts
+            return run(directory, name, [visible[index] for index in taken])
 
-    of_one = [name for name, number in served.items() if number == 1]
-    with ThreadPoolExecutor(max(1, gpus)) as pool:
-        done = dict(zip(of_one, pool.map(run_on_one, of_one), strict=True))
-    done |= {name: run(directory, name, visible[:number]) for name, number in served.items() if number > 1}
+    names = sorted(served, key=served.__getitem__, reverse=True)
+    with ThreadPoolExecutor(max(1, gpus)) as threads:
+        done = dict(zip(names, threads.map(run_on_its_own, names), strict=True))
     for name, one in needed.items():
         if name not in served:
             print(f"{name}: left out, it needs {one.needs}", flush=True)

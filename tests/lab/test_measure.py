@@ -6,6 +6,7 @@ import json
 import math
 import os
 import threading
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -337,27 +338,46 @@ def test_before_it_measures_it_says_that_nothing_can_be_recorded(clean, tmp_path
     assert capsys.readouterr().out == ("" if clean else said)
 
 
-def test_each_gpu_has_a_measurement_of_its_own(tmp_path, monkeypatch):
-    """Two of one rank are under way at once, on two GPUs; one of two ranks has both, and nobody beside it."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    monkeypatch.setattr(measure, "MEASUREMENTS", {"two": one(gpus=2)} | {name: one() for name in "abcd"})
-    under_way, cores, seen, together = [], {}, [], threading.Barrier(2)
+def test_each_measurement_has_gpus_of_its_own(tmp_path, monkeypatch):
+    """On three GPUs one of two ranks has one of one rank beside it, then three of one rank are under way at once."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7,9")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    given = dict[int, set[int]]()
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, own: given.update({threading.get_ident(): own}))
+    monkeypatch.setattr(measure, "MEASUREMENTS", {name: one() for name in "abcd"} | {"two": one(gpus=2)})
+    under_way, seen, beside, three = [], {}, threading.Barrier(2), threading.Barrier(3)
 
     def run(directory, name, gpus):
         assert not set(gpus) & set(under_way)
         under_way.extend(gpus)
-        if name != "two":
-            cores[gpus[0]] = os.sched_getaffinity(0)
-            together.wait(timeout=10)
-            together.wait(timeout=10)
-        seen.append((name, gpus))
+        (beside if name in ("two", "a") else three).wait(timeout=10)
+        seen[name] = gpus, given[threading.get_ident()]
         for gpu in gpus:
             under_way.remove(gpu)
         return name != "c"
 
     monkeypatch.setattr(measure, "run", run)
     assert measure.measure(tmp_path, []) == ["c"]
-    assert {gpus[0] for name, gpus in seen if name != "two"} == {"4", "6"}
-    assert len(seen) == 5 and seen[-1] == ("two", ["4", "6"])
-    assert not cores["4"] & cores["6"] or len(os.sched_getaffinity(0)) == 1, "one does not slow the other down"
+    assert seen["two"] == (["4", "6"], set(range(8))) and seen["a"] == (["7"], {8, 9, 10, 11})
+    assert sorted(seen[name][0] for name in "bcd") == [["4"], ["6"], ["7"]]
+    assert not set.intersection(*(seen[name][1] for name in "bcd")), "one does not slow the other down"
+
+
+def test_who_needs_several_gpus_is_not_passed_by():
+    """Two wait for a pair of GPUs and for one, of which one is free: the pair comes first all the same."""
+    gpus, order = measure.Gpus(2), list[int]()
+
+    def take(number: int) -> None:
+        with gpus.take(number):
+            order.append(number)
+
+    waiting = [threading.Thread(target=take, args=[number]) for number in (2, 1)]
+    with gpus.take(1):
+        for thread in waiting:
+            thread.start()
+            time.sleep(0.1)
+        assert order == []
+    for thread in waiting:
+        thread.join(timeout=10)
+    assert order == [2, 1]
