@@ -98,14 +98,32 @@ def paused_over_unpatched() -> str:
 
 
 @functools.cache
-def unsplit() -> pd.DataFrame:
-    """The lines of `beside_unsplit` with k=8."""
-    return beside_unsplit(table("gpu_cliff_steps_k8"))
+def unsplit(k: int = 8) -> pd.DataFrame:
+    """The lines of `beside_unsplit` with k drafts."""
+    return beside_unsplit(table(f"gpu_cliff_steps_k{k}"))
 
 
-def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16)) -> str:
-    """A step of `stage` over vanilla's with an attention that splits no context, k=8, by batch, between slashes."""
-    return slashes(value(unsplit(), "step", beside=beside, prompt=prompt, batch=batch) for batch in batches)
+def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16), k: int = 8) -> str:
+    """A step of `stage` over vanilla's with an attention that splits no context, by batch, between slashes."""
+    return slashes(value(unsplit(k), "step", beside=beside, prompt=prompt, batch=batch) for batch in batches)
+
+
+@functools.cache
+def pair(tp: int) -> pd.DataFrame:
+    """The shipped pair with its own acceptance, a line a mode: `step` over vanilla's, `tokens_per_s`, `acceptance`.
+
+    The last two are medians over repeats; `acceptance` is the tokens that a window yields.
+    """
+    rows = table("gpu_pair").query("tp == @tp")
+    medians = rows[rows["metric"] == "step_ms"].groupby(["repeat", "mode"])["value"].median().unstack("mode")
+    sums = rows.groupby(["mode", "repeat", "metric"])["value"].sum().unstack("metric")
+    found = pd.DataFrame(
+        {
+            "tokens_per_s": sums["tokens"] / sums["wall"],
+            "acceptance": 1 + sums["accepted_tokens"] / sums["windows"],
+        }
+    )
+    return found.groupby("mode").median().assign(step=medians.div(medians["off"], axis=0).apply(abba_ratio))
 
 
 def control_us(kind: str, mode: str, batch: int) -> float:

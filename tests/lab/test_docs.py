@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
 import jinja2
+import pandas as pd
 import pytest
 
 from docs import generate, times, values
@@ -76,6 +78,27 @@ def test_commands_exist(page: Path) -> None:
     commands = set(re.findall(r"`(?:\.venv/bin/)?nwor ([a-z]+)", text))
     made = set(re.findall(r"(?:`|^    )make ([a-z]+)", text, re.MULTILINE)) - {"help"}
     assert commands <= cli.COMMANDS.keys() and made <= set(targets)
+
+
+def test_tables_that_are_recorded_later_have_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the shipped pair, and of other draft lengths beside an attention that splits no context."""
+    made = {"off": (2.0, 0.2), "stage": (2.2, 0.25)}
+    counted = {"tokens": 300, "windows": 100, "accepted_tokens": 200}
+    rows = [
+        {"tp": tp, "mode": mode, "repeat": repeat, "metric": metric, "value": value}
+        for tp, repeat, (mode, (step_ms, wall)) in itertools.product((1, 2), (0, 1), made.items())
+        for metric, value in {**counted, "step_ms": step_ms, "wall": wall}.items()
+    ]
+    known = values.table
+    later = {"gpu_pair": pd.DataFrame(rows), "gpu_cliff_steps_k3": known("gpu_cliff_steps_k8").assign(k=3)}
+    monkeypatch.setattr(times, "table", lambda name: later[name] if name in later else known(name))
+    monkeypatch.setattr(values, "is_recorded", lambda name: name in later or name == "gpu_cliff_steps_k8")
+    times.pair.cache_clear(), times.unsplit.cache_clear()
+    page = generate.render(generate.TEMPLATES / "results.md.j2")
+    times.pair.cache_clear(), times.unsplit.cache_clear()
+    assert "`stage`, two ranks: tokens a second, tokens a window, step over vanilla's | 1,200, 3.00, 1.100 |" in page
+    others = [line for line in page.splitlines() if line.startswith("| `stage`, k=3, vanilla with ")]
+    assert len(others) == 6 and others[0].split("|")[2] == f" {times.unsplit_row('FlashAttention 2, forced', 2048)} "
 
 
 def test_readme_is_a_page() -> None:
