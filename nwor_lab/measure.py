@@ -314,9 +314,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure once more what has a table, beside it as NAME@2")
     parser.add_argument("--list", action="store_true", help="show what there is to measure, and measure nothing")
     parser.add_argument("--record", type=Path, metavar="RUN", help="record this folder, and measure nothing")
-    parser.add_argument(
-        "--partial", nargs="+", default=[], metavar="TABLE", help="record these even where measurements are missing"
-    )
+    tables = {one.table for one in MEASUREMENTS.values()}
+    about = "record these tables even where measurements are missing"
+    parser.add_argument("--partial", nargs="+", default=[], choices=sorted(tables), metavar="TABLE", help=about)
     options = parser.parse_args(argv)
     if options.list:
         for name, one in MEASUREMENTS.items():

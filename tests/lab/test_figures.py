@@ -117,6 +117,14 @@ def test_the_step_ratio_is_that_of_the_documents(tmp_path: Path, measured: pd.Da
         assert both[drawn].tolist() == pytest.approx(both[said].tolist())
 
 
+def test_a_setting_without_parity_has_no_ratio(tmp_path: Path, measured: pd.DataFrame) -> None:
+    wrong = measured.eval("mode == 'stage' and kv_heads == 8 and batch == 4 and metric == 'fourth_powers'")
+    assert wrong.sum() == 1
+    path = steps.step_ratio(tmp_path, measured.assign(value=measured["value"].mask(wrong, 1e6)))
+    assert "1 of 16 settings are left out: not at parity, or" in path.with_suffix(".txt").read_text()
+    assert drawn_data(path).query("mode == 'stage' and kv_heads == 8 and batch == 4").empty
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Figures that would have been saved."""
