@@ -61,6 +61,16 @@ def step_row(mode: str, column: str = "step", **other: Any) -> str:
     return slashes(step(mode, batch, column, **other) for batch in (1, 4, 16, 64))
 
 
+def engines_timed() -> list[tuple[Any, ...]]:
+    """Mode, k, KV heads, dtype of the cache and ranks of each engine in `steps`, `stage` and long windows first."""
+    keys = ["mode", "k", "kv_heads", "kv_cache_dtype", "tp"]
+    lines = steps().query("prompt == 512")[keys].drop_duplicates()
+    lines = lines.sort_values(
+        ["mode", "k", "tp", "kv_heads", "kv_cache_dtype"], ascending=[False, False, True, False, True]
+    )
+    return list(lines.itertuples(index=False, name=None))
+
+
 @functools.cache
 def controls() -> pd.DataFrame:
     """The lines of `beside_control`: one a setting and pair of modes."""
@@ -110,9 +120,9 @@ def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16),
 
 @functools.cache
 def pair(tp: int) -> pd.DataFrame:
-    """The shipped pair with its own acceptance, a line a mode: `step` over vanilla's, `tokens_per_s`, `acceptance`.
+    """The shipped pair with its own acceptance, a line a mode: `step` over vanilla's, and medians over repeats.
 
-    The last two are medians over repeats; `acceptance` is the tokens that a window yields.
+    These are `step_ms`, `tokens_per_s` and `acceptance`, the tokens that a window yields.
     """
     rows = table("gpu_pair").query("tp == @tp")
     medians = rows[rows["metric"] == "step_ms"].groupby(["repeat", "mode"])["value"].median().unstack("mode")
@@ -123,7 +133,8 @@ def pair(tp: int) -> pd.DataFrame:
             "acceptance": 1 + sums["accepted_tokens"] / sums["windows"],
         }
     )
-    return found.groupby("mode").median().assign(step=medians.div(medians["off"], axis=0).apply(abba_ratio))
+    steps = {"step": medians.div(medians["off"], axis=0).apply(abba_ratio), "step_ms": medians.median()}
+    return found.groupby("mode").median().assign(**steps)
 
 
 def control_us(kind: str, mode: str, batch: int) -> float:

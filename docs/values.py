@@ -63,8 +63,8 @@ def is_recorded(name: str) -> bool:
 
 def lacking(name: str) -> str:
     """The measurements of a table that are not recorded yet."""
-    names = [measurement for measurement, one in MEASUREMENTS.items() if one.table == name]
-    return ", ".join(f"`{name}`" for name in names if name not in set(gpu_runs()["name"])) or "none"
+    wanted = [each for each, measurement in MEASUREMENTS.items() if measurement.table == name]
+    return ", ".join(f"`{each}`" for each in wanted if each not in set(gpu_runs()["name"])) or "none"
 
 
 def ends(values: pd.Series) -> str:

@@ -17,18 +17,16 @@ few repeats.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
-import re
+import queue
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,30 +99,6 @@ def attempts(directory: Path, name: str) -> list[str]:
     return list(itertools.takewhile(lambda attempt: table(directory, attempt).exists(), every))
 
 
-class Gpus:
-    """GPUs, by their indices, for whoever asks: who needs several is not passed by those who need fewer."""
-
-    def __init__(self, number: int) -> None:
-        self._free, self._waiting, self._changed = list(range(number)), list[object](), threading.Condition()
-
-    @contextlib.contextmanager
-    def take(self, number: int) -> Iterator[list[int]]:
-        """Wait for that many to be free, and hold them for the block."""
-        turn = object()
-        with self._changed:
-            self._waiting.append(turn)
-            self._changed.wait_for(lambda: self._waiting[0] is turn and len(self._free) >= number)
-            self._waiting.remove(turn)
-            taken, self._free = self._free[:number], self._free[number:]
-            self._changed.notify_all()
-        try:
-            yield taken
-        finally:
-            with self._changed:
-                self._free = sorted(self._free + taken)
-                self._changed.notify_all()
-
-
 def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
     """Run every measurement that has no table yet; return the names of those that failed or were left out.
 
@@ -144,18 +118,25 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
             needed[f"{name}@{number + 1}" if number else name] = MEASUREMENTS[name]
     installed = release_of(provenance.version("vllm"))
     served = {name: one.gpus for name, one in needed.items() if one.release in ("", installed) and one.gpus <= gpus}
-    cores, pool = sorted(os.sched_getaffinity(0)), Gpus(gpus)
+    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[int]()
     share = max(1, len(cores) // max(1, gpus))
+    for index in range(gpus):
+        free.put(index)
 
-    def run_on_its_own(name: str) -> bool:
-        with pool.take(served[name]) as taken:
-            own = {cores[(index * share + n) % len(cores)] for index in taken for n in range(share)}
-            os.sched_setaffinity(0, own)  # of this thread and what it starts
+    def run_on(name: str, taken: list[int]) -> bool:
+        own = {cores[(index * share + n) % len(cores)] for index in taken for n in range(share)}
+        os.sched_setaffinity(0, own)  # of this thread and what it starts
+        try:
             return run(directory, name, [visible[index] for index in taken])
+        finally:
+            for index in taken:
+                free.put(index)
 
-    names = sorted(served, key=served.__getitem__, reverse=True)
+    runs = dict[str, Future[bool]]()
     with ThreadPoolExecutor(max(1, gpus)) as threads:
-        done = dict(zip(names, threads.map(run_on_its_own, names), strict=True))
+        for name in sorted(served, key=served.__getitem__, reverse=True):
+            runs[name] = threads.submit(run_on, name, sorted(free.get() for _ in range(served[name])))
+    done = {name: finished.result() for name, finished in runs.items()}
     for name, one in needed.items():
         if name not in served:
             print(f"{name}: left out, it needs {one.needs}", flush=True)
@@ -218,7 +199,8 @@ def read_attempts(directory: Path, name: str) -> tuple[pd.DataFrame, list[dict[s
             raise ValueError(f"{attempt} is not recorded: {why}; measure it again in another folder")
         made["git"] = {key: made["git"][key] for key in ("commit", "clean")}
         kept = {key: made[key] for key in ("time", "versions", "python", "gpu", "cpu", "git")}
-        runs.append({"run_id": directory.name, "name": attempt, "build": str(frame["build"].iloc[0]), **kept})
+        about = {"table": MEASUREMENTS[name].table, "name": attempt, "run_id": directory.name}
+        runs.append({**about, "build": str(frame["build"].iloc[0]), **kept})
         repeat = {"attempt": number, "repeat": frame["repeat"] + begin}
         frames.append(frame.assign(run_id=directory.name, **repeat, **MEASUREMENTS[name].columns))
         begin += -(-(int(frame["repeat"].max()) + 1) // 2) * 2
@@ -229,7 +211,7 @@ def record(directory: Path, recorded: Path = paths.RECORDED, partial: Collection
     """Write those tables of `recorded` that `directory` holds whole.
 
     Args:
-        partial: tables that are written of those measurements that there are.
+        partial: tables to write even where measurements are missing, unless these are recorded already.
 
     Returns:
         The names of tables that were not written, and of measurements that a partial one lacks.
@@ -242,23 +224,22 @@ def record(directory: Path, recorded: Path = paths.RECORDED, partial: Collection
         parts.setdefault(measurement.table, []).append(name)
     there = {table: [name for name in names if attempts(directory, name)] for table, names in parts.items()}
     written = [table for table, names in there.items() if names == parts[table] or (names and table in partial)]
-    path, tables, replaced = recorded / "gpu_runs.json", dict[str, pd.DataFrame](), set[str]()
-    runs: list[dict[str, Any]] = []
+    path, tables, runs = recorded / "gpu_runs.json", dict[str, pd.DataFrame](), list[dict[str, Any]]()
+    known = json.loads(path.read_text()) if path.exists() else []
+    lacking = [name for table in written for name in parts[table] if name not in there[table]]
+    if lost := sorted({run["name"] for run in known} & set(lacking)):
+        raise ValueError(f"{directory} lacks what is recorded already: {', '.join(lost)}; put it there too")
     for name in written:
         frames = []
         for part in there[name]:
             frame, made = read_attempts(directory, part)
             frames.append(frame)
             runs += made
-            replaced.add(re.split("[-@]", part)[0])
         tables |= gpu_tables(frames) if name == "gpu_steps" else {name: builds.join(frames)}
     for name, frame in tables.items():
         results.keep_table(recorded / f"{name}.parquet", frame)
     if written:
-        known = json.loads(path.read_text()) if path.exists() else []
-        kept = [run for run in known if re.split("[-@]", run["name"])[0] not in replaced]
-        results.write_json(path, [*kept, *runs])
-    lacking = [name for table in written for name in parts[table] if name not in there[table]]
+        results.write_json(path, [*(run for run in known if run["table"] not in written), *runs])
     return [table for table in parts if table not in written] + lacking
 
 
@@ -318,6 +299,8 @@ def main(argv: list[str] | None = None) -> int:
     about = "record these tables even where measurements are missing"
     parser.add_argument("--partial", nargs="+", default=[], choices=sorted(tables), metavar="TABLE", help=about)
     options = parser.parse_args(argv)
+    if options.partial and not options.record:
+        parser.error("--partial says what to record: name the folder with --record")
     if options.list:
         for name, one in MEASUREMENTS.items():
             print(f"{name:32} about {one.minutes:g} minutes on {one.needs}, for {one.table}")

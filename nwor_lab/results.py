@@ -90,7 +90,7 @@ def keep_table(path: Path | str, frame: pd.DataFrame) -> Path:
     """Write a table that is to be committed: small, which takes up to twenty times as long.
 
     Of fractions in the column `value` the 24 bits of a float32 are kept, a nanosecond of 16 ms; whole numbers stay
-    what they are. Bytes of equal weight lie side by side, so that those which are zero now take no room.
+    what they are. The bytes of numbers are stored apart, by place, so that those which are zero take no room.
     """
     packed: dict[str, Any] = {"compression_level": 19}
     if "value" in frame and frame["value"].dtype.kind == "f":

@@ -52,7 +52,7 @@ def ratios_to_paused(steps: pd.DataFrame) -> pd.DataFrame:
         `step` is the `ratios.abba_ratio` of the ratios of median steps, NaN where the mode is not at parity by
         `parity.tolerance`, `low` and `high` their range over repeats; `stable` says whether every mode of the setting
         is, by `ratios.is_stable`; `equal_requests`, `requests`, `largest_gap`, `largest_shift` and `shift` are
-        `parity`'s, NaN where the setting was not compared, `shift` also where it was recorded without places.
+        `parity`'s, NaN where the setting was not compared.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
     every = medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"])

@@ -160,7 +160,7 @@ def write(path: Path, table: pd.DataFrame) -> None:
         table = pd.concat([before[~same], table], ignore_index=True)
     if "build" in table:  # rows made on a CPU are of none
         table["build"] = table["build"].fillna("")
-    results.write_table(path, table)
+    results.keep_table(path, table)
 
 
 if __name__ == "__main__":

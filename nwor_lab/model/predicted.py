@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of launches and bytes (`breakeven`) against all that was measured on a GPU; no point is left out."""
+"""The model of launches and bytes (`breakeven`) against whole steps that were measured on a GPU; none is left out."""
 
 import math
 from collections.abc import Mapping
@@ -34,8 +34,8 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
         bench: tidy rows as `experiments.bench` writes them. `kv_heads` and `kv_cache_dtype`, where there are such
             columns, hold over the model's own.
         attention: table `attention` of `microbench.attention`, for `stage` and `direct`: their attention kernel is
-            another than vanilla's, and with the time measured of both, in the same run, the prediction is of the whole
-            step.
+            another than vanilla's, and with the time of both, measured by the same build, the prediction is of the
+            whole step.
 
     Returns:
         The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
@@ -120,10 +120,10 @@ def _with_attention(
 ) -> float:
     """Microseconds of a step over vanilla's: attention and write of each layer as measured in a step (`between`),
     and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there is none
-    of the same run, which may be of another kernel."""
+    of the same build."""
     prompt = float(where.get("prompt", math.nan))
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
-    rows = attention[(attention["metric"] == "between") & (attention["run_id"] == where["run_id"])]
+    rows = attention[(attention["metric"] == "between") & (attention["build"] == where.get("build"))]
     rows = rows[(rows["kv_heads"] == shape.heads) & (rows["cache"] == cache)]
     rows = rows[(rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
     if rows.empty or math.isnan(prompt):

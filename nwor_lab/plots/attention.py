@@ -30,18 +30,17 @@ EACH = {"flash2": "FlashAttention 2, forced", "triton": "Triton", "flash": "Flas
 def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
     """One row a shape: microseconds of `nwor`, `flash` (any split), `triton`, `write`, `vanilla` and `floor`, `ratio`.
 
-    `tuned_on` says whether the tuning was searched on the shape; tables recorded before they said it have no others.
+    `tuned_on` says whether the tuning was searched on the shape.
 
     Args:
         times: as `microbench.attention.measure` makes them.
         bandwidth: of a large copy, in TB/s.
     """
-    table, known = net(times), [name for name in ("bytes", "tuned_on") if name in times]
+    table = net(times)
     table["flash"] = _any_split(table)
-    facts = times.groupby(KEYS, observed=True)[known].first()
+    facts = times.groupby(KEYS, observed=True)[["bytes", "tuned_on"]].first()
     table = table.drop(columns=list(table.filter(regex="^flash "))).join(facts).reset_index()
-    floor, tuned_on = table["bytes"] / bandwidth / 1e6, table.get("tuned_on", True)
-    return table.assign(floor=floor, tuned_on=tuned_on, tp=32 // table["heads"])
+    return table.assign(floor=table["bytes"] / bandwidth / 1e6, tp=32 // table["heads"])
 
 
 def _any_split(table: pd.DataFrame) -> pd.Series:

@@ -90,7 +90,7 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
 
     Args:
         kernels: `nwor_lab.plots.paper.priced_kernels`.
-        steps: `nwor_lab.model.predicted.against_measured` of one table or several.
+        steps: `nwor_lab.model.predicted.against_measured`.
     """
     fig, (left, right) = style.figure(style.TWO_COLUMNS, 3.2, ncols=2)
     span = np.array([kernels[["us", "predicted"]].min().min() / 1.3, kernels[["us", "predicted"]].max().max() * 1.3])
@@ -113,11 +113,11 @@ def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, s
         ax.legend(loc="upper left", fontsize=6)
     error = (shown["x"] - shown["measured"]).abs()
     caption = (
-        f"The model of launches and bytes against all that was measured on a GPU. Left: {len(kernels)} kernels, "
+        f"The model of launches and bytes against what was measured on a GPU. Left: {len(kernels)} kernels, "
         "medians, cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at "
         f"once. Right: {len(shown)} settings of whole steps, the ratio to vanilla's, median over pairs of repeats, "
         f"whiskers from least to greatest; the largest error is {shown['error'].abs().max():.3f} by launches and bytes "
-        f"alone, {error.max():.3f} with the time of both attention kernels where it was measured in the same run "
+        f"alone, {error.max():.3f} with the time of both attention kernels, measured by the same build "
         f"(open markers). {(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} "
         "apart. The model leaves out the host's bookkeeping."
     )

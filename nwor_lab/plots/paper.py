@@ -12,7 +12,7 @@ Tables (see `nwor_lab.results`) and the columns beyond the tidy ones:
                 count as their median
     kernel_times, attention
                 what `nwor_lab.microbench` leaves; with `attention` the steps of `stage` are predicted whole
-    gpu_steps, gpu_acceptance, kv_write_share
+    gpu_steps, gpu_direct, gpu_acceptance, kv_write_share
                 what `nwor measure` leaves: whole steps and their settings, accepted drafts, the paged write's share
 
 The first four are those of one whole reproduction run; the others, made on a GPU, come from the same run or are the
@@ -31,7 +31,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab import builds, paths, results
+from nwor_lab import paths, results
 from nwor_lab.experiments.acceptance import predict_rejected, survival
 from nwor_lab.model import predicted
 from nwor_lab.plots import breakeven, kernels, promises, style
@@ -40,7 +40,7 @@ from nwor_lab.plots import steps as step_plots
 TABLES = ("reference", "acceptance", "traffic", "steps")
 """Tables that a reproduction run makes."""
 
-RECORDED = ("kernel_times", "gpu_direct", "gpu_acceptance", "gpu_steps", "kv_write_share", "attention")
+RECORDED = ("kernel_times", "gpu_steps", "gpu_direct", "gpu_acceptance", "kv_write_share", "attention")
 """Tables made on a GPU. Those after the first two there may not be."""
 
 DRAWS = "09_paper_figures"
@@ -213,14 +213,8 @@ def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured_steps(found: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Every whole step of table `gpu_steps`, beside its prediction; found: it, and `attention` where there is one.
-
-    Table `attention` of another build is left out: steps are then predicted from launches and bytes alone.
-    """
-    steps, attention = found["gpu_steps"], found.get("attention")
-    if attention is not None and builds.of_rows(attention) != builds.of_rows(steps):
-        attention = None
-    return predicted.against_measured(steps, attention=attention)
+    """Every whole step of table `gpu_steps`, beside its prediction; found: it, and `attention` where there is one."""
+    return predicted.against_measured(found["gpu_steps"], attention=found.get("attention"))
 
 
 FIGURES: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {

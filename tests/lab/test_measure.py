@@ -6,7 +6,6 @@ import json
 import math
 import os
 import threading
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +15,6 @@ from nwor_lab import cli, measure, paths, results
 from nwor_lab.experiments import gpu_steps, options
 from nwor_lab.experiments.parity import tolerance
 from nwor_lab.microbench import attention
-from nwor_lab.model import predicted
 from nwor_lab.model.predicted import COUNTS, against_measured
 
 
@@ -152,21 +150,42 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     )
 
 
-def test_a_table_is_recorded_in_part_only_where_that_is_asked_for(tmp_path):
+def test_a_table_is_recorded_in_part_only_where_that_is_asked_for(tmp_path, monkeypatch, capsys):
     made, recorded = tmp_path / "gpu", tmp_path / "recorded"
     for kv_heads, name in enumerate(STEPS[1:]):
         write(made, name, bench_table({"off": 600.0, "stage": 570.0}, kv_heads))
     assert "gpu_steps" in measure.record(made, recorded) and not recorded.exists()
-    missing = measure.record(made, recorded, partial=["gpu_steps", "gpu_audit"])
-    assert STEPS[0] in missing and "gpu_audit" in missing and "gpu_steps" not in missing
+    monkeypatch.setattr(measure.record, "__defaults__", (recorded, ()))
+    assert measure.main(["--record", str(made), "--partial", "gpu_steps", "gpu_audit"]) == 1
+    said = capsys.readouterr().out
+    assert STEPS[0] in said and "gpu_audit" in said and "gpu_steps" not in said
     assert [run["name"] for run in json.loads((recorded / "gpu_runs.json").read_text())] == STEPS[1:]
+    before = (recorded / "gpu_steps.parquet").read_bytes()
     assert pd.read_parquet(recorded / "gpu_steps.parquet")["kv_heads"].nunique() == len(STEPS) - 1
+    (made / STEPS[1]).rename(tmp_path / "elsewhere")
+    assert measure.main(["--record", str(made), "--partial", "gpu_steps"]) == 2
+    assert f"lacks what is recorded already: {STEPS[1]}; put it there too\n" in capsys.readouterr().err
+    assert (recorded / "gpu_steps.parquet").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--partial", "gpu_steps"], "--partial says what to record: name the folder with --record"),
+        (["--record", ".", "--partial", "gpu_stesp"], "invalid choice: 'gpu_stesp'"),
+    ],
+)
+def test_what_is_to_be_recorded_in_part_is_a_table_of_a_folder(words, said, capsys):
+    with pytest.raises(SystemExit):
+        measure.main(words)
+    assert said in capsys.readouterr().err
 
 
 def test_who_made_the_steps_stays_with_them(tmp_path):
     """Audits measured anew leave the steps as they were, and what is said of their runs."""
     made, recorded = tmp_path / "gpu", tmp_path / "recorded"
-    old = [{"name": name, "run_id": "before"} for name in ("steps-k8-32", "audit", "audit-2", "audit-tp2@2")]
+    old = [{"table": "gpu_audit", "name": name, "run_id": "before"} for name in ("audit", "audit-2", "audit-tp2@2")]
+    old += [{"table": "gpu_steps", "name": "steps-k8-32", "run_id": "before"}]
     results.write_json(recorded / "gpu_runs.json", old)
     for name in ("audit", "audit-tp2", STEPS[0]):
         write(made, name, bench_table({"off": 1.0}))
@@ -221,16 +240,6 @@ def test_parts_and_attempts_of_different_builds_are_not_joined(tmp_path):
             measure.gpu_tables([tables[0], other])
     old = [table.drop(columns="build") for table in tables]
     assert "build" not in measure.gpu_tables(old)["gpu_steps"], "what was recorded before is drawn as it was"
-
-
-def test_attention_of_another_build_predicts_no_step(monkeypatch):
-    """As in a run on a GPU: it measures attention itself, and steps are those of data/recorded."""
-    steps, same = (bench_table({"off": 600.0, "stage": 570.0}, build="k:1 t:1 x:1") for _ in range(2))
-    taken: list[pd.DataFrame | None] = []
-    monkeypatch.setattr(predicted, "against_measured", lambda table, attention: taken.append(attention) or table)
-    for times in (same, same.assign(build="k:2 t:1 x:1"), same.drop(columns="build")):
-        measure.paper.measured_steps({"gpu_steps": steps, "attention": times})
-    assert taken[0] is same and taken[1:] == [None, None]
 
 
 def test_every_attempt_counts(tmp_path):
@@ -362,22 +371,3 @@ def test_each_measurement_has_gpus_of_its_own(tmp_path, monkeypatch):
     assert seen["two"] == (["4", "6"], set(range(8))) and seen["a"] == (["7"], {8, 9, 10, 11})
     assert sorted(seen[name][0] for name in "bcd") == [["4"], ["6"], ["7"]]
     assert not set.intersection(*(seen[name][1] for name in "bcd")), "one does not slow the other down"
-
-
-def test_who_needs_several_gpus_is_not_passed_by():
-    """Two wait for a pair of GPUs and for one, of which one is free: the pair comes first all the same."""
-    gpus, order = measure.Gpus(2), list[int]()
-
-    def take(number: int) -> None:
-        with gpus.take(number):
-            order.append(number)
-
-    waiting = [threading.Thread(target=take, args=[number]) for number in (2, 1)]
-    with gpus.take(1):
-        for thread in waiting:
-            thread.start()
-            time.sleep(0.1)
-        assert order == []
-    for thread in waiting:
-        thread.join(timeout=10)
-    assert order == [2, 1]

@@ -95,7 +95,7 @@ def attention_times(times: dict[str, float], shapes: dict[tuple[int, int, int], 
         for (heads, batch, context), factor in shapes.items()
         for op, us in times.items()
     ]
-    return pd.DataFrame(rows).assign(cache="bf16", metric="between", k=8, run_id="")
+    return pd.DataFrame(rows).assign(cache="bf16", metric="between", k=8, build="k:1")
 
 
 def test_stage_and_direct_are_predicted_with_the_attention_measured_between_its_neighbours():
@@ -104,7 +104,7 @@ def test_stage_and_direct_are_predicted_with_the_attention_measured_between_its_
     shapes = {(32, 4, 512): 1.0, (32, 4, 4096): 10.0, (16, 4, 512): 100.0, (32, 16, 512): 1000.0}
     attention = attention_times(times, shapes)
     attention = pd.concat([attention, attention.assign(metric="time", value=1.0)])
-    staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8)
+    staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8, build="k:1")
     (point,) = predicted.against_measured(staged, attention=attention).to_dict("records")
     commit = 2 * 32 * 16384 * 8 / 4.24e6
     assert point["with_attention"] == pytest.approx(1 + (-32 * 10 + 2 * 3.3 + commit) / 1500)
@@ -115,7 +115,7 @@ def test_stage_and_direct_are_predicted_with_the_attention_measured_between_its_
     (other,) = predicted.against_measured(staged.assign(backend="TRITON_ATTN"), attention=attention)["with_attention"]
     assert other == pytest.approx(1 + (-32 * 5 + 2 * 3.3 + commit) / 1500)
     others = (staged.assign(k=4), staged.assign(batch=5), staged.assign(kv_cache_dtype="fp8"), bench(prompt=700))
-    for unknown in (*others, staged.assign(run_id="an earlier kernel's")):
+    for unknown in (*others, staged.assign(build="k:2"), staged.drop(columns="build")):
         assert predicted.against_measured(unknown, attention=attention)["with_attention"].isna().all()
 
 

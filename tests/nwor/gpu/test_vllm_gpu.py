@@ -22,12 +22,12 @@ from tests.devices import A100, L40S, limit
 from tests.engines import PROMPTS
 from tests.nwor import faults
 from tests.nwor.gpu.on_gpu import (
-    GAPS,
     LAYERS,
     STACKS,
     assert_clean_and_counted,
     assert_parity,
     both,
+    eager,
     spec_of,
     stacks,
     treated,
@@ -63,10 +63,9 @@ def test_vanilla_leaves_rejected_bytes_behind(vanilla, stack):
 def test_a_mode_is_exact_and_leaves_the_cache_clean(engines, model, vanilla, stack, mode):
     outcome = treated(engines, model, mode, stack)
     assert_clean_and_counted(outcome, mode)
-    parity = compare(vanilla(stack).generation, outcome.generation)
-    if mode == "cow":
-        assert parity.equal == parity.requests
-    assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+    assert_parity(vanilla(stack), outcome, stack)
+    if mode == "cow" and stack in eager:
+        assert outcome.tokens == vanilla(stack).tokens
 
 
 @pytest.mark.parametrize("stack", [name for name in STACKS if "FlashInfer" not in name])
@@ -78,8 +77,7 @@ def test_direct_leaves_what_vanilla_leaves(engines, model, vanilla, stack):
     assert not any(rank["counters"].values())
     assert outcome.audit["dirty_layer_steps"] > outcome.audit["layer_steps"] // 2
     assert outcome.audit["unwritten_rows"] == 0
-    parity = compare(vanilla(stack).generation, outcome.generation)
-    assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+    assert_parity(vanilla(stack), outcome, stack)
 
 
 @pytest.mark.parametrize("device", [A100, L40S], ids=lambda device: device.name)
@@ -87,7 +85,7 @@ def test_stage_serves_within_the_limits_of_a_smaller_device(engines, model, vani
     """The check at start-up included: what it finds wrong would fall back."""
     outcome = treated(engines, model, "stage", "v2 FA graphs", partial(limit, device))
     assert_clean_and_counted(outcome, "stage")
-    assert_parity(vanilla("v2 FA graphs"), outcome, "stage")
+    assert_parity(vanilla("v2 FA graphs"), outcome)
 
 
 @pytest.mark.parametrize(("stack", "serving"), [("v2 FA eager", "off"), ("v2 Triton graphs", "stage")])
@@ -110,22 +108,24 @@ def test_a_mode_is_exact_beside_flash_attention_2(engines, tmp_path, mode):
     plain = engines.run(spec_of(tmp_path, "v2 FA graphs", **forced), Settings(), logprobs=5)
     outcome = treated(engines, tmp_path, mode, "v2 FA graphs", **forced)
     assert_clean_and_counted(outcome, mode)
-    assert_parity(plain, outcome, mode)
+    assert_parity(plain, outcome)
 
 
 @both
 @pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 Triton graphs fp8", "v2 FA eager"])
 def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, stack, mode):
-    """Under graphs too, which hold what was captured: paused, it leaves what vanilla leaves, token for token."""
+    """Under graphs too, which hold what was captured; and to the bit `cow` is what it is paused."""
     settings = Settings(mode=mode, audit=True)
     paused = engines.run(spec_of(model, stack), settings, calls=[{"paused": True}], logprobs=5)
-    assert compare(vanilla(stack).generation, paused.generation).equal == len(PROMPTS)
+    assert_parity(vanilla(stack), paused, stack)
     assert paused.audit["dirty_layer_steps"] == vanilla(stack).audit["dirty_layer_steps"] > 0
     assert not any(paused.ranks[0]["counters"].values()), "no window opened, and none was cancelled"
     interleaved = [{}, {"paused": True}, {}, {"paused": True}]
     outcome = engines.run(spec_of(model, stack), Settings(mode=mode, debug_sync=True), calls=interleaved, logprobs=5)
     first, between, second, last = outcome.generations
-    assert first.tokens == second.tokens and between.tokens == last.tokens == vanilla(stack).tokens
+    assert first.tokens == second.tokens and between.tokens == last.tokens
+    if mode == "cow":
+        assert first.top_logprobs == between.top_logprobs
     windows = outcome.ranks[0]["counters"]["windows"]
     assert windows >= first.counters["drafts"] + second.counters["drafts"] and windows < 1.2 * (
         first.counters["drafts"] + second.counters["drafts"]

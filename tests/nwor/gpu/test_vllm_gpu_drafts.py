@@ -22,6 +22,6 @@ def test_draft_lengths_that_follow_the_batch(engines, model, mode, schedule, sta
     assert plain.audit["dirty_layer_steps"] > 0
     outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), **call)
     assert_clean_and_counted(outcome, mode, checks=0)  # few steps have drafts
-    assert_parity(plain, outcome, mode)
+    assert_parity(plain, outcome)
     counters = outcome.ranks[0]["counters"]
     assert counters["staged_tokens"] < 4 * counters["windows"] or SCHEDULES[schedule][-1][-1] == 0

@@ -10,7 +10,7 @@ from nwor.settings import Settings
 from nwor_lab.experiments.parity import compare
 from tests import hybrids, injected
 from tests.nwor import faults, group_faults
-from tests.nwor.gpu.on_gpu import GAPS, STACKS, assert_clean_and_counted, both, spec_of, treated
+from tests.nwor.gpu.on_gpu import STACKS, assert_clean_and_counted, assert_parity, both, spec_of, treated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -47,13 +47,12 @@ def test_every_group_is_held_back_and_committed(engines, hybrid, vanilla, stack,
     outcome = treated(engines, hybrid, mode, stack, **ROOM)
     assert_clean_and_counted(outcome, mode, LAYERS)
     assert outcome.audit["stray_slots"] == 0
-    parity = compare(vanilla(stack).generation, outcome.generation)
-    assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
+    assert_parity(vanilla(stack), outcome, stack)
 
 
 @stacks
 def test_cow_computes_what_vanilla_does_to_the_bit(engines, hybrid, stack):
-    """In one engine: TorchInductor chooses kernels of norms by timing, so two of vanilla may round differently."""
+    """In one engine: TorchInductor chooses kernels of norms by timing, so two engines may round differently."""
     calls = [{"paused": True}, {}, {"paused": True}, {"fault": injected.restore_with(faults.one_more_rejected)}]
     settings = Settings(mode="cow", audit=True)
     outcome = engines.run(spec_of(hybrid, stack, **ROOM), settings, calls=calls, logprobs=5)
@@ -71,7 +70,7 @@ def test_blocks_go_from_one_group_to_another(engines, hybrid, mode):
     assert plain.metrics["num_preemptions"] > 0
     outcome = treated(engines, hybrid, mode, "v2 FA graphs", group_faults.held_in_block_0, **small)
     assert_clean_and_counted(outcome, mode, LAYERS)
-    assert compare(plain.generation, outcome.generation).within(GAPS["auto"])
+    assert_parity(plain, outcome)
 
 
 @pytest.mark.parametrize(
@@ -105,5 +104,4 @@ def test_architectures(engines, tmp_path, name, stack, mode):
     assert outcome.ranks[0]["serving"] == mode, outcome.ranks[0]["reason"]
     assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == outcome.audit["stray_slots"] == 0
     assert outcome.ranks[0]["counters"]["committed_tokens"] > 0
-    parity = compare(plain.generation, outcome.generation)
-    assert parity.within(GAPS["auto"]), parity
+    assert_parity(plain, outcome)

@@ -8,10 +8,9 @@ from contextlib import closing
 
 import pytest
 
-from nwor_lab.experiments.parity import compare
 from tests.engines import Engines
 from tests.nwor import faults
-from tests.nwor.gpu.on_gpu import GAPS, STACKS, both, spec_of
+from tests.nwor.gpu.on_gpu import assert_parity, both, spec_of
 from tests.nwor.offloading import BLOCK, assert_shipped_and_served, converse, first_answers, offloading
 from tests.nwor.specs import with_connector
 
@@ -29,10 +28,7 @@ def test_blocks_that_leave_and_come_back(engines, model, answers, stack, mode):
     """The next turn finds its blocks on the host; vanilla, beside the same connector, says the same."""
     spec = offloading(spec_of(model, stack))
     plain, outcome = (converse(engines, spec, each, answers, logprobs=5) for each in ("off", mode))
-    for theirs, ours in zip(plain.generations, outcome.generations, strict=True):
-        parity = compare(theirs, ours)
-        assert parity.within(GAPS[STACKS[stack].get("kv_cache_dtype", "auto")]), parity
-        assert mode != "cow" or parity.equal == parity.requests
+    assert_parity(plain, outcome, stack)
     assert_shipped_and_served(plain, "off")
     assert_shipped_and_served(outcome, mode)
 
@@ -58,10 +54,7 @@ def test_blocks_of_the_simple_connector_come_back(model, answers, mode):
         with closing(Engines()) as engines:
             made.append(converse(engines, spec, each, answers, logprobs=5, audit=False))
     plain, outcome = made
-    for theirs, ours in zip(plain.generations, outcome.generations, strict=True):
-        parity = compare(theirs, ours)
-        assert parity.within(GAPS["auto"]), parity
-        assert mode != "cow" or parity.equal == parity.requests
+    assert_parity(plain, outcome)
     [rank] = outcome.ranks
     assert rank["serving"] == mode, rank["reason"]
     assert rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
