@@ -25,7 +25,7 @@ from nwor_lab.experiments.gpu_steps import (
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
 from nwor_lab.model.breakeven import published_differences
-from nwor_lab.model.predicted import against_measured, beside_no_effect
+from nwor_lab.model.predicted import beside_no_effect
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import kernels, paper
 from nwor_lab.plots.attention import EACH, frame, over_each, saved
@@ -149,7 +149,7 @@ def settings(mode: str, at_parity: bool = True) -> pd.DataFrame:
     return rows[rows["step"].notna() == at_parity]
 
 
-def where(lines: pd.DataFrame) -> str:
+def in_words(lines: pd.DataFrame) -> str:
     """The settings of some lines of `steps`, in words."""
     caches = {"auto": "bf16", "fp8": "fp8"}
     return "; ".join(
@@ -187,17 +187,22 @@ def order_bias() -> float:
 
 
 @functools.cache
+def measured_steps() -> pd.DataFrame:
+    """Every whole step of `gpu_steps` beside its prediction."""
+    return paper.measured_steps({name: table(name) for name in ("gpu_steps", "attention")})
+
+
+@functools.cache
 def predictions() -> pd.DataFrame:
     """Whole steps predicted from launches, bytes and each layer's attention: `with_attention`, `measured`, `off`."""
-    points = against_measured(table("gpu_steps"), attention=table("attention")).dropna(subset="with_attention")
+    points = measured_steps().dropna(subset="with_attention")
     return points.assign(off=points["measured"] - points["with_attention"])
 
 
 @functools.cache
 def model_errors() -> pd.DataFrame:
     """Errors of the model for whole steps and of predicting 1.00, by mode and prediction: `beside_no_effect`."""
-    found = {name: table(name) for name in ("gpu_steps", "attention")}
-    return beside_no_effect(paper.measured_steps(found))
+    return beside_no_effect(measured_steps())
 
 
 def model_error(column: str, mode: str = "stage", with_attention: bool = False) -> float:

@@ -64,7 +64,8 @@ def is_recorded(name: str) -> bool:
 def lacking(name: str) -> str:
     """The measurements of a table that are not recorded yet."""
     wanted = [each for each, measurement in MEASUREMENTS.items() if measurement.table == name]
-    return ", ".join(f"`{each}`" for each in wanted if each not in set(gpu_runs()["name"])) or "none"
+    there = set(gpu_runs()["name"])
+    return ", ".join(f"`{each}`" for each in wanted if each not in there) or "none"
 
 
 def ends(values: pd.Series) -> str:

@@ -36,6 +36,7 @@ import pandas as pd
 from nwor.vllm.releases import release_of
 from nwor_lab import builds, paths, provenance, results
 from nwor_lab.experiments.gpu_steps import gpu_tables
+from nwor_lab.kept import keep_table
 from nwor_lab.plots import paper
 
 
@@ -237,7 +238,7 @@ def record(directory: Path, recorded: Path = paths.RECORDED, partial: Collection
             runs += made
         tables |= gpu_tables(frames) if name == "gpu_steps" else {name: builds.join(frames)}
     for name, frame in tables.items():
-        results.keep_table(recorded / f"{name}.parquet", frame)
+        keep_table(recorded / f"{name}.parquet", frame)
     if written:
         results.write_json(path, [*(run for run in known if run["table"] not in written), *runs])
     return [table for table in parts if table not in written] + lacking
@@ -256,7 +257,7 @@ def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
     if unfinished:
         raise ValueError(f"{run} is not whole: {', '.join(unfinished)}; go on with `nwor reproduce --resume`")
     for name in (*paper.TABLES, "claims"):
-        results.keep_table(recorded / f"{name}.parquet", results.read_table(name, run))
+        keep_table(recorded / f"{name}.parquet", results.read_table(name, run))
     shutil.copy(run / "figures" / "reference_policies.png", recorded)
     for made in (entry["provenance"] for entry in manifest["notebooks"].values()):
         for name in ("command", "platform"):
@@ -277,7 +278,7 @@ def record_soak(run: Path, recorded: Path = paths.RECORDED) -> None:
     if why := unrecordable(made["git"]):
         raise ValueError(f"{run} is not recorded: {why}")
     name = "gpu_soak" if isinstance(made["gpu"], list) else "soak"  # else why there is none
-    results.keep_table(recorded / f"{name}.parquet", results.read_table("soak", run))
+    keep_table(recorded / f"{name}.parquet", results.read_table("soak", run))
     about = {key: made[key] for key in ("time", "parameters", "versions", "python", "cpu", "gpu")}
     about["git"] = {key: made["git"][key] for key in ("commit", "clean")}
     results.write_json(recorded / f"{name}.json", about)

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from nwor_lab import claim_table, parameters, paths
@@ -84,21 +83,6 @@ def write_table(path: Path | str, frame: pd.DataFrame, **options: Any) -> Path:
         else:
             frame.to_parquet(part, index=False, compression="zstd", **options)
     return Path(path)
-
-
-def keep_table(path: Path | str, frame: pd.DataFrame) -> Path:
-    """Write a table that is to be committed: small, which takes up to twenty times as long.
-
-    Of fractions in the column `value` the 24 bits of a float32 are kept, a nanosecond of 16 ms; whole numbers stay
-    what they are. The bytes of numbers are stored apart, by place, so that those which are zero take no room.
-    """
-    packed: dict[str, Any] = {"compression_level": 19}
-    if "value" in frame and frame["value"].dtype.kind == "f":
-        value = frame["value"].to_numpy()
-        frame = frame.assign(value=np.where(value == np.round(value), value, value.astype(np.float32)))
-        packed["use_dictionary"] = [column for column in frame if column != "value"]
-        packed["column_encoding"] = {"value": "BYTE_STREAM_SPLIT"}
-    return write_table(path, frame, **packed)
 
 
 def check_folder(directory: Path | str) -> Path:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nwor_lab import claim_table, paths, provenance, results
+from nwor_lab.kept import keep_table
 
 ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
 
@@ -55,14 +56,14 @@ def test_a_kept_table_is_small_and_holds_whole_numbers_as_they_are(tmp_path: Pat
     """Bytes and counters are compared to the last one; of times the clock's noise is rounded."""
     noisy = np.random.default_rng(0).uniform(2, 20, 5000)
     frame = results.tidy([ROW] * 5003).assign(value=[2.0**40 + 1, np.inf, np.nan, *noisy])
-    kept = pd.read_parquet(results.keep_table(tmp_path / "kept.parquet", frame))
+    kept = pd.read_parquet(keep_table(tmp_path / "kept.parquet", frame))
     pd.testing.assert_frame_equal(kept.drop(columns="value"), frame.drop(columns="value"))
-    assert kept["value"][0] == 2**40 + 1 and kept["value"][1] == np.inf and np.isnan(kept["value"][2])
+    assert int(kept["value"][0]) == 2**40 + 1 and kept["value"][1] == np.inf and np.isnan(kept["value"][2])
     assert 0 < (kept["value"][3:] / noisy - 1).abs().max() < 2**-24
     plain = results.write_table(tmp_path / "plain.parquet", frame)
     assert (tmp_path / "kept.parquet").stat().st_size < 0.6 * plain.stat().st_size
     words = pd.DataFrame({"claim": ["a", "b"], "holds": [True, False]})
-    pd.testing.assert_frame_equal(pd.read_parquet(results.keep_table(tmp_path / "claims.parquet", words)), words)
+    pd.testing.assert_frame_equal(pd.read_parquet(keep_table(tmp_path / "claims.parquet", words)), words)
 
 
 # -- tidy rows ---------------------------------------------------------------------------------------------------
