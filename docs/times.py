@@ -43,11 +43,16 @@ def slashes(ratios: Iterable[float]) -> str:
 def steps() -> pd.DataFrame:
     """One line a setting and mode, as `gpu_steps` has it: `step` over vanilla's in the same engine, `low` and `high`.
 
-    `nwor_share` is the part of the GPU time that NWOR's own kernels take.
+    `step` is missing where the mode was not at parity (column `at_parity`), or repeats lie too far apart (`stable`).
+    `nwor_share` is the part of the GPU time that NWOR's own kernels take; `tuned_on` says whether the tuning was
+    searched on the batch and prompt.
     """
     found = gpu_steps(table("gpu_steps"), table("gpu_kernels")).query("mode != 'off'").copy()
     found["nwor_share"] = found["nwor_us"] / found["gpu_ms"] / 1e3
-    return found
+    found["at_parity"] = found["step"].notna()
+    found["step"] = found["step"].where(found["stable"])
+    searched = table("gpu_steps").groupby(["prompt", "batch"])["tuned_on"].first()
+    return found.join(searched, on=["prompt", "batch"])
 
 
 def step(mode: str, batch: int, column: str = "step", **other: Any) -> float:
@@ -56,9 +61,9 @@ def step(mode: str, batch: int, column: str = "step", **other: Any) -> float:
     return value(steps(), column, mode=mode, batch=batch, **{**where, **other})
 
 
-def step_row(mode: str, column: str = "step", **other: Any) -> str:
+def step_row(mode: str, column: str = "step", batches: tuple[int, ...] = (1, 4, 16, 64), **other: Any) -> str:
     """`step` by batch, between slashes."""
-    return slashes(step(mode, batch, column, **other) for batch in (1, 4, 16, 64))
+    return slashes(step(mode, batch, column, **other) for batch in batches)
 
 
 def engines_timed() -> list[tuple[Any, ...]]:
@@ -122,7 +127,8 @@ def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16),
 def pair(tp: int) -> pd.DataFrame:
     """The shipped pair with its own acceptance, a line a mode: `step` over vanilla's, and medians over repeats.
 
-    These are `step_ms`, `tokens_per_s` and `acceptance`, the tokens that a window yields.
+    These are `step_ms`, `tokens_per_s` and `acceptance`, the tokens that a window yields. `least_ms` and `most_ms` are
+    the shortest and the longest median step of a repeat.
     """
     rows = table("gpu_pair").query("tp == @tp")
     medians = rows[rows["metric"] == "step_ms"].groupby(["repeat", "mode"])["value"].median().unstack("mode")
@@ -133,8 +139,16 @@ def pair(tp: int) -> pd.DataFrame:
             "acceptance": 1 + sums["accepted_tokens"] / sums["windows"],
         }
     )
-    steps = {"step": medians.div(medians["off"], axis=0).apply(abba_ratio), "step_ms": medians.median()}
-    return found.groupby("mode").median().assign(**steps)
+    return (
+        found.groupby("mode")
+        .median()
+        .assign(
+            step=medians.div(medians["off"], axis=0).apply(abba_ratio),
+            step_ms=medians.median(),
+            least_ms=medians.min(),
+            most_ms=medians.max(),
+        )
+    )
 
 
 def control_us(kind: str, mode: str, batch: int) -> float:
@@ -143,10 +157,15 @@ def control_us(kind: str, mode: str, batch: int) -> float:
     return float(rows.loc[(rows["kind"] == kind) & (rows["mode"] == mode), "value"].mean())
 
 
-def settings(mode: str, at_parity: bool = True) -> pd.DataFrame:
-    """The lines of `steps` of one mode in which it was at parity, or was not."""
-    rows = steps().query("mode == @mode")
-    return rows[rows["step"].notna() == at_parity]
+def settings(mode: str) -> pd.DataFrame:
+    """The lines of `steps` of one mode that have a ratio."""
+    return steps().query("mode == @mode and step.notna()")
+
+
+def faster(tuned_on: bool) -> str:
+    """In how many settings `stage` is faster, of how many on which the tuning was searched, or was not."""
+    rows = settings("stage").query("tuned_on == @tuned_on")
+    return f"{(rows['step'] < 1).sum()} of {len(rows)}"
 
 
 def in_words(lines: pd.DataFrame) -> str:

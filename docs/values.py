@@ -56,11 +56,6 @@ def gpu_runs(name: str = "") -> pd.DataFrame:
     return found[found["name"].str.startswith(name)]
 
 
-def is_recorded(name: str) -> bool:
-    """Whether there is a table of that name."""
-    return (paths.RECORDED / f"{name}.parquet").exists()
-
-
 def lacking(name: str) -> str:
     """The measurements of a table that are not recorded yet."""
     wanted = [each for each, measurement in MEASUREMENTS.items() if measurement.table == name]
