@@ -7,8 +7,9 @@ those that need more GPUs than there are, or another release of vLLM. A measurem
 interrupted run goes on; one that fails does not stop the others, and the exit code is then 1. No table is overwritten:
 `--again` measures once more into `NAME@2`, `NAME@3` and so on.
 
-`--record` takes such a folder, a whole reproduction run (`results/<run>`) or one of `nwor soak`. It writes a table only
-when all of its parts are there, or `--partial` names it; what is recorded stays as it is otherwise. All attempts at a
+`--record` takes such a folder, a whole reproduction run (`results/<run>`), notebooks that `nwor reproduce` ran on GPUs,
+or a run of `nwor soak`. It writes a table only when all of its parts are there, or `--partial` names it; what is
+recorded stays as it is otherwise. All attempts at a
 measurement are recorded (column `attempt`), and every median is over the repeats of all of them. Nothing is recorded
 where files differed from the commit, rows of a table are of different builds (`nwor_lab.builds`), or a setting has too
 few repeats.
@@ -198,10 +199,8 @@ def read_attempts(directory: Path, name: str) -> tuple[pd.DataFrame, list[dict[s
             why = "its rows do not say with which build they were made"
         if why:
             raise ValueError(f"{attempt} is not recorded: {why}; measure it again in another folder")
-        made["git"] = {key: made["git"][key] for key in ("commit", "clean")}
-        kept = {key: made[key] for key in ("time", "versions", "python", "gpu", "cpu", "git")}
         about = {"table": MEASUREMENTS[name].table, "name": attempt, "run_id": directory.name}
-        runs.append({**about, "build": str(frame["build"].iloc[0]), **kept})
+        runs.append({**about, "build": str(frame["build"].iloc[0]), **kept(made)})
         repeat = {"attempt": number, "repeat": frame["repeat"] + begin}
         frames.append(frame.assign(run_id=directory.name, **repeat, **MEASUREMENTS[name].columns))
         begin += -(-(int(frame["repeat"].max()) + 1) // 2) * 2
@@ -247,23 +246,51 @@ def record(directory: Path, recorded: Path = paths.RECORDED, partial: Collection
 def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
     """Copy a whole reproduction run's small tables, claims, first figure and manifest to `recorded`.
 
-    The manifest loses what is of one machine: commands, folders and the kernel's name.
+    The manifest loses what is of one machine: commands, folders and the kernel's name. Of a run on GPUs
+    `record_claims_on_gpus` keeps what it has.
 
     Raises:
-        ValueError: a notebook of the run did not end well.
+        ValueError: a notebook of the run did not end well, or files differed from the commit on GPUs.
     """
     manifest = results.read_manifest(run)
     unfinished = [name for name, entry in manifest["notebooks"].items() if entry["state"] != "done"]
     if unfinished:
         raise ValueError(f"{run} is not whole: {', '.join(unfinished)}; go on with `nwor reproduce --resume`")
+    every = {name: entry["provenance"] for name, entry in manifest["notebooks"].items()}
+    for made in every.values():
+        made["parameters"].pop("run_dir", None)
+    if any(isinstance(made["gpu"], list) for made in every.values()):
+        record_claims_on_gpus(run, every, recorded)
+        return
     for name in (*paper.TABLES, "claims"):
         keep_table(recorded / f"{name}.parquet", results.read_table(name, run))
     shutil.copy(run / "figures" / "reference_policies.png", recorded)
-    for made in (entry["provenance"] for entry in manifest["notebooks"].values()):
+    for made in every.values():
         for name in ("command", "platform"):
             made.pop(name, None)
-        made["parameters"].pop("run_dir", None)
     results.write_json(recorded / "manifest.json", manifest)
+
+
+def record_claims_on_gpus(run: Path, every: Mapping[str, dict[str, Any]], recorded: Path) -> None:
+    """Keep what notebooks claimed and measured on GPUs as `gpu_claims`, and what notebook 02 compared there.
+
+    every: what made each notebook, its provenance.
+    """
+    for name, made in every.items():
+        if why := unrecordable(made["git"]):
+            raise ValueError(f"{name} of {run} is not recorded: {why}")
+    claims = results.claims(run).query("kind == 'claim' and origin == 'measured'").drop(columns=["kind", "origin"])
+    keep_table(recorded / "gpu_claims.parquet", claims.reset_index(drop=True))
+    if "02_kernel_correctness" in every:
+        compared = results.read_table("kernels", run)
+        keep_table(recorded / "kernel_check.parquet", compared[compared["device"] == "cuda"])
+    results.write_json(recorded / "gpu_claims.json", {name: kept(made, "parameters") for name, made in every.items()})
+
+
+def kept(made: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """What is kept of a provenance: when, with what, on what, of which commit, and the entries named in `more`."""
+    found = {name: made[name] for name in ("time", "versions", "python", "gpu", "cpu", *more)}
+    return {**found, "git": {name: made["git"][name] for name in ("commit", "clean")}}
 
 
 def record_soak(run: Path, recorded: Path = paths.RECORDED) -> None:
@@ -279,9 +306,7 @@ def record_soak(run: Path, recorded: Path = paths.RECORDED) -> None:
         raise ValueError(f"{run} is not recorded: {why}")
     name = "gpu_soak" if isinstance(made["gpu"], list) else "soak"  # else why there is none
     keep_table(recorded / f"{name}.parquet", results.read_table("soak", run))
-    about = {key: made[key] for key in ("time", "parameters", "versions", "python", "cpu", "gpu")}
-    about["git"] = {key: made["git"][key] for key in ("commit", "clean")}
-    results.write_json(recorded / f"{name}.json", about)
+    results.write_json(recorded / f"{name}.json", kept(made, "parameters"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -264,45 +264,6 @@ def test_every_attempt_counts(tmp_path):
     assert [run["name"] for run in runs][:2] == [STEPS[0], STEPS[0] + "@2"]
 
 
-def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(tmp_path, monkeypatch, capsys):
-    recorded = tmp_path / "recorded"
-    run = results.Run(tmp_path / "run", "01_x", {"k": 1, "run_dir": "somewhere"})
-    run.claim("a", 1, 1, True)
-    monkeypatch.setattr(measure.paper, "TABLES", ("steps",))
-    with pytest.raises(ValueError, match="run is not whole: 01_x; go on with"):
-        measure.record_run(run.directory, recorded)
-    run.finish()
-    run.table("steps", bench_table({"off": 600.0}))
-    results.write_table(run.directory / "claims.parquet", results.claims(run.directory))
-    results.write_text(run.directory / "figures" / "reference_policies.png", "a picture")
-    measure.record_run(run.directory, recorded)
-    names = {"steps.parquet", "claims.parquet", "reference_policies.png", "manifest.json"}
-    assert {path.name for path in recorded.iterdir()} == names
-    made = results.read_manifest(recorded)["notebooks"]["01_x"]["provenance"]
-    assert made["parameters"] == {"k": 1} and not {"command", "platform"} & set(made)
-    assert measure.main(["--record", str(tmp_path / "nothing")]) == 2
-    assert capsys.readouterr().err == f"nwor measure: no folder {tmp_path / 'nothing'}\n"
-
-
-@pytest.mark.parametrize("clean", [True, False])
-@pytest.mark.parametrize(("gpu", "name"), [(["an H200"], "gpu_soak"), ("unavailable: no nvidia-smi", "soak")])
-def test_a_soak_is_recorded_from_a_clean_commit_alone(tmp_path, clean, gpu, name):
-    run, recorded = tmp_path / "soak-1", tmp_path / "recorded"
-    results.write_table(run / "soak.parquet", results.tidy([{"metric": "layer-steps", "value": 9.0, "unit": "count"}]))
-    about = dict.fromkeys(("time", "parameters", "versions", "python", "cpu", "command"), "x")
-    git = {"commit": "abc", "clean": clean, "changed": [] if clean else ["M a"]}
-    results.write_json(run / "soak.json", {"provenance": {**about, "git": git, "gpu": gpu}})
-    if not clean:
-        with pytest.raises(ValueError, match="soak-1 is not recorded: files differ from the commit .M a.: commit them"):
-            measure.record_soak(run, recorded)
-        assert not recorded.exists()
-        return
-    measure.record_soak(run, recorded)
-    assert results.read_table(name, recorded)["value"].tolist() == [9.0]
-    made = json.loads((recorded / f"{name}.json").read_text())
-    assert made["git"] == {"commit": "abc", "clean": True} and "command" not in made
-
-
 def one(*command: str, gpus: int = 1, release: str = "") -> measure.Measurement:
     return measure.Measurement(list(command), "some", 1, gpus=gpus, release=release)
 
