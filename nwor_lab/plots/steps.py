@@ -99,13 +99,14 @@ def step_ratio(run: results.Run | Path, steps: pd.DataFrame) -> Path:
     points = every[every["shown"]].copy()
     ranks = points["tp"].map(lambda tp: f",\n{tp} ranks" if tp > 1 else "")
     points["panel"] = points["heads"] + ", " + points["cache"] + ", k=" + points["k"].astype(str) + ranks
+    ticks = sorted(points.loc[points["tuned_on"].astype(bool), "batch"].unique())
     equal = {"mode": "off", "measured": 1.0, "low": 1.0, "high": 1.0, "tuned_on": True}
     points = pd.concat([points, points.drop_duplicates(["panel", "batch"]).assign(**equal)], ignore_index=True)
-    points["requests"], points["prompt of"] = points["batch"].astype(str), points["prompt"].astype(str) + " tokens"
+    points["prompt of"] = points["prompt"].astype(str) + " tokens"
     order = {"col_order": points["panel"].unique(), "style_order": points.sort_values("prompt")["prompt of"].unique()}
-    points = points.sort_values("batch", kind="stable")  # the axis has batches as they come
     shown: Any = {"style": "prompt of", "col": "panel", "col_wrap": 4, "ncols": 4}
-    grid = style.relplot(points, "requests", "measured", "mode", **shown, **order)
+    grid = style.relplot(points, "batch", "measured", "mode", **shown, **order)
+    grid.set(xscale="log", xticks=ticks, xticklabels=ticks)
     grid.set_titles("{col_name}").set_axis_labels("requests in the batch", "step / vanilla's")
     caption = (
         "Time of an engine step over vanilla's in the same run, by batch, draft length and cache: median over pairs of "
