@@ -21,6 +21,8 @@ from nwor_lab.experiments.gpu_steps import (
     beside_unsplit,
     between_engine_spread,
     gpu_steps,
+    of_pair,
+    unsplit_steps,
 )
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
@@ -113,42 +115,20 @@ def paused_over_unpatched() -> str:
 
 
 @functools.cache
-def unsplit(k: int = 8) -> pd.DataFrame:
-    """The lines of `beside_unsplit` with k drafts."""
-    return beside_unsplit(table(f"gpu_cliff_steps_k{k}"))
+def unsplit() -> pd.DataFrame:
+    """The lines of `beside_unsplit`."""
+    return beside_unsplit(unsplit_steps())
 
 
 def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16), k: int = 8) -> str:
     """A step of `stage` over vanilla's with an attention that splits no context, by batch, between slashes."""
-    return slashes(value(unsplit(k), "step", beside=beside, prompt=prompt, batch=batch) for batch in batches)
+    return slashes(value(unsplit(), "step", beside=beside, prompt=prompt, batch=batch, k=k) for batch in batches)
 
 
 @functools.cache
 def pair(tp: int) -> pd.DataFrame:
-    """The shipped pair with its own acceptance, a line a mode: `step` over vanilla's, and medians over repeats.
-
-    These are `step_ms`, `tokens_per_s` and `acceptance`, the tokens that a window yields. `least_ms` and `most_ms` are
-    the shortest and the longest median step of a repeat.
-    """
-    rows = table("gpu_pair").query("tp == @tp")
-    medians = rows[rows["metric"] == "step_ms"].groupby(["repeat", "mode"])["value"].median().unstack("mode")
-    sums = rows.groupby(["mode", "repeat", "metric"])["value"].sum().unstack("metric")
-    found = pd.DataFrame(
-        {
-            "tokens_per_s": sums["tokens"] / sums["wall"],
-            "acceptance": 1 + sums["accepted_tokens"] / sums["windows"],
-        }
-    )
-    return (
-        found.groupby("mode")
-        .median()
-        .assign(
-            step=medians.div(medians["off"], axis=0).apply(abba_ratio),
-            step_ms=medians.median(),
-            least_ms=medians.min(),
-            most_ms=medians.max(),
-        )
-    )
+    """The lines of `of_pair` on so many ranks, by mode."""
+    return of_pair(table("gpu_pair")).loc[tp]
 
 
 def control_us(kind: str, mode: str, batch: int) -> float:

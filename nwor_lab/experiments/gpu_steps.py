@@ -8,10 +8,11 @@ from dataclasses import asdict
 
 import pandas as pd
 
+from nwor_lab import paths
 from nwor_lab.builds import join
 from nwor_lab.experiments.parity import of_rows, tolerance
 from nwor_lab.model.ratios import abba_ratio, is_stable
-from nwor_lab.results import Run, tidy
+from nwor_lab.results import Run, read_table, tidy
 
 SETTING = ["tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that identify a measured setting of whole steps on a GPU."""
@@ -159,11 +160,16 @@ UNSPLIT = {"flash2": "FlashAttention 2, forced", "triton": "Triton"}
 """Attentions of vLLM that do not split a window's context, by their names in column `attention`."""
 
 
+def unsplit_steps() -> pd.DataFrame:
+    """The recorded steps beside each attention of `UNSPLIT`, with 1, 3, 8 and 15 drafts."""
+    return join([read_table(f"gpu_cliff_steps_k{k}", paths.RECORDED) for k in (1, 3, 8, 15)])
+
+
 def beside_unsplit(table: pd.DataFrame) -> pd.DataFrame:
     """One line a setting: `ratios_to_paused` of `stage` with each attention of `UNSPLIT`, which column `beside` names.
 
     Args:
-        table: `gpu_cliff_steps_k8`, or that of another k.
+        table: `unsplit_steps`.
     """
     each = {words: ratios_to_paused(table[table["attention"] == name]) for name, words in UNSPLIT.items()}
     found = pd.concat(each, names=["beside"]).query("mode == 'stage'").reset_index()
@@ -175,8 +181,37 @@ def claim_unsplit(run: Run, points: pd.DataFrame, origin: str = "recorded") -> N
     for beside in UNSPLIT.values():
         steps = points.query("beside == @beside and prompt >= 8192 and batch <= 4")["step"]
         whole = bool(steps.notna().all())  # without parity there is no ratio
-        text = f"stage's step over vanilla's with {beside}, prompts of 8,192 and more, batch 1 and 4, worst"
+        text = (
+            f"stage's step over vanilla's with {beside}, k of 1 to 15, prompts of 8,192 and more, batch 1 and 4, worst"
+        )
         run.claim(text, "<= 0.85", steps.max(), whole and steps.max() <= 0.85, origin)
+
+
+def of_pair(table: pd.DataFrame) -> pd.DataFrame:
+    """The shipped pair with its own acceptance, a line a number of ranks and mode, medians over repeats.
+
+    Args:
+        table: `gpu_pair`.
+
+    Returns:
+        `tokens_per_s`; `acceptance`, the tokens that a window yields; `step_ms`, the median step, `least_ms` and
+        `most_ms`, that of the fastest and of the slowest repeat; `step`, its `ratios.abba_ratio` to vanilla's.
+    """
+    steps = table[table["metric"] == "step_ms"].groupby(["tp", "mode", "repeat"])["value"].median()
+    sums = table.groupby(["tp", "mode", "repeat", "metric"])["value"].sum().unstack("metric")
+    each = pd.DataFrame(
+        {
+            "tokens_per_s": sums["tokens"] / sums["wall"],
+            "acceptance": 1 + sums["accepted_tokens"] / sums["windows"],
+            "step_ms": steps,
+        }
+    ).groupby(["tp", "mode"])
+    to_vanilla = (steps / steps.xs("off", level="mode")).groupby(["tp", "mode"])
+    return each.median().assign(
+        least_ms=each["step_ms"].min(),
+        most_ms=each["step_ms"].max(),
+        step=to_vanilla.apply(lambda ratios: abba_ratio(ratios.droplevel(["tp", "mode"]))),
+    )
 
 
 def step_table(table: pd.DataFrame) -> pd.DataFrame:

@@ -84,7 +84,7 @@ def shipped() -> Inputs:
 
 
 def controlled() -> Inputs:
-    return recorded("gpu_direct"), gpu_steps.beside_unsplit(recorded("gpu_cliff_steps_k8"))
+    return recorded("gpu_direct"), gpu_steps.beside_unsplit(gpu_steps.unsplit_steps())
 
 
 def claim_steps(run: results.Run, direct: pd.DataFrame, unsplit: pd.DataFrame) -> None:

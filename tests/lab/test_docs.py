@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import jinja2
-import pandas as pd
 import pytest
 
 from docs import generate, times, values
@@ -77,22 +76,6 @@ def test_commands_exist(page: Path) -> None:
     commands = set(re.findall(r"`(?:\.venv/bin/)?nwor ([a-z]+)", text))
     made = set(re.findall(r"(?:`|^    )make ([a-z]+)", text, re.MULTILINE)) - {"help"}
     assert commands <= cli.COMMANDS.keys() and made <= set(targets)
-
-
-def test_a_line_of_the_pair_has_medians_and_the_range_of_its_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"off": ((2.0, 0.2), (2.2, 0.2)), "stage": ((2.4, 0.25), (2.64, 0.25))}
-    counted = {"tokens": 300, "windows": 100, "accepted_tokens": 200}
-    rows = [
-        {"tp": 2, "mode": mode, "repeat": repeat, "metric": metric, "value": value}
-        for mode, repeats in made.items()
-        for repeat, (step_ms, wall) in enumerate(repeats)
-        for metric, value in {**counted, "step_ms": step_ms, "wall": wall}.items()
-    ]
-    monkeypatch.setattr(times, "table", {"gpu_pair": pd.DataFrame(rows)}.__getitem__)
-    line = times.pair.__wrapped__(2).loc["stage"].round(6).to_dict()
-    assert line == {
-        "tokens_per_s": 1200, "acceptance": 3, "step": 1.2, "step_ms": 2.52, "least_ms": 2.4, "most_ms": 2.64,
-    }  # fmt: skip
 
 
 def test_readme_is_a_page() -> None:

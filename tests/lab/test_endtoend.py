@@ -306,6 +306,22 @@ def test_an_engine_is_compared_with_itself():
     assert apart.stack().to_dict() == {(1, 8, "auto", 8, 512, 4): pytest.approx(0.1)}, "of settings of several engines"
 
 
+def test_a_line_of_the_pair_has_medians_and_the_range_of_its_repeats():
+    made = {"off": ((2.0, 2.2), 0.2), "stage": ((2.4, 2.64), 0.25)}
+    rows = [
+        {"tp": 2, "mode": mode, "repeat": repeat, "metric": metric, "value": value}
+        for mode, (steps, wall) in made.items()
+        for repeat, step_ms in enumerate(steps)
+        for metric, value in (
+            ("tokens", 300), ("windows", 100), ("accepted_tokens", 200), ("wall", wall),
+            ("step_ms", step_ms), ("step_ms", step_ms), ("step_ms", 9),
+        )
+    ]  # fmt: skip
+    line = gpu_steps.of_pair(pd.DataFrame(rows)).loc[(2, "stage")].round(6).to_dict()
+    steps = {"step_ms": 2.52, "least_ms": 2.4, "most_ms": 2.64, "step": 1.2}
+    assert line == {"tokens_per_s": 1200, "acceptance": 3, **steps}
+
+
 @pytest.mark.parametrize(("stage", "shown"), [((9.5, 9.5), 0.95), ((9.0, 10.2), None)])
 def test_a_setting_that_did_not_run_steadily_is_not_shown(stage, shown):
     found = gpu_steps.step_table(gpu_steps.gpu_steps(*gpu_tables(stage)))
