@@ -9,10 +9,9 @@ interrupted run goes on; one that fails does not stop the others, and the exit c
 
 `--record` takes such a folder, a whole reproduction run (`results/<run>`), notebooks that `nwor reproduce` ran on GPUs,
 or a run of `nwor soak`. It writes a table only when all of its parts are there, or `--partial` names it; what is
-recorded stays as it is otherwise. All attempts at a
-measurement are recorded (column `attempt`), and every median is over the repeats of all of them. Nothing is recorded
-where files differed from the commit, rows of a table are of different builds (`nwor_lab.builds`), or a setting has too
-few repeats.
+recorded stays as it is otherwise. All attempts at a measurement are recorded (column `attempt`), and every median is
+over the repeats of all of them. Nothing is recorded where files differed from the commit, rows of a table are of
+different builds (`nwor_lab.builds`), or a setting has too few repeats.
 """
 
 from __future__ import annotations
@@ -276,11 +275,14 @@ def record_claims_on_gpus(run: Path, every: Mapping[str, dict[str, Any]], record
 
     every: what made each notebook, its provenance.
     """
+    path = recorded / "gpu_claims.parquet"
+    if lost := sorted(set(pd.read_parquet(path)["notebook"] if path.exists() else ()) - set(every)):
+        raise ValueError(f"{run} lacks what is recorded already: {', '.join(lost)}; run that on GPUs too")
     for name, made in every.items():
         if why := unrecordable(made["git"]):
             raise ValueError(f"{name} of {run} is not recorded: {why}")
     claims = results.claims(run).query("kind == 'claim' and origin == 'measured'").drop(columns=["kind", "origin"])
-    keep_table(recorded / "gpu_claims.parquet", claims.reset_index(drop=True))
+    keep_table(path, claims.reset_index(drop=True))
     if "02_kernel_correctness" in every:
         compared = results.read_table("kernels", run)
         keep_table(recorded / "kernel_check.parquet", compared[compared["device"] == "cuda"])

@@ -3,6 +3,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 
 from nwor_lab import measure, results
@@ -56,6 +57,9 @@ def test_notebooks_on_gpus_are_recorded_beside_the_whole_run(tmp_path, clean):
     assert results.read_table("kernel_check", recorded)["device"].tolist() == ["cuda"]
     about = json.loads((recorded / "gpu_claims.json").read_text())["02_kernel_correctness"]
     assert about["parameters"] == {"seed": 3} and about["git"] == {"commit": "abc", "clean": True}
+    results.write_table(recorded / "gpu_claims.parquet", pd.DataFrame([{"notebook": "04_tp2_end_to_end"}]))
+    with pytest.raises(ValueError, match="lacks what is recorded already: 04_tp2_end_to_end; run that on GPUs too"):
+        measure.record_run(run.directory, recorded)
 
 
 @pytest.mark.parametrize("clean", [True, False])
