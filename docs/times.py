@@ -131,6 +131,18 @@ def pair(tp: int) -> pd.DataFrame:
     return of_pair(table("gpu_pair")).loc[tp]
 
 
+def pair_loss(mode: str) -> float:
+    """The share of vanilla's tokens a second that the shipped pair loses under a mode, on one rank."""
+    rates = pair(1)["tokens_per_s"]
+    return float(1 - rates[mode] / rates["off"])
+
+
+def pair_texts(metric: str) -> float:
+    """The sum of `equal_requests` or `requests`, or the `largest_gap`, of `stage` in all runs of the trained pair."""
+    rows = pd.concat([table("gpu_audit"), table("gpu_pair")]).query("mode == 'stage' and metric == @metric")["value"]
+    return float(rows.max() if metric == "largest_gap" else rows.sum())
+
+
 def control_us(kind: str, mode: str, batch: int) -> float:
     """GPU microseconds of a decode step in kernels of a kind, in the run with the control, 32 KV heads."""
     rows = table("gpu_direct").query(MAIN).query("metric == 'kernel_us' and batch == @batch and kv_heads == 32")
@@ -144,8 +156,14 @@ def settings(mode: str) -> pd.DataFrame:
 
 def faster(tuned_on: bool) -> str:
     """In how many settings `stage` is faster, of how many on which the tuning was searched, or was not."""
-    rows = settings("stage").query("tuned_on == @tuned_on")
+    rows = steps().query("mode == 'stage' and tuned_on == @tuned_on")
     return f"{(rows['step'] < 1).sum()} of {len(rows)}"
+
+
+def timed_texts(mode: str) -> str:
+    """How many texts of the timed loads of whole steps are vanilla's under a mode, of how many."""
+    rows = steps().query("mode == @mode")
+    return f"{rows['equal_requests'].sum():,.0f} of {rows['requests'].sum():,.0f}"
 
 
 def in_words(lines: pd.DataFrame) -> str:

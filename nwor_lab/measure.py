@@ -4,7 +4,8 @@
 What there is to measure is in `measurements.toml`; `--list` shows it. Each measurement is a command with its own GPU,
 share of the cores and log; they run side by side, as many as the GPUs hold, those of several ranks first. Left out are
 those that need more GPUs than there are, or another release of vLLM. A measurement whose table exists is skipped, so an
-interrupted run goes on; one that fails does not stop the others, and the exit code is then 1. No table is overwritten:
+interrupted run goes on; one that fails does not stop the others, and the exit code is then 1, as where GPUs are too
+few. No table is overwritten:
 `--again` measures once more into `NAME@2`, `NAME@3` and so on.
 
 `--record` takes such a folder, a whole reproduction run (`results/<run>`), notebooks that `nwor reproduce` ran on GPUs,
@@ -101,7 +102,7 @@ def attempts(directory: Path, name: str) -> list[str]:
 
 
 def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
-    """Run every measurement that has no table yet; return the names of those that failed or were left out.
+    """Run every measurement that has no table yet; return the names of those that failed or need more GPUs.
 
     Args:
         only: measurements to run; all where it is empty. again: those that have a table are attempted once more.
@@ -141,7 +142,7 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
     for name, one in needed.items():
         if name not in served:
             print(f"{name}: left out, it needs {one.needs}", flush=True)
-    return [name for name in needed if not done.get(name)]
+    return [name for name, one in needed.items() if not done.get(name) and one.release in ("", installed)]
 
 
 def run(directory: Path, attempt: str, gpus: list[str]) -> bool:
@@ -213,15 +214,18 @@ def record(directory: Path, recorded: Path = paths.RECORDED, partial: Collection
         partial: tables to write even where measurements are missing, unless these are recorded already.
 
     Returns:
-        The names of tables that were not written, and of measurements that a partial one lacks.
+        The names of tables that were not written, though `directory` has some of their measurements or `partial` names
+        them, and of measurements that a partial one lacks.
 
     Raises:
-        ValueError: one of them is not to be recorded; nothing is written.
+        ValueError: there is none, or one of them is not to be recorded; nothing is written.
     """
     parts: dict[str, list[str]] = {}
     for name, measurement in MEASUREMENTS.items():
         parts.setdefault(measurement.table, []).append(name)
     there = {table: [name for name in names if attempts(directory, name)] for table, names in parts.items()}
+    if not any(there.values()):
+        raise ValueError(f"no measurement is in {directory}: `nwor measure {directory}` makes them")
     written = [table for table, names in there.items() if names == parts[table] or (names and table in partial)]
     path, tables, runs = recorded / "gpu_runs.json", dict[str, pd.DataFrame](), list[dict[str, Any]]()
     known = json.loads(path.read_text()) if path.exists() else []
@@ -239,7 +243,8 @@ def record(directory: Path, recorded: Path = paths.RECORDED, partial: Collection
         keep_table(recorded / f"{name}.parquet", frame)
     if written:
         results.write_json(path, [*(run for run in known if run["table"] not in written), *runs])
-    return [table for table in parts if table not in written] + lacking
+    asked = [table for table, names in there.items() if names or table in partial]
+    return [table for table in asked if table not in written] + lacking
 
 
 def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:

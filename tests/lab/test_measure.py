@@ -127,9 +127,9 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     for kv_heads, name in enumerate(STEPS):
         write(made, name, bench_table({"off": 600.0, "stage": 570.0}, kv_heads))
     write(made, "audit", bench_table({"off": 1.0}))
-    missing = measure.record(made, recorded)
-    assert set(missing) == {one.table for one in measure.MEASUREMENTS.values()} - {"gpu_steps"}
-    assert "gpu_audit" in missing and "kernel_counters" in missing
+    with pytest.raises(ValueError, match=r"no measurement is in .*elsewhere: `nwor measure .*elsewhere` makes them"):
+        measure.record(tmp_path / "elsewhere", recorded)
+    assert measure.record(made, recorded) == ["gpu_audit"], "of which there is one, audit-tp2 is not"
     assert sorted(path.stem for path in recorded.iterdir()) == [
         "gpu_kernels",
         "gpu_runs",
@@ -275,7 +275,7 @@ def test_a_measurement_that_fails_is_named_and_one_that_is_there_is_kept(tmp_pat
     matrix |= {"next": one("nwor.no_such", release="9.9.0"), "this": one("nwor.no_such", release="0.32.0")}
     monkeypatch.setattr(measure, "MEASUREMENTS", matrix)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.32.0+cpu")
-    assert measure.measure(tmp_path, []) == ["bad", "two", "next", "this"]
+    assert measure.measure(tmp_path, []) == ["bad", "two", "this"], "another release is no failure"
     said = capsys.readouterr().out
     assert "bad: failed, see" in said and "two: left out, it needs 2 NVIDIA GPUs\n" in said and "there" not in said
     assert "next: left out, it needs 1 NVIDIA GPU, vLLM 9.9.0\n" in said and "this: failed, see" in said
