@@ -131,6 +131,12 @@ def pair(tp: int) -> pd.DataFrame:
     return of_pair(table("gpu_pair")).loc[tp]
 
 
+def pair_more_ms(mode: str) -> float:
+    """Milliseconds by which the shipped pair's median step is longer than vanilla's under a mode, on one rank."""
+    steps_ms = pair(1)["step_ms"]
+    return float(steps_ms[mode] - steps_ms["off"])
+
+
 def pair_loss(mode: str) -> float:
     """The share of vanilla's tokens a second that the shipped pair loses under a mode, on one rank."""
     rates = pair(1)["tokens_per_s"]

@@ -5,8 +5,7 @@ What there is to measure is in `measurements.toml`; `--list` shows it. Each meas
 share of the cores and log; they run side by side, as many as the GPUs hold, those of several ranks first. Left out are
 those that need more GPUs than there are, or another release of vLLM. A measurement whose table exists is skipped, so an
 interrupted run goes on; one that fails does not stop the others, and the exit code is then 1, as where GPUs are too
-few. No table is overwritten:
-`--again` measures once more into `NAME@2`, `NAME@3` and so on.
+few. No table is overwritten: `--again` measures once more into `NAME@2`, `NAME@3` and so on.
 
 `--record` takes such a folder, a whole reproduction run (`results/<run>`), notebooks that `nwor reproduce` ran on GPUs,
 or a run of `nwor soak`. It writes a table only when all of its parts are there, or `--partial` names it; what is
@@ -119,7 +118,8 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
         if again or not number:
             needed[f"{name}@{number + 1}" if number else name] = MEASUREMENTS[name]
     installed = release_of(provenance.version("vllm"))
-    served = {name: one.gpus for name, one in needed.items() if one.release in ("", installed) and one.gpus <= gpus}
+    elsewhere = {name for name, one in needed.items() if one.release not in ("", installed)}
+    served = {name: one.gpus for name, one in needed.items() if name not in elsewhere and one.gpus <= gpus}
     cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[int]()
     share = max(1, len(cores) // max(1, gpus))
     for index in range(gpus):
@@ -142,7 +142,7 @@ def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
     for name, one in needed.items():
         if name not in served:
             print(f"{name}: left out, it needs {one.needs}", flush=True)
-    return [name for name, one in needed.items() if not done.get(name) and one.release in ("", installed)]
+    return [name for name in needed if not done.get(name) and name not in elsewhere]
 
 
 def run(directory: Path, attempt: str, gpus: list[str]) -> bool:
@@ -263,15 +263,14 @@ def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
     every = {name: entry["provenance"] for name, entry in manifest["notebooks"].items()}
     for made in every.values():
         made["parameters"].pop("run_dir", None)
+        for name in ("command", "platform"):
+            made.pop(name, None)
     if any(isinstance(made["gpu"], list) for made in every.values()):
         record_claims_on_gpus(run, every, recorded)
         return
     for name in (*paper.TABLES, "claims"):
         keep_table(recorded / f"{name}.parquet", results.read_table(name, run))
     shutil.copy(run / "figures" / "reference_policies.png", recorded)
-    for made in every.values():
-        for name in ("command", "platform"):
-            made.pop(name, None)
     results.write_json(recorded / "manifest.json", manifest)
 
 

@@ -111,10 +111,8 @@ def claim_each(run: results.Run, cliff: pd.DataFrame, long: pd.DataFrame) -> Non
     worst = over_each(cliff).query("kv_heads == 8 and context >= 8192 and batch <= 4")[forced].max()
     text = "a layer over FlashAttention 2's, forced, 8 KV heads, contexts of 8k and more, batch 1 and 4, worst shape"
     run.expect(text, 0.5, worst, worst <= 0.5, run.origin(cliff))
-    worst, text = (
-        over_each(long)[flash].max(),
-        "a layer over FlashAttention 3's, 32k and 128k, batch 1 and 4, worst shape",
-    )
+    worst = over_each(long)[flash].max()
+    text = "a layer over FlashAttention 3's, 32k and 128k, batch 1 and 4, worst shape"
     run.expect(text, "<= 1", worst, worst <= 1, run.origin(long))
 
 
