@@ -126,21 +126,33 @@ def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16),
 
 
 @functools.cache
-def pair(tp: int) -> pd.DataFrame:
-    """The lines of `of_pair` on so many ranks, by mode."""
-    return of_pair(table("gpu_pair")).loc[tp]
+def next_steps() -> pd.DataFrame:
+    """The lines of `gpu_steps` for vLLM 0.33; no `step` where a mode was not at parity or repeats lie too far apart."""
+    found = gpu_steps(table("gpu_next_steps"), table("gpu_kernels")).query("mode != 'off'")
+    return found.assign(step=found["step"].where(found["stable"]))
 
 
-def pair_more_ms(mode: str) -> float:
-    """Milliseconds by which the shipped pair's median step is longer than vanilla's under a mode, on one rank."""
-    steps_ms = pair(1)["step_ms"]
-    return float(steps_ms[mode] - steps_ms["off"])
+def next_row(mode: str, prompt: int) -> str:
+    """A step over vanilla's in vLLM 0.33, by batch, between slashes."""
+    return slashes(value(next_steps(), "step", mode=mode, prompt=prompt, batch=batch) for batch in (1, 4, 16))
+
+
+@functools.cache
+def pair(tp: int, attempt: int = 0) -> pd.DataFrame:
+    """The lines of `of_pair` on so many ranks, by mode: of one attempt, or 0 for all."""
+    rows = table("gpu_pair")
+    return of_pair(rows[rows["attempt"] == attempt] if attempt else rows).loc[tp]
+
+
+def pair_attempts(tp: int, mode: str) -> str:
+    """The shipped pair's step over vanilla's in the same repeat, of each attempt."""
+    attempts = sorted(table("gpu_pair")["attempt"].unique())
+    return " and ".join(f"{pair(tp, attempt)['step'][mode]:.2f}" for attempt in attempts)
 
 
 def pair_loss(mode: str) -> float:
     """The share of vanilla's tokens a second that the shipped pair loses under a mode, on one rank."""
-    rates = pair(1)["tokens_per_s"]
-    return float(1 - rates[mode] / rates["off"])
+    return float(1 - pair(1)["rate"][mode])
 
 
 def pair_texts(metric: str) -> float:

@@ -16,7 +16,6 @@ from nwor.vllm.releases import KNOWN
 from nwor_lab import claim_table, paths, results
 from nwor_lab.compatibility import compare
 from nwor_lab.experiments import parity
-from nwor_lab.measure import MEASUREMENTS
 from nwor_lab.plots import promises
 from nwor_lab.plots.parity import margin_points
 
@@ -54,13 +53,6 @@ def gpu_runs(name: str = "") -> pd.DataFrame:
     found = runs.rename(columns=lambda column: column.split(".")[-1])[["name", "time", "commit", "vllm", "torch"]]
     found = found.assign(day=found["time"].str[:10], commit=found["commit"].str[:7])
     return found[found["name"].str.startswith(name)]
-
-
-def lacking(name: str) -> str:
-    """The measurements of a table that are not recorded yet."""
-    wanted = [each for each, measurement in MEASUREMENTS.items() if measurement.table == name]
-    there = set(gpu_runs()["name"])
-    return ", ".join(f"`{each}`" for each in wanted if each not in there) or "none"
 
 
 def ends(values: pd.Series) -> str:
@@ -166,17 +158,17 @@ def soak(name: str = "soak") -> str:
 # -- audits ----------------------------------------------------------------------------------------------------------
 
 
-def audit(mode: str, metric: str, tp: int = 1) -> float:
+def audit(mode: str, metric: str, tp: int = 1, name: str = "gpu_audit") -> float:
     """A count of the whole-cache audit on GPUs; over two ranks both must have counted the same."""
-    rows = table("gpu_audit").query("tp == @tp and metric == @metric")
+    rows = table(name).query("tp == @tp and metric == @metric")
     (found,) = rows.loc[rows["mode"] == mode, "value"].unique()
     return float(found)
 
 
-def dirty(tp: int = 1) -> str:
+def dirty(tp: int = 1, name: str = "gpu_audit") -> str:
     """Dirty layer-steps on GPUs of vanilla, `cow` and `stage`, each of how many."""
     return ", ".join(
-        f"{audit(mode, 'audit.dirty_layer_steps', tp):,.0f} of {audit(mode, 'audit.layer_steps', tp):,.0f}"
+        f"{audit(mode, 'audit.dirty_layer_steps', tp, name):,.0f} of {audit(mode, 'audit.layer_steps', tp, name):,.0f}"
         for mode in ("off", "cow", "stage")
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE = Path(__file__).with_name("releases.json")
-TESTED = "0.32.0"  # the release that modes were run on
+TESTED = "0.32.0"  # the release that tests run on
 
 
 class Function(NamedTuple):

@@ -42,7 +42,7 @@ BATCHES = (1, 8, 16, 64, 256)
 ROWS = tuple(QUERY * batch for batch in BATCHES)
 SHAPES = tuple((kv_heads, cache) for kv_heads in (32, 8) for cache in ("bf16", "fp8"))
 OURS = ("commit", "restore", "log")
-PEERS = ("vllm", "vllm triton", "flashinfer", "index_copy", "index_put")  # the last two, torch's, are recorded alone
+PEERS = ("vllm", "vllm triton", "flashinfer")
 METRICS = {"dram__bytes_read.sum": "dram_read", "dram__bytes_write.sum": "dram_written"}
 
 

@@ -63,9 +63,9 @@ class Chip:
 
 H200 = Chip(
     "H200",
-    launch_us=3.3,
+    launch_us=3.9,
     copy_bytes_per_s=4.24e12,
-    source="measured: an empty kernel and a copy of 4 GiB (data/recorded/kernel_times.parquet)",
+    source="measured: each further launch of vLLM's writer, and a copy of 4 GiB (data/recorded/kernel_times.parquet)",
     flop_per_s=989e12,
 )
 """`flop_per_s` is the data sheet's peak, without sparsity."""

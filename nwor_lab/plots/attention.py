@@ -59,11 +59,14 @@ def errors(times: pd.DataFrame) -> pd.DataFrame:
 def over_each(times: pd.DataFrame) -> pd.DataFrame:
     """nwor's time over that of each attention of vLLM's alone with its write: a row a shape, a column each of `EACH`.
 
+    An attention that was not measured has no number.
+
     Args:
-        times: table `gpu_cliff`, `gpu_long` or `gpu_long_drafts`: shapes on which FlashAttention 2 was forced.
+        times: table `gpu_cliff`, `gpu_long`, `gpu_long_drafts` or `gpu_next_layers`.
     """
     table = net(times)
     table["flash"] = _any_split(table)
+    table = table.reindex(columns=table.columns.union(list(EACH)))
     return pd.DataFrame({name: table["nwor"] / table[op] for op, name in EACH.items()}).reset_index()
 
 

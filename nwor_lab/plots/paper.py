@@ -203,12 +203,12 @@ def headline(run: results.Run | Path, steps: pd.DataFrame) -> Path:
 def priced_kernels(times: pd.DataFrame) -> pd.DataFrame:
     """Commit, log, restore and vLLM's writer, all layers, beside the model's price: a row an op and case.
 
-    The price is by the launch and the copy that table `kernel_times` holds itself: `predicted` (us), and `error`, which
-    is predicted / `us` - 1.
+    The price is by the launches and the copy that table `kernel_times` holds itself: `predicted` (us), and `error`,
+    which is predicted / `us` - 1.
     """
-    bandwidth, empty = kernels.ceilings(times)
+    (bandwidth, empty), (_, further) = kernels.ceilings(times), kernels.per_launch(times)
     frame = kernels.medians(times).query("op in ('commit', 'log', 'restore', 'vllm')").reset_index(drop=True)
-    frame["predicted"] = frame["launches"] * empty + frame["bytes"] / (1e12 * bandwidth) * 1e6
+    frame["predicted"] = empty + (frame["launches"] - 1) * further + frame["bytes"] / (1e12 * bandwidth) * 1e6
     return frame.assign(error=frame["predicted"] / frame["us"] - 1)
 
 
