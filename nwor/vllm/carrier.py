@@ -24,11 +24,16 @@ def add_to_output(output: Any, counts: CommitCounts | None, req_ids: Sequence[st
         result.nwor_commit = vars(counters), by_request
         return result
 
-    get_output = getattr(output, "get_output", None)
-    if get_output is None:
+    original = getattr(output, "get_output", None)
+    if original is None:
         add(output)
-    else:
-        output.get_output = lambda: add(get_output())
+        return
+
+    def get_output() -> Any:
+        del output.get_output  # an output that refers to itself would keep its buffers until cycles are collected
+        return add(original())
+
+    output.get_output = get_output
 
 
 def make_sample_tokens(original: Callable) -> Callable:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks in both of vLLM's model runners, on light stand-ins; no engine is started."""
 
+import gc
+import weakref
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -147,11 +149,32 @@ def test_steps_without_a_window():
     assert not made.manager.is_open
 
 
+class Asynchronous:
+    """vLLM's output of a step whose tokens are on their way: it keeps buffers on the device and pinned ones."""
+
+    def get_output(self) -> SimpleNamespace:
+        return SimpleNamespace(sampled_token_ids=[[1]])
+
+
+def test_an_asynchronous_output_goes_when_it_was_asked_for():
+    """Its buffers are free for the next step at once, not when cycles are collected."""
+    output = Asynchronous()
+    gone = weakref.ref(output)
+    add_to_output(output, SimpleNamespace(read=lambda ids: (Counters(), {})), [])
+    gc.disable()
+    try:
+        output.get_output()
+        del output
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_an_asynchronous_output_carries_counts_when_it_is_asked_for():
     """Nobody waits for the device before the scheduler does."""
     read = []
     counts = SimpleNamespace(read=lambda ids: (read.append(ids), (Counters(windows=1), {"p": 2, "q": 0}))[1])
-    output = SimpleNamespace(get_output=lambda: SimpleNamespace(sampled_token_ids=[[1]]))
+    output = Asynchronous()
     add_to_output(output, counts, ["p", "q"])
     assert not read
     result = output.get_output()
