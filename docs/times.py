@@ -136,16 +136,19 @@ def next_row(mode: str, prompt: int) -> str:
 
 
 @functools.cache
-def pair(tp: int, attempt: int = 0) -> pd.DataFrame:
-    """The lines of `of_pair` on so many ranks, by mode: of one attempt, or 0 for all."""
-    rows = table("gpu_pair")
-    return of_pair(rows[rows["attempt"] == attempt] if attempt else rows).loc[tp]
+def pair(tp: int) -> pd.DataFrame:
+    """The lines of `of_pair` on so many ranks, by mode."""
+    return of_pair(table("gpu_pair")).loc[tp]
 
 
-def pair_attempts(tp: int, mode: str) -> str:
-    """The shipped pair's step over vanilla's in the same repeat, of each attempt."""
-    attempts = sorted(table("gpu_pair")["attempt"].unique())
-    return " and ".join(f"{pair(tp, attempt)['step'][mode]:.2f}" for attempt in attempts)
+def pair_steps(tp: int) -> str:
+    """The shipped pair's step over vanilla's under each mode, on so many ranks."""
+    return ", ".join(f"{line.step:.2f} under `{line.Index}`" for line in pair(tp).drop("off").itertuples())
+
+
+def pair_longer(tp: int) -> str:
+    """In how many repeats that step was longer, under each mode."""
+    return ", ".join(f"{line.longer:.0f} under `{line.Index}`" for line in pair(tp).drop("off").itertuples())
 
 
 def pair_loss(mode: str) -> float:
@@ -154,8 +157,12 @@ def pair_loss(mode: str) -> float:
 
 
 def pair_texts(metric: str) -> float:
-    """The sum of `equal_requests` or `requests`, or the `largest_gap`, of `stage` in all runs of the trained pair."""
-    rows = pd.concat([table("gpu_audit"), table("gpu_pair")]).query("mode == 'stage' and metric == @metric")["value"]
+    """The sum of `equal_requests` or `requests`, or the `largest_gap`, of `stage` in the runs of the trained pair.
+
+    What was measured again gave the same texts, which count once.
+    """
+    runs = pd.concat([table(name) for name in ("gpu_audit", "gpu_next_audit", "gpu_pair")])
+    rows = runs.query("mode == 'stage' and metric == @metric and attempt == 1")["value"]
     return float(rows.max() if metric == "largest_gap" else rows.sum())
 
 

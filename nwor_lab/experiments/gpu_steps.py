@@ -190,15 +190,16 @@ def claim_unsplit(run: Run, points: pd.DataFrame, origin: str = "recorded") -> N
 
 
 def of_pair(table: pd.DataFrame) -> pd.DataFrame:
-    """The shipped pair with its own acceptance, a line a number of ranks and mode, medians over repeats.
+    """The shipped pair with its own acceptance, a line a number of ranks and mode.
 
     Args:
         table: `gpu_pair`.
 
     Returns:
-        `tokens_per_s`; `acceptance`, the tokens that a window yields; `step_ms`, the median step, `least_ms` and
-        `most_ms`, that of the fastest and of the slowest repeat; `rate` and `step`, tokens a second and the step over
-        vanilla's in the same repeat.
+        Medians over repeats of `tokens_per_s`, `acceptance` (the tokens that a window yields) and `step_ms`, the median
+        step, with `least_ms` and `most_ms`, that of the fastest and of the slowest repeat. `rate` and `step`: tokens a
+        second and the step over vanilla's, the `ratios.abba_ratio` of those of each repeat. `longer`: in how many
+        repeats the step was longer than vanilla's.
     """
     keys = ["tp", "mode", "repeat"]
     sums = table.groupby([*keys, "metric"])["value"].sum().unstack("metric")
@@ -209,10 +210,12 @@ def of_pair(table: pd.DataFrame) -> pd.DataFrame:
             "step_ms": table[table["metric"] == "step_ms"].groupby(keys)["value"].median(),
         }
     )
-    over = each.div(each.xs("off", level="mode"))
-    each = each.assign(rate=over["tokens_per_s"], step=over["step_ms"])
     modes = each.groupby(["tp", "mode"])
-    return modes.median().assign(least_ms=modes["step_ms"].min(), most_ms=modes["step_ms"].max())
+    lines = modes.median().assign(least_ms=modes["step_ms"].min(), most_ms=modes["step_ms"].max())
+    over = each.div(each.xs("off", level="mode")).groupby(["tp", "mode"])
+    for name, column in (("rate", "tokens_per_s"), ("step", "step_ms")):
+        lines[name] = over[column].apply(lambda line: abba_ratio(line.droplevel(["tp", "mode"])))
+    return lines.assign(longer=over["step_ms"].agg(lambda line: (line > 1).sum()))
 
 
 def step_table(table: pd.DataFrame) -> pd.DataFrame:
