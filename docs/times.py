@@ -141,14 +141,9 @@ def pair(tp: int) -> pd.DataFrame:
     return of_pair(table("gpu_pair")).loc[tp]
 
 
-def pair_steps(tp: int) -> str:
-    """The shipped pair's step over vanilla's under each mode, on so many ranks."""
-    return ", ".join(f"{line.step:.2f} under `{line.Index}`" for line in pair(tp).drop("off").itertuples())
-
-
-def pair_longer(tp: int) -> str:
-    """In how many repeats that step was longer, under each mode."""
-    return ", ".join(f"{line.longer:.0f} under `{line.Index}`" for line in pair(tp).drop("off").itertuples())
+def pair_by_mode(tp: int, column: str, digits: int = 0) -> str:
+    """A column of `pair` under each mode but vanilla, to so many digits."""
+    return ", ".join(f"{value:.{digits}f} under `{mode}`" for mode, value in pair(tp)[column].drop("off").items())
 
 
 def pair_loss(mode: str) -> float:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from nwor.layout import CacheLayout
 
+_TOTALS = 5 * 8
+"""Bytes of the totals, with which the buffer begins."""
+
 
 @dataclass
 class Counters:
@@ -55,8 +58,9 @@ class DeviceCounters:
     def __init__(self, mode: str, layout: CacheLayout, max_requests: int) -> None:
         self.mode, self.num_layers, self.row_bytes = mode, 0, 0
         self.add_layers(layout)
-        self._buffer = torch.zeros(5 * 8 + 2 * 4 * max_requests, dtype=torch.uint8, device=layout.pool.device)
-        self.totals, self.num_drafts, self.kept = _views(self._buffer)
+        self._buffer = torch.zeros(_TOTALS + 2 * 4 * max_requests, dtype=torch.uint8, device=layout.pool.device)
+        self.totals = self._buffer[:_TOTALS].view(torch.int64)
+        self.num_drafts, self.kept = self._buffer[_TOTALS:].view(torch.int32).chunk(2)
         self.cancelled = 0
 
     def add_layers(self, layout: CacheLayout) -> None:
@@ -131,12 +135,7 @@ class CommitCounts:
         if self.ready is not None:
             self.ready.synchronize()
         host = self.buffer.numpy()  # a third of the time of the same through torch, in every step
-        num_drafts, kept = host[40:].view("int32").reshape(2, -1)[:, : len(requests)].tolist()
+        num_drafts, kept = host[_TOTALS:].view("int32").reshape(2, -1)[:, : len(requests)].tolist()
         of_batch = zip(requests, num_drafts, kept, strict=True)
         by_request = {request: drafts for request, held, drafts in of_batch if held}
-        return self.source.counters_from(host[:40].view("int64").tolist()), by_request
-
-
-def _views(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    num_drafts, kept = buffer[40:].view(torch.int32).chunk(2)
-    return buffer[:40].view(torch.int64), num_drafts, kept
+        return self.source.counters_from(host[:_TOTALS].view("int64").tolist()), by_request

@@ -53,8 +53,8 @@ def ratios_to_paused(steps: pd.DataFrame) -> pd.DataFrame:
     Returns:
         `step` is the `ratios.abba_ratio` of the ratios of median steps, NaN unless `at_parity` (by `parity.tolerance`)
         and `stable` (every mode of the setting, by `ratios.is_stable`); `low` and `high` are their range over repeats;
-        `equal_requests`, `requests`, `largest_gap`, `largest_shift` and `shift` are
-        `parity`'s, NaN where the setting was not compared.
+        `equal_requests`, `requests`, `largest_gap`, `largest_shift` and `shift` are `parity`'s, NaN where the setting
+        was not compared.
     """
     medians = steps[steps.metric == "step_ms"].groupby([*BESIDE, "repeat", "mode"]).value.median().unstack("mode")
     every = medians.div(medians["off"], axis=0).stack().dropna().groupby([*BESIDE, "mode"])
