@@ -198,8 +198,8 @@ def of_pair(table: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Medians over repeats of `tokens_per_s`, `acceptance` (the tokens that a window yields) and `step_ms`, the median
         step, with `least_ms` and `most_ms`, that of the fastest and of the slowest repeat. `rate` and `step`: tokens a
-        second and the step over vanilla's, the `ratios.abba_ratio` of those of each repeat. `longer`: in how many
-        repeats the step was longer than vanilla's.
+        second and the step over vanilla's, the `ratios.abba_ratio` of those of each repeat. `longer`: in how many of
+        the `repeats` the step was longer than vanilla's.
     """
     keys = ["tp", "mode", "repeat"]
     sums = table.groupby([*keys, "metric"])["value"].sum().unstack("metric")
@@ -215,7 +215,7 @@ def of_pair(table: pd.DataFrame) -> pd.DataFrame:
     over = each.div(each.xs("off", level="mode")).groupby(["tp", "mode"])
     for name, column in (("rate", "tokens_per_s"), ("step", "step_ms")):
         lines[name] = over[column].apply(lambda line: abba_ratio(line.droplevel(["tp", "mode"])))
-    return lines.assign(longer=over["step_ms"].agg(lambda line: (line > 1).sum()))
+    return lines.assign(longer=over["step_ms"].agg(lambda line: (line > 1).sum()), repeats=modes.size())
 
 
 def step_table(table: pd.DataFrame) -> pd.DataFrame:

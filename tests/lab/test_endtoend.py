@@ -321,6 +321,7 @@ def test_a_line_of_the_pair_has_medians_and_the_range_of_its_repeats():
     assert line == {
         "tokens_per_s": 1200, "acceptance": 3, "rate": 0.8,
         "step_ms": 2.52, "least_ms": 2.4, "most_ms": 2.64, "step": 1.2, "longer": 2,
+        "repeats": 2,
     }  # fmt: skip
 
 
