@@ -178,9 +178,12 @@ def faster(tuned_on: bool) -> str:
     return f"{(rows['step'] < 1).sum()} of {len(rows)}"
 
 
-def timed_texts(mode: str) -> str:
-    """How many texts of the timed loads of whole steps are vanilla's under a mode, of how many."""
-    rows = steps().query("mode == @mode")
+def timed_texts(mode: str, beside: str = "") -> str:
+    """How many texts of the timed loads of whole steps are vanilla's under a mode, of how many.
+
+    beside: an attention of `UNSPLIT` in words, for the loads with that one; empty: those of `gpu_steps`.
+    """
+    rows = (unsplit().query("beside == @beside") if beside else steps()).query("mode == @mode")
     return f"{rows['equal_requests'].sum():,.0f} of {rows['requests'].sum():,.0f}"
 
 
