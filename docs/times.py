@@ -27,7 +27,7 @@ from nwor_lab.experiments.gpu_steps import (
 )
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
-from nwor_lab.model.breakeven import published_differences
+from nwor_lab.model.breakeven import H200, published_differences
 from nwor_lab.model.predicted import beside_no_effect
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import kernels, paper
@@ -100,9 +100,9 @@ def no_write() -> str:
     return f"{ratios.median():.3f} (median of {len(ratios)} settings, {ratios.min():.3f} to {ratios.max():.3f})"
 
 
-def no_write_by_batch() -> str:
-    """The median of these by batch, between slashes."""
-    return slashes(controls().query("beside == 'direct'").groupby("batch")["ratio"].median())
+def no_write_by(column: str) -> str:
+    """The median of these by batch or by `k`, between slashes."""
+    return slashes(controls().query("beside == 'direct'").groupby(column)["ratio"].median())
 
 
 def paused_over_unpatched() -> str:
@@ -136,14 +136,20 @@ def next_row(mode: str, prompt: int) -> str:
 
 
 @functools.cache
-def pair(tp: int) -> pd.DataFrame:
-    """The lines of `of_pair` on so many ranks, by mode."""
-    return of_pair(table("gpu_pair")).loc[tp]
+def pair(tp: int, beside: str = "off") -> pd.DataFrame:
+    """The lines of `of_pair` on so many ranks, by mode, over mode `beside`."""
+    return of_pair(table("gpu_pair"), beside).loc[tp]
 
 
-def pair_by_mode(tp: int, column: str, digits: int = 0) -> str:
-    """A column of `pair` under each mode but vanilla, to so many digits."""
-    return ", ".join(f"{value:.{digits}f} under `{mode}`" for mode, value in pair(tp)[column].drop("off").items())
+def pair_by_mode(tp: int, column: str) -> str:
+    """A ratio of `pair` under each mode but vanilla."""
+    return ", ".join(f"{ratio:.2f} under `{mode}`" for mode, ratio in pair(tp)[column].drop("off").items())
+
+
+def pair_by_attempt(tp: int, mode: str, column: str) -> str:
+    """A column of `of_pair` in each attempt alone, between slashes."""
+    attempts = table("gpu_pair").query("tp == @tp").groupby("attempt")
+    return " / ".join(f"{of_pair(rows).loc[(tp, mode), column]:.2f}" for _, rows in attempts)
 
 
 def pair_loss(mode: str) -> float:
@@ -179,7 +185,7 @@ def faster(tuned_on: bool) -> str:
 
 
 def timed_texts(mode: str, beside: str = "") -> str:
-    """How many texts of the timed loads of whole steps are vanilla's under a mode, of how many.
+    """How many texts of the timed loads of whole steps are vanilla's under a mode, of how many, counted in each repeat.
 
     beside: an attention of `UNSPLIT` in words, for the loads with that one; empty: those of `gpu_steps`.
     """
@@ -353,6 +359,11 @@ def layer_rate(batch: int, op: str = "nwor") -> float:
     shapes = frame(table("gpu_long"), bandwidth=1.0)
     where = {"batch": batch, "context": 131072, "kv_heads": 8, "k": 8, "cache": "bf16"}
     return value(shapes, "bytes", **where) / value(shapes, op, **where) / 1e6
+
+
+def copy_rate() -> float:
+    """Terabytes a second, read and written, of a large copy on an H200."""
+    return H200.copy_bytes_per_s / 1e12
 
 
 def busy() -> float:

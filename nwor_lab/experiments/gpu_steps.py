@@ -189,17 +189,18 @@ def claim_unsplit(run: Run, points: pd.DataFrame, origin: str = "recorded") -> N
         run.claim(text, "<= 0.85", steps.max(), whole and steps.max() <= 0.85, origin)
 
 
-def of_pair(table: pd.DataFrame) -> pd.DataFrame:
+def of_pair(table: pd.DataFrame, beside: str = "off") -> pd.DataFrame:
     """The shipped pair with its own acceptance, a line a number of ranks and mode.
 
     Args:
         table: `gpu_pair`.
+        beside: the mode that the others are held against; vanilla.
 
     Returns:
         Medians over repeats of `tokens_per_s`, `acceptance` (the tokens that a window yields) and `step_ms`, the median
         step, with `least_ms` and `most_ms`, that of the fastest and of the slowest repeat. `rate` and `step`: tokens a
-        second and the step over vanilla's, the `ratios.abba_ratio` of those of each repeat. `longer`: in how many of
-        the `repeats` the step was longer than vanilla's.
+        second and the step over those of `beside`, the `ratios.abba_ratio` of each repeat's. `longer`: in how many of
+        the `repeats` the step was longer than that of `beside`.
     """
     keys = ["tp", "mode", "repeat"]
     sums = table.groupby([*keys, "metric"])["value"].sum().unstack("metric")
@@ -212,7 +213,7 @@ def of_pair(table: pd.DataFrame) -> pd.DataFrame:
     )
     modes = each.groupby(["tp", "mode"])
     lines = modes.median().assign(least_ms=modes["step_ms"].min(), most_ms=modes["step_ms"].max())
-    over = each.div(each.xs("off", level="mode")).groupby(["tp", "mode"])
+    over = each.div(each.xs(beside, level="mode")).groupby(["tp", "mode"])
     for name, column in (("rate", "tokens_per_s"), ("step", "step_ms")):
         lines[name] = over[column].apply(lambda line: abba_ratio(line.droplevel(["tp", "mode"])))
     return lines.assign(longer=over["step_ms"].agg(lambda line: (line > 1).sum()), repeats=modes.size())

@@ -72,7 +72,7 @@ def test_every_bench_is_one(name, tmp_path, monkeypatch):
     every = plan.loads(engine.max_model_len, 10**9)
     assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in every if plan.random_prompts)
     cliff = name.startswith("cliff_steps")
-    if name in STEPS or cliff:
+    if name in STEPS or name.startswith(("cliff_steps", "long_steps")):
         config = json.loads((Path(engine.model) / "config.json").read_text())
         layers, heads = config["num_hidden_layers"] + 1, config["num_key_value_heads"]  # the drafter has one
         position = 2 * layers * heads // engine.tp * 128 * (1 if engine.kv_cache_dtype == "fp8" else 2)
