@@ -52,7 +52,7 @@ class DeviceCounters:
     totals: int64 [5], `counts` of `ops`: kept and rejected rows, windows, drafts, fallbacks.
     num_drafts: int32 [max_requests], the drafts held of each request of the step.
     kept: int32 [max_requests], the drafts that the last commit kept of each request.
-    cancelled: windows closed without a commit, which the host counts.
+    cancelled: steps that closed their windows without a commit, which the host counts.
     """
 
     def __init__(self, mode: str, layout: CacheLayout, max_requests: int) -> None:

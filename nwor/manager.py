@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manager of one rank: holds a step's draft rows back from the paged cache until sampling has judged them.
 
-A window opens once before the forward (`begin`), every target layer stages into it (`stage`), and it closes once
-after rejection sampling (`commit`), or not at all (`cancel`). Of a request's query the rows
-``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself advances ``num_computed_tokens``.
+A window opens once before the forward (`begin`), every target layer writes through it (`stage`, or an attention that
+says so by `mark_staged`), and it closes once after rejection sampling (`commit`), or not at all (`cancel`). Of a
+request's query the rows ``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself advances
+``num_computed_tokens``.
 
 Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always, and logs a slot's bytes once,
 however many windows reach it before one of its drafts is accepted; mode ``stage`` holds the drafts' new bytes in
@@ -91,8 +92,9 @@ class DraftCommitManager:
         self.uses_full_cudagraphs, self.graphs_of_prefills = uses_full_cudagraphs, graphs_of_prefills
         self.attention = attention
         self.slots = minus_ones(max_requests, max_drafts)
-        self.rows = layout.new_rows(max_requests * rows_per_request(mode, max_drafts, layout.block_size))
-        log_rows = log_rows_per_request(max_drafts, layout.block_size) if blocks_stay else 0
+        block_size = layout.block_size
+        self.rows = layout.new_rows(max_requests * rows_per_request(mode, max_drafts, block_size, blocks_stay))
+        log_rows = log_rows_per_request(max_drafts, block_size, blocks_stay)
         self.logged = minus_ones(max_requests, log_rows) if mode == "cow" and log_rows else None
         self.staging_rows = minus_ones(max_tokens) if mode in ATTENDING else None
         self.page_slots = minus_ones(max_tokens) if mode == "stage" else None
@@ -176,15 +178,15 @@ class DraftCommitManager:
             )
         if not fits:
             return False
-        self.num_requests, self.cu_num_logits, self.writes_first = num_requests, cu_num_logits, writes_first
-        self._slot_mapping = slot_mapping
         if self.mode == "cow":
             if self.logged is not None and not (requests and requests == previous_requests):
                 self.logged.fill_(-1)
+            ops.log_all_layers(*self._cache_and_slots(num_requests), self.rows, self.logged)
             self._previous_requests = list(requests)
-            ops.log_all_layers(*self._cache_and_slots(), self.rows, self.logged)
         if not self.uses_full_cudagraphs:
             self._staged = self.layout.num_layers * [False]
+        self.num_requests, self.cu_num_logits, self.writes_first = num_requests, cu_num_logits, writes_first
+        self._slot_mapping = slot_mapping
         return True
 
     def hold_nothing(self, slot_mapping: Tensor | None = None) -> None:
@@ -251,9 +253,10 @@ class DraftCommitManager:
 
         Raises:
             RuntimeError: no window is open; or a target layer did not stage: then the window is cancelled and the cache
-                is as it was.
+                is as it was. Where forwards may be replays of CUDA graphs (`uses_full_cudagraphs`), a layer that staged
+                once is not asked again.
         """
-        if not self.is_open:
+        if self.num_requests is None:
             raise RuntimeError("no window is open: begin one before the forward, and commit it once")
         if self.mode in ATTENDING and not all(self._staged):
             missing = [layer for layer, staged in enumerate(self._staged) if not staged]
@@ -265,7 +268,8 @@ class DraftCommitManager:
         if self.mode == "cow":
             self._restore(*decisions, self.counters.totals)
         elif self.mode == "stage":
-            ops.commit_all_layers(*self._cache_and_slots(), self.rows, *decisions, self.counters.totals)
+            cache_and_slots = self._cache_and_slots(self.num_requests)
+            ops.commit_all_layers(*cache_and_slots, self.rows, *decisions, self.counters.totals)
         self.num_requests = self.cu_num_logits = self._slot_mapping = None
 
     def cancel(self) -> None:
@@ -273,17 +277,21 @@ class DraftCommitManager:
         if not self.is_open:
             return
         drafts, totals = self.num_drafts[: self.num_requests], self.counters.totals
-        if self.mode == "cow":
-            self._restore(drafts, drafts, torch.empty_like(drafts), torch.zeros_like(totals))
-        totals[2] -= (drafts > 0).sum()
-        totals[3] -= drafts.sum()
-        self.counters.cancelled += 1
-        self._previous_requests = ()
-        self.num_requests = self.cu_num_logits = self._slot_mapping = None
+        try:
+            if self.mode == "cow":
+                self._restore(drafts, drafts, torch.empty_like(drafts), torch.zeros_like(totals))
+            totals[2] -= (drafts > 0).sum()
+            totals[3] -= drafts.sum()
+        finally:
+            self.counters.cancelled += 1
+            self._previous_requests = ()
+            self.num_requests = self.cu_num_logits = self._slot_mapping = None
 
     def _restore(self, num_drafts: Tensor, num_rejected: Tensor, kept: Tensor, counts: Tensor) -> None:
-        ops.restore_all_layers(*self._cache_and_slots(), self.rows, num_drafts, num_rejected, kept, counts, self.logged)
+        assert self.num_requests is not None
+        decisions = num_drafts, num_rejected, kept, counts
+        ops.restore_all_layers(*self._cache_and_slots(self.num_requests), self.rows, *decisions, self.logged)
 
-    def _cache_and_slots(self) -> tuple[Tensor, Tensor, tuple[int, int, int], Tensor, Tensor | None]:
+    def _cache_and_slots(self, num_requests: int) -> tuple[Tensor, Tensor, tuple[int, int, int], Tensor, Tensor | None]:
         layout = self.layout
-        return layout.pool, layout.layer_offsets, layout.strides, self.slots[: self.num_requests], layout.packing
+        return layout.pool, layout.layer_offsets, layout.strides, self.slots[:num_requests], layout.packing

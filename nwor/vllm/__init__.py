@@ -4,8 +4,11 @@
 Where the patches go: `scheduler` and `metrics` into the front end and the engine core, where they only count and check;
 `worker` into every worker, where it applies `runner_v1` or `runner_v2`, and `attention_cpu`, at device initialisation.
 `attention_gpu` goes into the attention backends in use, once the caches are there and a mode can serve.
-With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched.
+With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched; vLLM's list of variables gets ours.
 """
+
+import os
+from functools import partial
 
 from nwor.settings import PREFIX, Settings
 
@@ -36,9 +39,13 @@ def register() -> None:
 
 
 def _declare_variables(settings: Settings) -> None:
-    # vLLM warns of every VLLM_* variable that it does not list.
+    """Let vLLM list the variables: it warns of others.
+
+    What they say goes into the key of its compiled graphs. No mode changes these, so all modes have one key and run the
+    same kernels; an EAGLE head's biases do change them.
+    """
     from vllm import envs
 
     for name in settings.environ():
-        assert name.startswith(PREFIX)
-        envs.environment_variables.setdefault(name, lambda name=name: settings.environ()[name])
+        in_graphs = name == f"{PREFIX}EAGLE_BIAS"
+        envs.environment_variables.setdefault(name, partial(os.environ.get, name) if in_graphs else lambda: None)

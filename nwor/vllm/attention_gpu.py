@@ -8,8 +8,7 @@ that a captured graph serves whatever step replays it; in mode ``direct`` all ro
 longer queries (prefill), or one that may read a row which another stores in this step, vLLM's writer and attention
 run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. All backends share
 one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's gets that description
-where it is built. ROCm AITER's unified attention cannot be run before our operators are built for ROCm: what its hook
-takes is held to vLLM's own classes.
+where it is built.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 
@@ -25,7 +24,7 @@ from nwor.vllm.patch import wrap, wrap_attention
 if TYPE_CHECKING:
     from nwor.manager import DraftCommitManager
 
-SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl", "RocmAiterUnifiedAttentionImpl")
+SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl")
 FP8_SINCE = (8, 9)  # Triton's fp8e4nv
 FASTER_ROWS = 64  # packed rows of a window; with more our kernel loses to FlashAttention 3 at long contexts
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")

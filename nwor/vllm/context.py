@@ -2,6 +2,7 @@
 """What the hooks keep on vLLM's objects: one context on each model runner, one on each target layer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +72,11 @@ class RunnerContext:
             group.manager.commit(num_rejected)
 
     def cancel(self) -> None:
+        """Cancel each group's window; that of one group does not depend on another's."""
         self.counts = None
-        for group in self.groups:
-            group.manager.cancel()
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.callback(group.manager.cancel)
 
 
 @dataclass
@@ -97,11 +100,26 @@ def make_cancelling(original: Callable) -> Callable:
     def cancelling(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
-        except BaseException:
-            context_of(self).cancel()
+        except BaseException as error:
+            try:
+                context_of(self).cancel()
+            except (RuntimeError, ValueError) as another:  # the GPU is gone, say: vLLM has to learn why
+                error.add_note(f"NWOR could not cancel the step's window: {another}")
             raise
 
     return cancelling
+
+
+def make_releasing(original: Callable) -> Callable:
+    """A wrapper of what gives a runner's caches back: nothing of ours keeps their memory, or what is held beside it."""
+
+    def releasing(*runner: Any) -> Any:
+        set_served_groups(runner[0], ())
+        context = context_of(runner[0])
+        context.counts = context.metadata = None
+        return original(*runner)
+
+    return releasing
 
 
 def manager_of(runner: Any) -> DraftCommitManager | None:

@@ -45,8 +45,6 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
         def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
             set_served_groups(self, ())
             original(self, *args, **kwargs)
-            if settings.mode == "off":
-                return
             context, layers = context_of(self), target_layers(self)
             context.counts = None
             context.copies_counts = settings.mode != "direct" and (settings.emit_metrics or settings.debug_sync)
@@ -73,13 +71,21 @@ def _log(mode: str, context: RunnerContext) -> None:
 
     logger, manager = init_logger("vllm.nwor"), context.manager
     if manager is None:
-        logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, context.reason)
+        logger.warning_once("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, context.reason)
         return
     logger.info_once(
         "NWOR mode %s serves %d layers, for %d requests of %d drafts, and holds %.1f MiB beside the cache",
         mode, manager.counters.num_layers, len(manager.slots), manager.max_drafts,
-        sum(group.manager.rows.numel() for group in context.groups) / 2**20,
+        held_bytes(context.groups) / 2**20,
     )  # fmt: skip
+
+
+def held_bytes(groups: Sequence[ServedGroup]) -> int:
+    """Bytes of all tensors that the groups' managers keep beside the cache, the attention's workspace once."""
+    managers = [group.manager for group in groups]
+    owners = [*managers, *(manager.counters for manager in managers), managers[0].attention]
+    tensors = [x for owner in owners if owner is not None for x in vars(owner).values() if isinstance(x, torch.Tensor)]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tuple[Sequence[ServedGroup], str]:

@@ -8,13 +8,7 @@ score, held to vLLM's classes by a test: whatever else a layer brings refuses th
 
 from typing import Any
 
-BACKENDS = (
-    "CPUAttentionBackend",
-    "FlashAttentionBackend",
-    "TritonAttentionBackend",
-    "FlashInferBackend",
-    "RocmAiterUnifiedAttentionBackend",
-)
+BACKENDS = ("CPUAttentionBackend", "FlashAttentionBackend", "TritonAttentionBackend", "FlashInferBackend")
 
 # Of an implementation: what is read, or checked, elsewhere; shapes, types and helpers; and what only tells which of
 # several kernels of one meaning runs.
@@ -32,13 +26,9 @@ _KNOWN = {
     "_nvfp4_fp8_out", "_sinks_source", "bmm1_scale", "bmm2_scale", "cache_dtype", "fp4_data_dim", "is_kvcache_nvfp4",
     "_multi_ctas_kv_counter_buffer", "nvfp4_fa2",
     "nvfp4_trtllm", "o_sf_scale", "supports_xqa_or_trtllm_gen_decode", "window_left",
-    "unified_attention",
 }  # fmt: skip
-# Known with one value, and unknown to stage with any other: masks and, of ROCm's caches, layouts.
-_NEUTRAL = {
-    "chunk_lookback": -1, "use_alibi_sqrt": False,
-    "_shuffle_kv_layout": False, "_use_interleaved_v_cache": False, "_use_shuffle_kv": False,
-}  # fmt: skip
+# Masks that are known with one value, and unknown to stage with any other.
+_NEUTRAL = {"chunk_lookback": -1, "use_alibi_sqrt": False}
 
 
 def unknown_mask(layer: Any, config: Any) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
 from nwor.vllm.carrier import make_sample_tokens
-from nwor.vllm.context import context_of, make_cancelling
+from nwor.vllm.context import context_of, make_cancelling, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 
@@ -28,6 +28,7 @@ def install(settings: Settings) -> None:
     if settings.mode in ATTENDING:
         wrap(GPUModelRunner, "load_model", make_load)
     wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(GPUModelRunner, "_cleanup_profiling_kv_cache", make_releasing)  # `shutdown` calls it too
     wrap(GPUModelRunner, "execute_model", make_cancelling)
     wrap(GPUModelRunner, "_prepare_inputs", _make_prepare)
     wrap(GPUModelRunner, "_determine_batch_execution_and_padding", _make_batch)

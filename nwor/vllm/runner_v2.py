@@ -19,17 +19,20 @@ from torch import Tensor
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
 from nwor.vllm.carrier import make_sample_tokens
-from nwor.vllm.context import context_of, make_cancelling
+from nwor.vllm.context import context_of, make_cancelling, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 
 
 def install(settings: Settings) -> None:
+    from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     if settings.mode in ATTENDING:
         wrap(GPUModelRunner, "load_model", make_load)
     wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(cudagraph_utils, "_teardown_profiling_state", make_releasing)
+    wrap(GPUModelRunner, "shutdown", make_releasing)
     wrap(GPUModelRunner, "gather_batch_req_state", _make_gather)
     wrap(GPUModelRunner, "prepare_attn", _make_prepare)
     wrap(GPUModelRunner, "prepare_dummy_attn", _make_dummy)

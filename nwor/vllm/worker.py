@@ -44,12 +44,13 @@ def install(settings: Settings) -> None:
             if settings.fix_cpu_sampling:
                 cpu_sampling.install()
             on_cpu = self.vllm_config.device_config.device_type == "cpu"
-            runner = runner_v2 if self.vllm_config.use_v2_model_runner else runner_v1
-            runner.install(settings)
-            if not on_cpu:
-                _reset_after_warm_up()
-            elif settings.mode in ATTENDING:
-                attention_cpu.install()
+            if settings.mode != "off":
+                runner = runner_v2 if self.vllm_config.use_v2_model_runner else runner_v1
+                runner.install(settings)
+                if not on_cpu:
+                    _reset_after_warm_up()
+                elif settings.mode in ATTENDING:
+                    attention_cpu.install()
             return original(self)
 
         return init_device

@@ -67,7 +67,7 @@ def judge(events: Sequence[Event], vanilla: Traffic, traffic: Traffic, mode: str
         for name, value in audit.items():
             if name not in NO_FAULTS:
                 verdict.blame(name, value, example)
-    for name in ("fallbacks", "cancelled", "scheduler_mismatches"):
+    for name in ("fallbacks", "scheduler_mismatches"):
         verdict.blame(name, metrics[f"nwor_{name}"], "see the engine's log")
     for ours, theirs in SAME.items():
         counted = metrics[f"nwor_{ours}"], metrics[f"spec_decode_num_{theirs}"]

@@ -59,7 +59,7 @@ class FakeEngine:
         audit = AUDIT | {"dirty_slots": self.dirty * broken, "dirty_by_step": [0]}
         rank = {"rank": 0, "audit": audit, "dirty_examples": ["step 1, layer 0, slot 7"] if broken else []}
         ours = dict.fromkeys(("windows", "staged_tokens", "committed_tokens"), 5)
-        ours |= dict.fromkeys(("fallbacks", "cancelled", "scheduler_mismatches"), 0)
+        ours |= dict.fromkeys(("fallbacks", "scheduler_mismatches"), 0)
         theirs = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 5)
         metrics = {f"nwor_{name}": value for name, value in ours.items()}
         metrics |= {f"spec_decode_num_{name}": value for name, value in theirs.items()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stage` takes of vLLM's GPU backends is there, in vLLM's own classes; FlashInfer, aiter and Triton are not.
+"""What `stage` takes of vLLM's GPU backends is there, in vLLM's own classes; FlashInfer and Triton are not.
 
-Their packages are stood in for, so that vLLM's modules can be imported where there is no GPU.
+FlashInfer's package is stood in for, so that vLLM's modules can be imported where there is no GPU.
 """
 
 import importlib
@@ -17,14 +17,12 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends import flash_attn, rocm_attn, triton_attn
+from vllm.v1.attention.backends import flash_attn, triton_attn
 
 from nwor.vllm import attention_gpu, patch
 
 BACKENDS = "vllm.v1.attention.backends."
-NOT_HERE = ("flashinfer", "rocm_aiter_unified_attn")
 ABSENT = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
-ABSENT += ("aiter", "aiter.ops", "aiter.ops.triton", "aiter.ops.triton.unified_attention", "vllm.platforms.rocm")
 OF_A_BATCH = {"max_query_len", "query_start_loc", "seq_lens", "block_table"}
 GIVEN = {
     "num_heads": 8,
@@ -38,7 +36,7 @@ GIVEN = {
 
 @pytest.fixture
 def stood_in(monkeypatch):
-    """vLLM where FlashInfer and aiter can be imported; what was imported so is forgotten afterwards."""
+    """vLLM where FlashInfer can be imported; what was imported so is forgotten afterwards."""
     for name in ABSENT:
         module = MagicMock()
         module.__path__ = []
@@ -46,12 +44,10 @@ def stood_in(monkeypatch):
     ours = ModuleType("nwor.attention.verify")
     ours.verify_attention = lambda *arguments, **more: None
     monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
-    for name in NOT_HERE:
-        monkeypatch.delitem(sys.modules, BACKENDS + name, raising=False)
+    monkeypatch.delitem(sys.modules, BACKENDS + "flashinfer", raising=False)
     yield
     patch.undo_all()
-    for name in NOT_HERE:
-        sys.modules.pop(BACKENDS + name, None)
+    sys.modules.pop(BACKENDS + "flashinfer", None)
 
 
 def layer_of(backend: str, implementation: str) -> SimpleNamespace:
@@ -66,7 +62,6 @@ def layer_of(backend: str, implementation: str) -> SimpleNamespace:
         ("flash_attn", "FlashAttentionImpl", set()),
         ("triton_attn", "TritonAttentionImpl", set()),
         ("flashinfer", "FlashInferImpl", {"FlashInferMetadataBuilder.build"}),
-        ("rocm_aiter_unified_attn", "RocmAiterUnifiedAttentionImpl", set()),
     ],
 )
 def test_every_hook_on_a_gpu_fits_the_installed_vllm(stood_in, backend, implementation, more):
@@ -75,7 +70,7 @@ def test_every_hook_on_a_gpu_fits_the_installed_vllm(stood_in, backend, implemen
     attention_gpu.install([layer, layer])
     assert {*patch.wrapped()} == {f"{implementation}.{name}" for name in ("do_kv_cache_update", "forward")} | more
     assert implementation in attention_gpu.SERVED
-    assert {name for name in NOT_HERE if BACKENDS + name in sys.modules} == {*NOT_HERE} & {backend}
+    assert (BACKENDS + "flashinfer" in sys.modules) == (backend == "flashinfer")
 
 
 def test_another_signature_is_refused(stood_in, monkeypatch):
@@ -86,12 +81,8 @@ def test_another_signature_is_refused(stood_in, monkeypatch):
         attention_gpu.install([layer])
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [flash_attn.FlashAttentionMetadata, triton_attn.TritonAttentionMetadata, rocm_attn.RocmAttentionMetadata],
-)
+@pytest.mark.parametrize("metadata", [flash_attn.FlashAttentionMetadata, triton_attn.TritonAttentionMetadata])
 def test_metadata_describes_the_batch(metadata):
-    """The last is also that of ROCm AITER's unified attention."""
     assert {field.name for field in fields(metadata)} >= OF_A_BATCH
 
 
@@ -109,27 +100,19 @@ def flashinfers(batch, monkeypatch) -> object:
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["a window", "a capture"])
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [("flashinfer", "FlashInferImpl"), ("rocm_aiter_unified_attn", "RocmAiterUnifiedAttentionImpl")],
-)
-def test_a_backend_that_was_never_run(stood_in, monkeypatch, backend, name, is_open):
-    """Its own object, as vLLM makes it, is what the hooks look for: they let our attention take the whole batch."""
+def test_flashinfers_own_objects(stood_in, monkeypatch, is_open):
+    """As vLLM makes them, they are what the hooks look for: these let our attention take the whole batch."""
     from nwor.attention import verify
 
     calls = []
     monkeypatch.setattr(verify, "verify_attention", lambda *arguments, **more: calls.append(more))
-    module = importlib.import_module(BACKENDS + backend)
-    monkeypatch.setattr(module, "can_use_trtllm_attention", lambda *arguments, **more: False, raising=False)
+    module = importlib.import_module(BACKENDS + "flashinfer")
+    monkeypatch.setattr(module, "can_use_trtllm_attention", lambda *arguments, **more: False)
     described = {"max_query_len": 4, "query_start_loc": 1, "seq_lens": torch.zeros(2), "block_table_tensor": 2}
     assert {field.name for field in fields(CommonAttentionMetadata)} >= described.keys()
-    if backend == "flashinfer":
-        assert not {field.name for field in fields(module.FlashInferMetadata)} & OF_A_BATCH, "vLLM has them itself now"
-        metadata = flashinfers(SimpleNamespace(**described), monkeypatch)
-    else:
-        attention_gpu.install([layer_of(backend, name)])
-        metadata = SimpleNamespace(**described, block_table=2)
-    impl = getattr(module, name)(**GIVEN, kv_cache_dtype="bfloat16")
+    assert not {field.name for field in fields(module.FlashInferMetadata)} & OF_A_BATCH, "vLLM has them itself now"
+    metadata = flashinfers(SimpleNamespace(**described), monkeypatch)
+    impl = module.FlashInferImpl(**GIVEN, kv_cache_dtype="bfloat16")
     manager = SimpleNamespace(
         max_query_len=5, is_open=is_open, is_dummy_or_capture=not is_open, graphs_of_prefills=False,
         writes_first=False, page_slots=torch.zeros(8), staging_rows=None, attention=None,

@@ -144,3 +144,5 @@ def test_rows_of_a_log(k, rows, device):
     assert rows_per_request("cow", k, 16) == rows
     assert (manager.logged is None) == (rows == 17)
     assert manager.rows.shape[1] == -(-2 * rows // 16)
+    freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, blocks_stay=False)
+    assert freed.logged is None and freed.rows.shape[1] == 2 * k, "no log outlives a step: no row more than drafts"

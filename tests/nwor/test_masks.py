@@ -61,10 +61,6 @@ FLASH = type("FlashAttentionBackend", (), {})
         ),
         (gpu_layer("TritonAttentionImpl", _set_kv_ptr_range=False), ""),
         (gpu_layer("FlashInferImpl", _multi_ctas_kv_counter_buffer=torch.ones(1)), ""),
-        (
-            gpu_layer("RocmAiterUnifiedAttentionImpl", _use_shuffle_kv=True),
-            "RocmAiterUnifiedAttentionImpl._use_shuffle_kv is True, which stage",
-        ),
         (gpu_layer(rolling=3), "FlashAttentionImpl.rolling, which stage does not know"),
         (gpu_layer(sliding_window=(63, 0)), "a cache of kind FullAttentionSpec("),
         (gpu_layer(layer_sliding_window=64), "a cache of kind SlidingWindowSpec("),
@@ -93,8 +89,6 @@ def test_masks_that_stage_does_not_know(layer, why, monkeypatch):
         ("backends/flash_attn", "FlashAttentionImpl"),
         ("backends/triton_attn", "TritonAttentionImpl"),
         ("backends/flashinfer", "FlashInferImpl"),
-        ("backends/rocm_attn", "RocmAttentionImpl"),
-        ("backends/rocm_aiter_unified_attn", "RocmAiterUnifiedAttentionImpl"),
     ],
 )
 def test_what_vllms_implementations_carry_is_known(file, name):
@@ -108,7 +102,7 @@ def test_what_vllms_implementations_carry_is_known(file, name):
     }
     assert stored and stored <= masks._KNOWN | masks._NEUTRAL.keys()
     backend = name.removesuffix("Impl").removesuffix("Backend") + "Backend"
-    assert backend in {*masks.BACKENDS, "AttentionImplBaseBackend", "RocmAttentionBackend"}
+    assert backend in {*masks.BACKENDS, "AttentionImplBaseBackend"}
 
 
 def test_the_sources_of_masks_are_vllms():

@@ -195,7 +195,6 @@ MATRIX = {
     ],
     "other attention backends": [
         (ON_A_GPU, {"implementation": "FlexAttentionImpl"}, "the attention backend FlexAttentionBackend: stage knows"),
-        (ON_A_GPU, {"implementation": "RocmAttentionImpl"}, "the attention backend RocmAttentionBackend: stage knows"),
         (
             ON_A_GPU,
             {"implementation": "FlexAttentionImpl", "attn_backend": type("FlashAttentionBackend", (), {})},
@@ -218,7 +217,7 @@ MATRIX = {
 # tests/nwor/test_manager.py, test_vllm_modes.py, test_vllm_parallel.py, test_vllm_drafts.py, test_vllm_gpu.py and
 # test_gpu_hooks.py hold these.
 ELSEWHERE = {
-    "ROCm (AITER's unified attention has a hook; the operators are not built for it)",
+    "a platform other than CUDA and CPUs (ROCm, XPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
     "prefix caching, several answers to a prompt (`n` > 1), requests that join as a block is filled",
@@ -262,7 +261,7 @@ def test_no_mode_serves_on_another_platform(name, mode, monkeypatch):
     """Said at the start, and not by an operator that fails in the first step."""
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "device_name", name)
-    layers = {"a": gpu_layer("RocmAiterUnifiedAttentionImpl"), "b": gpu_layer()}
+    layers = {"a": gpu_layer(), "b": gpu_layer()}
     said = support.why_unsupported(make_runner(**ON_A_GPU), layers, mode)
     assert said == f"{name}: the operators are built for CUDA and for CPUs"
 

@@ -7,8 +7,10 @@ Where a head's `config.json` says ``"bias": true``, as the original EAGLE recipe
 attention biases that no checkpoint fills.
 How: a bias of zeros without a place is skipped with a notice; for any other its linear layer gets the place that vLLM
 makes where it builds a bias, and vLLM's own loader fills it; what is no linear layer stops the load. A bias that was
-built but is not in the checkpoint is zero. Unless asked for, vLLM's head stays as it is, in every mode, so that modes
-are compared with one drafter; a warning then names the switch.
+built but is not in the checkpoint is zero. A later load may bring the head whole or in pieces down to single tensors,
+as vLLM's weight transfer does: a bias that it lacks stays as it is. A place made by such a load is in no graph captured
+before. Unless asked for, vLLM's head stays as it is, in every mode, so that modes are compared with one drafter; a
+warning then names the switch, once for each bias.
 When it can go: when vLLM gives a head the biases that its checkpoint has.
 """
 
@@ -30,6 +32,8 @@ _PLACES = {
 }
 Biases = dict[str, dict[str, Tensor]]
 """Of each bias parameter, by its name in the head's model, the checkpoint's tensors that go there, by theirs."""
+_SEEN = "nwor_biases_seen"
+"""Attribute of a head from its first load on: the places that a load has filled or something was said of."""
 
 
 def install(repair: bool) -> None:
@@ -46,10 +50,14 @@ def _make_watch(original: Callable) -> Callable:
     from vllm.logger import init_logger
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        places, found = dict(self.model.named_parameters()), Biases()
-        loaded = original(self, _noting_biases(weights, found))
-        dropped = [place for place, biases in found.items() if place not in places and not _all_zero(biases)]
-        unfilled = [name for name in places if name.endswith(".bias") and name not in found]
+        places, found, layers = dict(self.model.named_parameters()), Biases(), set[str]()
+        loaded = original(self, _noting(weights, found, layers))
+        seen = vars(self).setdefault(_SEEN, set())
+        dropped = [p for p, biases in found.items() if p not in places.keys() | seen and not _all_zero(biases)]
+        seen.update(dropped, found.keys() & places.keys())
+        whole = layers >= _linear_layers(self)  # else other pieces may bring what this one lacks
+        unfilled = [p for p in places if whole and p.endswith(".bias") and p not in seen]
+        seen.update(unfilled)
         for names, what in ((dropped, "drops, though not zero"), (unfilled, "has and no checkpoint fills")):
             if names:
                 init_logger(__name__).warning(
@@ -62,11 +70,21 @@ def _make_watch(original: Callable) -> Callable:
     return load_weights
 
 
-def _noting_biases(weights: Iterable[tuple[str, Tensor]], found: Biases) -> Iterator[tuple[str, Tensor]]:
-    """Pass on all weights, and note every bias in `found`."""
+def _linear_layers(head: Any) -> set[str]:
+    """Those whose weights every checkpoint of the head has."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return {name for name, module in head.model.named_modules() if isinstance(module, LinearBase | torch.nn.Linear)}
+
+
+def _noting(weights: Iterable[tuple[str, Tensor]], found: Biases, layers: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Pass on all weights, and note every bias in `found` and the layers of all others in `layers`."""
     for name, tensor in weights:
-        if (place := _place_of(name)).endswith(".bias"):
+        layer, _, kind = (place := _place_of(name)).rpartition(".")
+        if kind == "bias":
             found.setdefault(place, {})[name] = tensor
+        else:
+            layers.add(layer)
         yield name, tensor
 
 
@@ -84,8 +102,13 @@ def _make_load(original: Callable) -> Callable:
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
         found, skipped = Biases(), set[str]()
-        tensors = list(_noting_biases(weights, found))  # vLLM looks for a module's places at its first tensor
+        tensors = list(_noting(weights, found, set()))  # vLLM looks for a module's places at its first tensor
         places = dict(self.model.named_parameters())
+        if _SEEN not in vars(self):
+            for name, parameter in places.items():
+                if name.endswith(".bias"):
+                    parameter.data.zero_()
+        seen = vars(self).setdefault(_SEEN, set())
         for place, biases in found.items():
             if place in places:
                 continue
@@ -94,14 +117,13 @@ def _make_load(original: Callable) -> Callable:
                 skipped.update(names)
             else:
                 _make_place(self, place)
-            init_logger(__name__).warning(
-                "NWOR: %s, which vLLM's EAGLE head has no place for, is %s.",
-                ", ".join(names),
-                "skipped: zeros" if zeros else "applied",
-            )
-        for name, parameter in self.model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.data.zero_()
+            if not zeros or place not in seen:
+                init_logger(__name__).warning(
+                    "NWOR: %s, which vLLM's EAGLE head has no place for, is %s.",
+                    ", ".join(names),
+                    "skipped: zeros" if zeros else "applied",
+                )
+            seen.add(place)
         return original(self, ((name, tensor) for name, tensor in tensors if name not in skipped))
 
     return load_weights
@@ -112,13 +134,15 @@ def _make_place(head: Any, place: str) -> None:
 
     Raises:
         ValueError: it is another layer; or the head turns the weights of its queries and keys while they are loaded, as
-            Llama 4's does, and would not turn their bias.
+            Llama 4's does, and would not turn their bias; or vLLM holds the layer's weights back until all have come,
+            as in an update, and would lose the place.
     """
     from vllm.model_executor.layers.linear import LinearBase
 
-    layer = dict(head.model.named_modules()).get(place.removesuffix(".bias"))
+    layer: Any = dict(head.model.named_modules()).get(place.removesuffix(".bias"))
     turned = place.endswith("qkv_proj.bias") and hasattr(head, "permute_qk_weight_for_rotary")
-    if turned or not isinstance(layer, LinearBase | torch.nn.Linear) or not hasattr(layer, "weight"):
+    linear = isinstance(layer, LinearBase | torch.nn.Linear) and hasattr(layer, "weight")
+    if turned or not linear or layer.weight.is_meta:
         raise ValueError(f"the EAGLE head's {place} is not zero, and vLLM has no place for it")
     kind = getattr(layer, "params_dtype", layer.weight.dtype)
     bias: Any = torch.nn.Parameter(layer.weight.new_zeros(len(layer.weight), dtype=kind), requires_grad=False)
