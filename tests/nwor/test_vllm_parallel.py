@@ -103,7 +103,7 @@ def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines,
     assert len(found["ranks"]) == 2
     for engine, [rank] in enumerate(found["ranks"]):
         assert_clean(rank, mode)
-        for name, value in rank["counters"].items():
+        for name, value in rank["counters"].items() - {("cancelled", 0)}:
             assert found["metrics"][f"nwor_{name}", engine] == value, (name, engine)
         assert found["metrics"]["nwor_scheduler_checks", engine] > 4
         assert found["metrics"]["nwor_scheduler_mismatches", engine] == 0
