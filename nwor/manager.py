@@ -149,7 +149,8 @@ class DraftCommitManager:
             False where the batch does not fit: vLLM's own write serves this step.
 
         Raises:
-            RuntimeError: a window is open already.
+            RuntimeError: a window is open already; or what an operator raises: then none is open, and the counts may
+                have this one too many.
         """
         if self.is_open:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -285,3 +286,24 @@ def _join(served: Served, prompt: list[int], max_tokens: int, endings: list[list
             for name in names
         ],
     )
+
+
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` gives in a process of its own, with whatever that one starts."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def serve_and_end(spec: EngineSpec, settings: Settings) -> tuple[bool, bool]:
+    """Whether our view of the caches lives while the engine does, and after it, the target's layers still in hand."""
+    os.environ.update({**spec.environ(), **settings.environ(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    from nwor.vllm.context import target_layers
+
+    served = Served(spec)
+    served.generate(PROMPTS[:2], 8)
+    runner = served.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    layers, manager = target_layers(runner), weakref.ref(runner.nwor.manager)
+    lived = manager() is not None and all(layer.nwor.manager is manager() for layer in layers.values())
+    served.engine.engine_core.shutdown()
+    gc.collect()
+    return lived, manager() is not None

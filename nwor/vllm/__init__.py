@@ -8,6 +8,7 @@ With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched; vLLM
 """
 
 import os
+from dataclasses import fields
 from functools import partial
 
 from nwor.settings import PREFIX, Settings
@@ -22,7 +23,7 @@ def register() -> None:
         ImportError: the compiled operators are missing, do not load, or are of other sources.
     """
     settings = Settings.from_env()
-    _declare_variables(settings)
+    _declare_variables()
     if settings.mode == "off" and not settings.eagle_bias and not settings.fix_cpu_sampling:
         return
 
@@ -38,14 +39,19 @@ def register() -> None:
         metrics.install()
 
 
-def _declare_variables(settings: Settings) -> None:
+def _declare_variables() -> None:
     """Let vLLM list the variables: it warns of others.
 
-    What they say goes into the key of its compiled graphs. No mode changes these, so all modes have one key and run the
-    same kernels; an EAGLE head's biases do change them.
+    What is listed goes into the key under which vLLM keeps compiled graphs. No mode changes these, so an engine takes
+    what another mode's has compiled before; an EAGLE head's biases do change them.
     """
     from vllm import envs
 
-    for name in settings.environ():
-        in_graphs = name == f"{PREFIX}EAGLE_BIAS"
-        envs.environment_variables.setdefault(name, partial(os.environ.get, name) if in_graphs else lambda: None)
+    for field in fields(Settings):
+        name = PREFIX + field.name.upper()
+        in_graphs = field.name == "eagle_bias"
+        envs.environment_variables.setdefault(name, partial(_is_on, name) if in_graphs else lambda: None)
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name) == "1"

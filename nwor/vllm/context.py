@@ -113,11 +113,12 @@ def make_cancelling(original: Callable) -> Callable:
 def make_releasing(original: Callable) -> Callable:
     """A wrapper of what gives a runner's caches back: nothing of ours keeps their memory, or what is held beside it."""
 
-    def releasing(*runner: Any) -> Any:
-        set_served_groups(runner[0], ())
-        context = context_of(runner[0])
+    def releasing(*args: Any) -> Any:
+        (runner,) = args  # by either of vLLM's names for it
+        set_served_groups(runner, ())
+        context = context_of(runner)
         context.counts = context.metadata = None
-        return original(*runner)
+        return original(runner)
 
     return releasing
 

@@ -58,7 +58,8 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
                 with torch.inference_mode(False):
                     served, context.reason = build_managers(self, settings.mode, target_groups(self, layers))
             set_served_groups(self, served)
-            _log(settings.mode, context)
+            if not kwargs.get("is_profiling"):
+                _log(settings.mode, context)
 
         return initialize_kv_cache
 
@@ -71,7 +72,7 @@ def _log(mode: str, context: RunnerContext) -> None:
 
     logger, manager = init_logger("vllm.nwor"), context.manager
     if manager is None:
-        logger.warning_once("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, context.reason)
+        logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, context.reason)
         return
     logger.info_once(
         "NWOR mode %s serves %d layers, for %d requests of %d drafts, and holds %.1f MiB beside the cache",
@@ -135,7 +136,7 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
             for layout in layouts.values()
         )
         raise RuntimeError(
-            f"NWOR holds {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "
+            f"NWOR holds about {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "
             f"{max_drafts} drafts, and the GPU has no such room: lower max_num_seqs or gpu_memory_utilization"
         ) from error
     return served, ""

@@ -34,7 +34,7 @@ GAUGES = {  # each with how several front ends are one
     "unique_tokens": ("mostrecent", "Draft tokens held back in the last step that had drafts."),
     "acceptance_rate": ("mostrecent", "Committed over staged draft tokens since start-up, as this front end saw them."),
 }
-UNSEEN = {"cancelled"}  # a step without a commit has failed, and vLLM's engine ends with it
+UNSEEN = {"cancelled"}  # a step without a commit has failed, and with it a server's engine
 assert {field.name for field in fields(Counters)} - UNSEEN <= COUNTERS.keys() | GAUGES.keys()
 
 

@@ -272,22 +272,28 @@ def test_what_cannot_be_had_stops_the_registration(environment, monkeypatch, ver
     assert patch.wrapped() == []
 
 
-def test_vllm_knows_our_variables(environment):
+def test_vllm_knows_our_variables(environment, monkeypatch, tmp_path):
     """vLLM warns of every VLLM_* variable it does not list; what it compiled for one mode it takes for another."""
     from vllm import envs
 
     from nwor import register
     from nwor.settings import Settings
 
-    environment(MODE="off")
-    register()
-    assert envs.environment_variables.keys() >= Settings().environ().keys()
-    of_off = envs.compile_factors()
-    environment(MODE="stage", DEBUG_SYNC="1", AUDIT="1", EMIT_METRICS="0")
-    register()
-    assert envs.compile_factors() == of_off
-    environment(MODE="stage", EAGLE_BIAS="1")
-    assert envs.compile_factors() != of_off, "biases are part of the drafter's graph"
+    theirs = {name: get for name, get in envs.environment_variables.items() if not name.startswith(PREFIX)}
+
+    def factors(**asked: str) -> dict[str, object]:
+        """Of a process that vLLM starts anew."""
+        patch.undo_all()
+        monkeypatch.setattr(envs, "environment_variables", dict(theirs))
+        environment(**asked)
+        register()
+        assert envs.environment_variables.keys() >= Settings().environ().keys()
+        return envs.compile_factors()
+
+    of_off = factors()
+    assert factors(MODE="stage", DEBUG_SYNC="1", AUDIT="1", EMIT_METRICS="0", TUNING=str(tmp_path)) == of_off
+    assert factors(MODE="cow", EAGLE_BIAS="0") == of_off
+    assert factors(EAGLE_BIAS="1") == factors(MODE="stage", EAGLE_BIAS="1") != of_off, "biases are in a drafter's graph"
 
 
 def vllm_methods() -> dict[str, object]:
@@ -327,6 +333,16 @@ def test_every_hook_fits_the_installed_vllm_and_the_known_releases():
         for release, function in releases.KNOWN[name].items():
             assert takes(wrapper, function.parameters.split()), (name, release)
     assert {*releases.RELEASES} == {"0.32.0", "0.33.0"} == {*releases.KNOWN[name]}
+
+
+def test_vllm_gives_caches_back_where_we_look():
+    """By the functions that are wrapped, called by their names."""
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    profile, shutdown = cudagraph_utils.profile_cudagraph_memory, gpu_model_runner.GPUModelRunner.shutdown
+    assert "_teardown_profiling_state" in inspect.unwrap(profile).__code__.co_names
+    assert "_cleanup_profiling_kv_cache" in inspect.unwrap(shutdown).__code__.co_names
 
 
 def takes(wrapper, parameters: list[str]) -> bool:

@@ -171,11 +171,12 @@ def test_caches_that_vllm_gives_back_are_given_back(mode):
     manager = weakref.ref(made.manager)
     set_served_groups(made, [ServedGroup(0, layers, made.manager)])
     assert all(layer.nwor.manager is made.manager for layer in layers)
-    seen = []
+    made.nwor.counts, seen = made.manager.counters.copy(None), []
     del made.manager, made.step
     make_releasing(lambda self: seen.append((self.nwor.groups, [layer.nwor for layer in layers])))(made)
     gc.collect()
     assert seen == [((), [None, None])] and manager() is None
+    assert made.nwor.counts is made.nwor.metadata is None
 
 
 def test_what_is_held_beside_the_cache_is_counted_once():

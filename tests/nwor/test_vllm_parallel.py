@@ -3,13 +3,8 @@
 
 import asyncio
 import functools
-import gc
 import importlib.util
-import multiprocessing
 import os
-import weakref
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,7 @@ import tests.engines
 from nwor.settings import Settings
 from nwor_lab.engines.child import status
 from nwor_lab.engines.spec import EngineSpec
-from tests.engines import PROMPTS, Outcome
+from tests.engines import PROMPTS, Outcome, in_child, serve_and_end
 from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import With
 
@@ -41,29 +36,7 @@ def assert_clean(rank: dict[str, Any], mode: str) -> None:
     assert audit["dirty_layer_steps"] == audit["wrong_rows"] == audit["unwritten_rows"] == audit["stray_slots"] == 0
 
 
-def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` gives in a process of its own, with whatever that one starts."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 # -- an engine that ends in a process that goes on ---------------------------------------------------------------------
-
-
-def serve_and_end(spec: EngineSpec, settings: Settings) -> tuple[bool, bool]:
-    """Whether our view of the caches lives while the engine does, and after it, the target's layers still in hand."""
-    os.environ.update({**spec.environ(), **settings.environ(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    from nwor.vllm.context import target_layers
-    from nwor_lab.engines.child import Served
-
-    served = Served(spec)
-    served.generate(PROMPTS[:2], 8)
-    runner = served.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    layers, manager = target_layers(runner), weakref.ref(runner.nwor.manager)
-    lived = manager() is not None and all(layer.nwor.manager is manager() for layer in layers.values())
-    served.engine.engine_core.shutdown()
-    gc.collect()
-    return lived, manager() is not None
 
 
 @both

@@ -134,8 +134,8 @@ def _make_place(head: Any, place: str) -> None:
 
     Raises:
         ValueError: it is another layer; or the head turns the weights of its queries and keys while they are loaded, as
-            Llama 4's does, and would not turn their bias; or vLLM holds the layer's weights back until all have come,
-            as in an update, and would lose the place.
+            Llama 4's does, and would not turn their bias; or vLLM holds the layer's weights back until all have come
+            (an update, or quantisation on the way), and would lose the place or not fill it.
     """
     from vllm.model_executor.layers.linear import LinearBase
 

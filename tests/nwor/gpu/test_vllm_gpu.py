@@ -19,7 +19,7 @@ from nwor_lab.experiments.plan import Plan, settings_of
 from nwor_lab.microbench.inputs import has_flash2
 from tests.checkpoints import random_pair
 from tests.devices import A100, L40S, limit
-from tests.engines import PROMPTS
+from tests.engines import PROMPTS, in_child, serve_and_end
 from tests.nwor import faults
 from tests.nwor.gpu.on_gpu import (
     LAYERS,
@@ -187,3 +187,9 @@ def test_what_is_left_out_is_seen(engines, model, mode, fault, seen):
 def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fault, says):
     with pytest.raises(RuntimeError, match=says):
         engines.run(spec_of(model), Settings(mode="stage", debug_sync=True), fault)
+
+
+@pytest.mark.parametrize("stack", ["v2 FA graphs", "v1 FA graphs"])
+@both
+def test_an_engine_that_ends_gives_its_caches_back(model, mode, stack):
+    assert in_child(serve_and_end, spec_of(model, stack), Settings(mode=mode)) == (True, False)
