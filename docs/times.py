@@ -141,9 +141,9 @@ def pair(tp: int, beside: str = "off") -> pd.DataFrame:
     return of_pair(table("gpu_pair"), beside).loc[tp]
 
 
-def pair_by_mode(tp: int, column: str) -> str:
-    """A ratio of `pair` under each mode but vanilla."""
-    return ", ".join(f"{ratio:.2f} under `{mode}`" for mode, ratio in pair(tp)[column].drop("off").items())
+def pair_steps(tp: int) -> str:
+    """The step of `pair` over vanilla's, under each other mode."""
+    return ", ".join(f"{ratio:.2f} under `{mode}`" for mode, ratio in pair(tp)["step"].drop("off").items())
 
 
 def pair_by_attempt(tp: int, mode: str, column: str) -> str:

@@ -136,12 +136,15 @@ def accepted(metric: str, k: int, temperature: float) -> float:
     return value(table("acceptance"), metric=metric, k=k, temperature=temperature)
 
 
-def at_scale(k: int, temperature: float, metric: str = "") -> float:
-    """Share of the rows written for windows that is rejected, counted on a GPU; or a count: `windows`, say."""
+def at_scale(k: int, temperature: float) -> pd.Series:
+    """What was counted of windows on a GPU, by `metric`."""
     rows = table("gpu_acceptance").query("k == @k and temperature == @temperature")
-    total = rows.groupby("metric")["value"].sum()
-    if metric:
-        return total[metric]
+    return rows.groupby("metric")["value"].sum()
+
+
+def rejected_at_scale(k: int, temperature: float) -> float:
+    """Share of the rows written for windows that is rejected, counted on a GPU."""
+    total = at_scale(k, temperature)
     return (total["draft_tokens"] - total["accepted_tokens"]) / (total["draft_tokens"] + total["windows"])
 
 

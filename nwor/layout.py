@@ -92,7 +92,7 @@ def log_rows_per_request(max_drafts: int, block_size: int, blocks_stay: bool) ->
     return rows if blocks_stay and block_size % rows == 0 else 0
 
 
-def rows_per_request(mode: str, max_drafts: int, block_size: int, blocks_stay: bool = True) -> int:
+def rows_per_request(mode: str, max_drafts: int, block_size: int, blocks_stay: bool) -> int:
     """Rows that a manager of `mode` has room for, of each request and layer: staged ones, or logged ones."""
     if mode == "direct":
         return 0

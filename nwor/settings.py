@@ -50,8 +50,13 @@ class Settings:
             raise ValueError(f"{PREFIX}TUNING={self.tuning!r} is not a folder")
 
     @classmethod
+    def variables(cls) -> dict[str, str]:
+        """The field of each environment variable."""
+        return {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+
+    @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
-        known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+        known = cls.variables()
         given = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
         if unknown := sorted(given.keys() - known.keys()):
             raise ValueError(f"unknown setting {', '.join(unknown)}; the settings are {', '.join(known)}")
@@ -61,13 +66,9 @@ class Settings:
 
     def environ(self) -> dict[str, str]:
         """The same settings as environment variables, for a child process; no `tuning` leaves it its parent's."""
-        found = {
-            PREFIX + field.name.upper(): str(int(value))
-            if isinstance(value := getattr(self, field.name), bool)
-            else value
-            for field in fields(self)
-        }
-        return {name: value for name, value in found.items() if value}
+        found = {name: getattr(self, field) for name, field in self.variables().items()}
+        words = {name: str(int(value)) if isinstance(value, bool) else value for name, value in found.items()}
+        return {name: word for name, word in words.items() if word}
 
 
 def _flag(name: str, value: str) -> bool:

@@ -7,11 +7,7 @@ Where the patches go: `scheduler` and `metrics` into the front end and the engin
 With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched; vLLM's list of variables gets ours.
 """
 
-import os
-from dataclasses import fields
-from functools import partial
-
-from nwor.settings import PREFIX, Settings
+from nwor.settings import Settings
 
 
 def register() -> None:
@@ -47,11 +43,6 @@ def _declare_variables() -> None:
     """
     from vllm import envs
 
-    for field in fields(Settings):
-        name = PREFIX + field.name.upper()
-        in_graphs = field.name == "eagle_bias"
-        envs.environment_variables.setdefault(name, partial(_is_on, name) if in_graphs else lambda: None)
-
-
-def _is_on(name: str) -> bool:
-    return os.environ.get(name) == "1"
+    for name, field in Settings.variables().items():
+        of_graphs = (lambda: Settings.from_env().eagle_bias) if field == "eagle_bias" else (lambda: None)
+        envs.environment_variables.setdefault(name, of_graphs)

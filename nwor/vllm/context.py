@@ -115,12 +115,17 @@ def make_releasing(original: Callable) -> Callable:
 
     def releasing(*args: Any) -> Any:
         (runner,) = args  # by either of vLLM's names for it
-        set_served_groups(runner, ())
-        context = context_of(runner)
-        context.counts = context.metadata = None
+        release(runner)
         return original(runner)
 
     return releasing
+
+
+def release(runner: Any) -> None:
+    """Serve no group, and let go of what goes by a step: vLLM alone, until groups are set."""
+    set_served_groups(runner, ())
+    context = context_of(runner)
+    context.counts = context.metadata = None
 
 
 def manager_of(runner: Any) -> DraftCommitManager | None:

@@ -17,6 +17,7 @@ from nwor.vllm.context import (
     context_of,
     is_latent,
     kinds_of,
+    release,
     set_served_groups,
     target_groups,
     target_layers,
@@ -43,10 +44,9 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
 
     def make(original: Callable) -> Callable:
         def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-            set_served_groups(self, ())
+            release(self)
             original(self, *args, **kwargs)
             context, layers = context_of(self), target_layers(self)
-            context.counts = None
             context.copies_counts = settings.mode != "direct" and (settings.emit_metrics or settings.debug_sync)
             context.reason = why_unsupported(self, layers, settings.mode)
             served: Sequence[ServedGroup] = ()
@@ -99,7 +99,7 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
         layouts[index], reason = _layout_of(layers, on_gpu)
         if reason:
             return (), reason
-    config, attention = runner.vllm_config, None
+    config, attention, specs = runner.vllm_config, None, runner.kv_cache_config.kv_cache_groups
     graphs = config.compilation_config.cudagraph_mode
     full_graphs = graphs is not None and graphs.has_full_cudagraphs()
     max_requests, max_drafts = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
@@ -122,7 +122,7 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
                 max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
                 uses_full_cudagraphs=full_graphs,
                 graphs_of_prefills=full_graphs and graphs.mixed_mode().has_full_cudagraphs(),
-                blocks_stay=blocks_stay(runner.kv_cache_config.kv_cache_groups[index].kv_cache_spec),
+                blocks_stay=blocks_stay(specs[index].kv_cache_spec),
                 attention=attention,
             )
             if failure := self_check.failure(manager, layers):
@@ -132,8 +132,11 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
             served.append(ServedGroup(index, layers, manager))
     except torch.cuda.OutOfMemoryError as error:
         needed = sum(
-            layout.num_layers * layout.slot_bytes * max_requests * rows_per_request(mode, max_drafts, layout.block_size)
-            for layout in layouts.values()
+            layout.num_layers
+            * layout.slot_bytes
+            * max_requests
+            * rows_per_request(mode, max_drafts, layout.block_size, blocks_stay(specs[index].kv_cache_spec))
+            for index, layout in layouts.items()
         )
         raise RuntimeError(
             f"NWOR holds about {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "

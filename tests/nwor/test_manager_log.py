@@ -141,7 +141,7 @@ def test_rows_of_a_log(k, rows, device):
     """A power of two that divides a block of 16, or as many as there are drafts and no memory of the step before."""
     paged = Paged(block_size=16, device=device)
     manager = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 2, k, 64)
-    assert rows_per_request("cow", k, 16) == rows
+    assert rows_per_request("cow", k, 16, blocks_stay=True) == rows
     assert (manager.logged is None) == (rows == 17)
     assert manager.rows.shape[1] == -(-2 * rows // 16)
     freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, blocks_stay=False)

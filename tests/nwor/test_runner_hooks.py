@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.nwor.paged import Batch
-from tests.nwor.steps import Step
-
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
 from nwor.counters import Counters
@@ -20,8 +17,8 @@ from nwor.manager import DraftCommitManager
 from nwor.vllm import runner_v1, runner_v2
 from nwor.vllm.batch import reads_rows_of_this_step
 from nwor.vllm.carrier import add_to_output, make_sample_tokens, take_from_output
-from nwor.vllm.context import RunnerContext, ServedGroup, make_cancelling, make_releasing, set_served_groups
-from nwor.vllm.initialize import held_bytes
+from nwor.vllm.context import make_cancelling
+from tests.nwor.stepping import DRAFTS, QUERIES, Stepping, SteppingV2
 
 # -- what was rejected -------------------------------------------------------------------------------------------------
 
@@ -46,49 +43,6 @@ def test_rejected(sampled, num_drafts, expected):
 
 # -- one step of the runner --------------------------------------------------------------------------------------------
 
-QUERIES, DRAFTS = (5, 4, 3), (0, 3, 2)
-
-
-class Stepping:
-    """A stand-in for the V1 runner whose forward writes three layers, and whose sampler accepts as given."""
-
-    def __init__(self, mode: str = "stage", max_requests: int = 4) -> None:
-        self.step = Step("HND", mode, "cpu", Batch(QUERIES, DRAFTS), max_requests=max_requests, max_drafts=3)
-        self.batch, self.manager, self.device = self.step.batch, self.step.manager, torch.device("cpu")
-        batch = self.batch
-        self.query_start_loc = SimpleNamespace(gpu=torch.tensor([*batch.query_start_loc, 99, 99], dtype=torch.int32))
-        table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=batch.slot_mapping))
-        self.input_batch = SimpleNamespace(num_reqs=3, req_ids=["p", "q", "r"], block_table=[table])
-        drafts = torch.tensor(DRAFTS, dtype=torch.int32)
-        self.nwor = RunnerContext(
-            groups=[ServedGroup(0, (), self.manager)],
-            copies_counts=True,
-            metadata=SimpleNamespace(
-                num_draft_tokens=list(DRAFTS),
-                cu_num_sampled_tokens=(drafts + 1).cumsum(0, dtype=torch.int32),
-                cu_num_draft_tokens=drafts.cumsum(0, dtype=torch.int32),
-            ),
-            requests=["p", "q", "r"],
-        )
-
-    def forward(self, fail: bool = False) -> None:
-        for layer in range(3):
-            if fail and layer == 2:
-                raise MemoryError("in the third layer")
-            self.step.forward_layer(layer)
-
-    def run(self, sampled: list[list[int]] | None, **options) -> SimpleNamespace:
-        """One step through the hooks; `sampled` None: the sampler raises."""
-        make_cancelling(runner_v1._make_forward(Stepping.forward))(self, **options)
-        self.open_during = self.manager.is_open
-
-        def sample(self, logits, metadata):
-            if sampled is None:
-                raise MemoryError("in the sampler")
-            return SimpleNamespace(sampled_token_ids=torch.tensor(sampled))
-
-        return make_cancelling(runner_v1._make_sample(sample))(self, None, self.nwor.metadata)
-
 
 def output_of(made: Stepping) -> SimpleNamespace:
     """What `sample_tokens` gives its caller."""
@@ -111,83 +65,6 @@ def test_a_step_of_the_runner(mode):
     made.step.assert_pool()
     assert not made.manager.is_open
     assert not vars(output_of(made)), "carried once"
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-@pytest.mark.parametrize("where", ["forward", "sampler"])
-def test_a_step_that_fails_is_cancelled(where, mode):
-    """The error goes on to vLLM; no window stays open, the drafts' slots are as they were."""
-    made = Stepping(mode)
-    with pytest.raises(MemoryError, match=where.replace("forward", "third layer")):
-        made.run(None, **({"fail": True} if where == "forward" else {}))
-    assert not made.manager.is_open
-    assert made.manager.counters.read() == Counters(cancelled=1)
-    made.step.expect(made.batch.kept(DRAFTS), layers=(0, 1) if where == "forward" else (0, 1, 2))
-    made.step.assert_pool()
-
-
-@pytest.mark.parametrize("failing", ["log_all_layers", "restore_all_layers"])
-def test_what_fails_in_a_window_of_cow_leaves_none_open(failing, monkeypatch):
-    """Neither a log that was never taken nor one that cannot be restored hides the error, or stops the next step."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError(f"{failing} failed")
-
-    made = Stepping("cow")
-    monkeypatch.setattr(f"nwor.ops.{failing}", fail)
-    said = failing if failing == "log_all_layers" else "third layer"
-    with pytest.raises((MemoryError, RuntimeError), match=said) as error:
-        made.run(None, fail=True)
-    assert not made.manager.is_open
-    notes = getattr(error.value, "__notes__", [])
-    assert notes == (
-        [] if failing == "log_all_layers" else [f"NWOR could not cancel the step's window: {failing} failed"]
-    )
-    if failing == "log_all_layers":
-        made.step.assert_pool()  # nothing is restored from a log that was not taken
-    monkeypatch.undo()
-    assert made.step.begin(), "the next step has a window"
-
-
-def test_all_groups_are_cancelled_though_one_fails():
-    open_groups = [Stepping("cow"), Stepping("cow"), Stepping("stage")]
-
-    def fail() -> None:
-        raise RuntimeError("the second")
-
-    for made in open_groups:
-        made.step.begin()
-    open_groups[1].manager.cancel = fail
-    context = RunnerContext(groups=[ServedGroup(0, (), made.manager) for made in open_groups])
-    with pytest.raises(RuntimeError, match="the second"):
-        context.cancel()
-    assert [made.manager.is_open for made in open_groups] == [False, True, False]
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_caches_that_vllm_gives_back_are_given_back(mode):
-    """Before vLLM drops its views of the caches: a view of ours would keep all of their memory."""
-    made, layers = Stepping(mode), [SimpleNamespace(), SimpleNamespace()]
-    manager = weakref.ref(made.manager)
-    set_served_groups(made, [ServedGroup(0, layers, made.manager)])
-    assert all(layer.nwor.manager is made.manager for layer in layers)
-    made.nwor.counts, seen = made.manager.counters.copy(None), []
-    del made.manager, made.step
-    make_releasing(lambda self: seen.append((self.nwor.groups, [layer.nwor for layer in layers])))(made)
-    gc.collect()
-    assert seen == [((), [None, None])] and manager() is None
-    assert made.nwor.counts is made.nwor.metadata is None
-
-
-def test_what_is_held_beside_the_cache_is_counted_once():
-    """Rows, slots, counts and the workspace that groups share; no view twice, and not the cache."""
-    made = Stepping("stage")
-    manager = made.manager
-    manager.attention = SimpleNamespace(partials=torch.empty(1000, dtype=torch.float32), some=manager.rows[:1])
-    held = manager.rows, manager.slots, manager.staging_rows, manager.page_slots, manager.attention.partials
-    counts = 5 * 8 + 2 * 4 * len(manager.slots)
-    group = ServedGroup(0, (), manager)
-    assert held_bytes([group, group]) == sum(tensor.nbytes for tensor in held) + counts
 
 
 def test_steps_without_a_window():
@@ -249,26 +126,6 @@ def test_an_asynchronous_output_carries_counts_when_it_is_asked_for():
 
 
 # -- one step of the V2 runner, up to what needs a stream --------------------------------------------------------------
-
-
-class SteppingV2:
-    """A stand-in for the V2 runner as far as its slots: a padded batch of the three requests above."""
-
-    def __init__(self, mode: str = "stage") -> None:
-        self.step = Step("HND", mode, "cpu", Batch(QUERIES, DRAFTS), max_requests=4, max_drafts=3)
-        self.batch, self.manager = self.step.batch, self.step.manager
-        self.nwor = RunnerContext(groups=[ServedGroup(0, (), self.manager)])
-
-    def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
-        starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
-        logits = torch.tensor([0, 1, 5, 8] if num_draft_tokens else [0, 1, 2, 3], dtype=torch.int32)
-        return SimpleNamespace(
-            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits,
-            req_ids=["p", "q", "r"], num_scheduled_tokens=np.array(QUERIES),
-        )  # fmt: skip
-
-    def prepare_attn(self, input_batch):
-        return ("tables",), self.batch.slot_mapping[None]
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Light stand-ins for both of vLLM's model runners in a step; no engine is started."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from nwor.vllm import runner_v1
+from nwor.vllm.context import RunnerContext, ServedGroup, make_cancelling
+from tests.nwor.paged import Batch
+from tests.nwor.steps import Step
+
+QUERIES, DRAFTS = (5, 4, 3), (0, 3, 2)
+
+
+class Stepping:
+    """A stand-in for the V1 runner whose forward writes three layers, and whose sampler accepts as given."""
+
+    def __init__(self, mode: str = "stage", max_requests: int = 4) -> None:
+        self.step = Step("HND", mode, "cpu", Batch(QUERIES, DRAFTS), max_requests=max_requests, max_drafts=3)
+        self.batch, self.manager, self.device = self.step.batch, self.step.manager, torch.device("cpu")
+        batch = self.batch
+        self.query_start_loc = SimpleNamespace(gpu=torch.tensor([*batch.query_start_loc, 99, 99], dtype=torch.int32))
+        table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=batch.slot_mapping))
+        self.input_batch = SimpleNamespace(num_reqs=3, req_ids=["p", "q", "r"], block_table=[table])
+        drafts = torch.tensor(DRAFTS, dtype=torch.int32)
+        self.nwor = RunnerContext(
+            groups=[ServedGroup(0, (), self.manager)],
+            copies_counts=True,
+            metadata=SimpleNamespace(
+                num_draft_tokens=list(DRAFTS),
+                cu_num_sampled_tokens=(drafts + 1).cumsum(0, dtype=torch.int32),
+                cu_num_draft_tokens=drafts.cumsum(0, dtype=torch.int32),
+            ),
+            requests=["p", "q", "r"],
+        )
+
+    def forward(self, fail: bool = False) -> None:
+        for layer in range(3):
+            if fail and layer == 2:
+                raise MemoryError("in the third layer")
+            self.step.forward_layer(layer)
+
+    def run(self, sampled: list[list[int]] | None, **options) -> SimpleNamespace:
+        """One step through the hooks; `sampled` None: the sampler raises."""
+        make_cancelling(runner_v1._make_forward(Stepping.forward))(self, **options)
+        self.open_during = self.manager.is_open
+
+        def sample(self, logits, metadata):
+            if sampled is None:
+                raise MemoryError("in the sampler")
+            return SimpleNamespace(sampled_token_ids=torch.tensor(sampled))
+
+        return make_cancelling(runner_v1._make_sample(sample))(self, None, self.nwor.metadata)
+
+
+class SteppingV2:
+    """A stand-in for the V2 runner as far as its slots: a padded batch of the three requests above."""
+
+    def __init__(self, mode: str = "stage") -> None:
+        self.step = Step("HND", mode, "cpu", Batch(QUERIES, DRAFTS), max_requests=4, max_drafts=3)
+        self.batch, self.manager = self.step.batch, self.step.manager
+        self.nwor = RunnerContext(groups=[ServedGroup(0, (), self.manager)])
+
+    def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
+        starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
+        logits = torch.tensor([0, 1, 5, 8] if num_draft_tokens else [0, 1, 2, 3], dtype=torch.int32)
+        return SimpleNamespace(
+            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits,
+            req_ids=["p", "q", "r"], num_scheduled_tokens=np.array(QUERIES),
+        )  # fmt: skip
+
+    def prepare_attn(self, input_batch):
+        return ("tables",), self.batch.slot_mapping[None]

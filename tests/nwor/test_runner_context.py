@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a runner's context does with its windows and its memory where a step fails or the caches go, on stand-ins."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
+
+from nwor.counters import Counters
+from nwor.vllm.context import RunnerContext, ServedGroup, make_releasing, set_served_groups
+from nwor.vllm.initialize import held_bytes
+from tests.nwor.stepping import DRAFTS, Stepping
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+@pytest.mark.parametrize("where", ["forward", "sampler"])
+def test_a_step_that_fails_is_cancelled(where, mode):
+    """The error goes on to vLLM; no window stays open, the drafts' slots are as they were."""
+    made = Stepping(mode)
+    with pytest.raises(MemoryError, match=where.replace("forward", "third layer")):
+        made.run(None, **({"fail": True} if where == "forward" else {}))
+    assert not made.manager.is_open
+    assert made.manager.counters.read() == Counters(cancelled=1)
+    made.step.expect(made.batch.kept(DRAFTS), layers=(0, 1) if where == "forward" else (0, 1, 2))
+    made.step.assert_pool()
+
+
+@pytest.mark.parametrize("failing", ["log_all_layers", "restore_all_layers"])
+def test_what_fails_in_a_window_of_cow_leaves_none_open(failing, monkeypatch):
+    """Neither a log that was never taken nor one that cannot be restored hides the error, or stops the next step."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(f"{failing} failed")
+
+    made = Stepping("cow")
+    monkeypatch.setattr(f"nwor.ops.{failing}", fail)
+    said = failing if failing == "log_all_layers" else "third layer"
+    with pytest.raises((MemoryError, RuntimeError), match=said) as error:
+        made.run(None, fail=True)
+    assert not made.manager.is_open
+    notes = getattr(error.value, "__notes__", [])
+    assert notes == (
+        [] if failing == "log_all_layers" else [f"NWOR could not cancel the step's window: {failing} failed"]
+    )
+    if failing == "log_all_layers":
+        made.step.assert_pool()  # nothing is restored from a log that was not taken
+    monkeypatch.undo()
+    assert made.step.begin(), "the next step has a window"
+
+
+def test_all_groups_are_cancelled_though_one_fails():
+    open_groups = [Stepping("cow"), Stepping("cow"), Stepping("stage")]
+
+    def fail() -> None:
+        raise RuntimeError("the second")
+
+    for made in open_groups:
+        made.step.begin()
+    open_groups[1].manager.cancel = fail
+    context = RunnerContext(groups=[ServedGroup(0, (), made.manager) for made in open_groups])
+    with pytest.raises(RuntimeError, match="the second"):
+        context.cancel()
+    assert [made.manager.is_open for made in open_groups] == [False, True, False]
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_caches_that_vllm_gives_back_are_given_back(mode):
+    """Before vLLM drops its views of the caches: a view of ours would keep all of their memory."""
+    made, layers = Stepping(mode), [SimpleNamespace(), SimpleNamespace()]
+    manager = weakref.ref(made.manager)
+    set_served_groups(made, [ServedGroup(0, layers, made.manager)])
+    assert all(layer.nwor.manager is made.manager for layer in layers)
+    made.nwor.counts, seen = made.manager.counters.copy(None), []
+    del made.manager, made.step
+    make_releasing(lambda self: seen.append((self.nwor.groups, [layer.nwor for layer in layers])))(made)
+    gc.collect()
+    assert seen == [((), [None, None])] and manager() is None
+    assert made.nwor.counts is made.nwor.metadata is None
+
+
+def test_what_is_held_beside_the_cache_is_counted_once():
+    """Rows, slots, counts and the workspace that groups share; no view twice, and not the cache."""
+    made = Stepping("stage")
+    manager = made.manager
+    manager.attention = SimpleNamespace(partials=torch.empty(1000, dtype=torch.float32), some=manager.rows[:1])
+    held = manager.rows, manager.slots, manager.staging_rows, manager.page_slots, manager.attention.partials
+    counts = 5 * 8 + 2 * 4 * len(manager.slots)
+    group = ServedGroup(0, (), manager)
+    assert held_bytes([group, group]) == sum(tensor.nbytes for tensor in held) + counts
