@@ -82,9 +82,8 @@ def _log(mode: str, context: RunnerContext) -> None:
 
 
 def held_bytes(groups: Sequence[ServedGroup]) -> int:
-    """Bytes of all tensors that the groups' managers keep beside the cache, the attention's workspace once."""
-    managers = [group.manager for group in groups]
-    owners = [*managers, *(manager.counters for manager in managers), managers[0].attention]
+    """Bytes of all tensors that the groups' managers keep beside the cache, counts too; the workspace once."""
+    owners = [*(group.manager for group in groups), groups[0].manager.attention]
     tensors = [x for owner in owners if owner is not None for x in vars(owner).values() if isinstance(x, torch.Tensor)]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
