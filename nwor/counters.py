@@ -62,6 +62,7 @@ class DeviceCounters:
         self.totals = self._buffer[:_TOTALS].view(torch.int64)
         self.num_drafts, self.kept = self._buffer[_TOTALS:].view(torch.int32).chunk(2)
         self.cancelled = 0
+        self._free: list[_Place] = []
 
     def add_layers(self, layout: CacheLayout) -> None:
         """Let each row count in these layers too: another cache group's, which holds the same tokens."""
@@ -82,15 +83,13 @@ class DeviceCounters:
 
         stream: copies to the host, which the drafter then does not wait for; None on a CPU.
         """
-        buffer = self._buffer.clone()
-        if stream is None:
-            return CommitCounts(self, buffer, None)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            copied, ready = buffer.to("cpu", non_blocking=True), torch.cuda.Event(blocking=True)
-            buffer.record_stream(stream)
-            ready.record()
-        return CommitCounts(self, copied, ready)
+        place = self._free.pop() if self._free else _Place(self._buffer)
+        place.fill(self._buffer, stream)
+        return CommitCounts(self, place)
+
+    def give_back(self, place: "_Place") -> None:
+        """Let another commit's counts use it."""
+        self._free.append(place)
 
     def counters_from(self, totals: list[int]) -> Counters:
         """Counters from the five totals."""
@@ -112,19 +111,49 @@ class DeviceCounters:
         )
 
 
-@dataclass(frozen=True)
-class CommitCounts:
-    """The counts after one commit, on their way to the host.
+class _Place:
+    """Where the counts of one commit arrive on the host; made once, it serves commit after commit.
 
-    buffer: uint8, a copy of the device's counts on the host. ready: the CUDA event behind that copy, None on a CPU.
+    totals, num_drafts, kept: arrays, as those of `DeviceCounters`; there once `wait` has returned.
     """
 
+    def __init__(self, buffer: Tensor) -> None:
+        self._on_host = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
+        host = self._on_host.numpy()  # to be read in a third of the time that it takes through torch
+        self.totals = host[:_TOTALS].view("int64")
+        self.num_drafts, self.kept = host[_TOTALS:].view("int32").reshape(2, -1)
+        self._on_gpu: tuple[Tensor, torch.cuda.Event, torch.cuda.Event] | None = None
+        if buffer.is_cuda:
+            self._on_gpu = torch.empty_like(buffer), torch.cuda.Event(), torch.cuda.Event(blocking=True)
+
+    def fill(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Let the counts come, on a GPU on that stream; as they are now, for the next window changes the buffer."""
+        if stream is None or self._on_gpu is None:
+            self._on_host.copy_(buffer)
+            return
+        on_device, begun, ended = self._on_gpu
+        on_device.copy_(buffer)
+        begun.record()
+        stream.wait_event(begun)
+        with torch.cuda.stream(stream):
+            self._on_host.copy_(on_device, non_blocking=True)
+            ended.record()
+
+    def wait(self) -> None:
+        """Until the counts are there."""
+        if self._on_gpu is not None:
+            self._on_gpu[2].synchronize()
+
+
+@dataclass(frozen=True)
+class CommitCounts:
+    """The counts after one commit, on their way to the host."""
+
     source: DeviceCounters
-    buffer: Tensor
-    ready: torch.cuda.Event | None
+    place: _Place
 
     def read(self, requests: Sequence[str]) -> tuple[Counters, dict[str, int]]:
-        """Wait for the copy.
+        """Wait for the counts; to be called once, since the place may then be another commit's.
 
         Args:
             requests: the ids of the batch's requests, in its order.
@@ -132,10 +161,10 @@ class CommitCounts:
         Returns:
             The counters since start-up, and by request the drafts that it kept; without those of which none was held.
         """
-        if self.ready is not None:
-            self.ready.synchronize()
-        host = self.buffer.numpy()  # a third of the time of the same through torch, in every step
-        num_drafts, kept = host[_TOTALS:].view("int32").reshape(2, -1)[:, : len(requests)].tolist()
-        of_batch = zip(requests, num_drafts, kept, strict=True)
-        by_request = {request: drafts for request, held, drafts in of_batch if held}
-        return self.source.counters_from(host[:_TOTALS].view("int64").tolist()), by_request
+        place, number = self.place, len(requests)
+        place.wait()
+        counters = self.source.counters_from(place.totals.tolist())
+        num_drafts, kept = place.num_drafts[:number].tolist(), place.kept[:number].tolist()
+        by_request = {request: drafts for request, held, drafts in zip(requests, num_drafts, kept, strict=True) if held}
+        self.source.give_back(place)
+        return counters, by_request
