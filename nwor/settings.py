@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user asked for, read once per process from ``VLLM_NWOR_*``.
+"""What the user asked for with ``VLLM_NWOR_*``, read for each engine.
 
 The names start with ``VLLM_`` because vLLM, and Ray for vLLM, carry that prefix to every worker.
 """

@@ -4,35 +4,88 @@
 Where the patches go: `scheduler` and `metrics` into the front end and the engine core, where they only count and check;
 `worker` into every worker, where it applies `runner_v1` or `runner_v2`, and `attention_cpu`, at device initialisation.
 `attention_gpu` goes into the attention backends in use, once the caches are there and a mode can serve.
-With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing is patched; vLLM's list of variables gets ours.
+With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing of vLLM's engine is patched; its list of variables gets
+ours, and its loader of plugins asks `register` for each engine.
 """
 
 from nwor.settings import Settings
 
+_settings = Settings()  # of this process's hooks, where it has any
+
 
 def register() -> None:
-    """Apply what this process needs for the mode in the environment; called again, it does nothing.
+    """Apply what this process needs for the mode in the environment; called again for the same, it does nothing.
 
     Raises:
         ValueError: a ``VLLM_NWOR_*`` variable is misspelt or has an impossible value.
+        RuntimeError: a worker of this process has other settings.
         IncompatibleVLLM: this vLLM is none of the releases the hooks were written for.
         ImportError: the compiled operators are missing, do not load, or are of other sources.
     """
+    global _settings
+    from nwor.vllm import patch
+
     settings = Settings.from_env()
     _declare_variables()
-    if settings.mode == "off" and not settings.eagle_bias and not settings.fix_cpu_sampling:
-        return
+    _be_asked_for_each_engine()
+    if patch.wrapped():
+        if settings == _settings:
+            return
+        _take_off(settings)
+    if settings.mode != "off" or settings.eagle_bias or settings.fix_cpu_sampling:
+        _put_on(settings)
+        _settings = settings
 
+
+def _put_on(settings: Settings) -> None:
+    """Wrap what this process needs, all of it or nothing."""
     from nwor import ops
     from nwor.vllm import metrics, patch, scheduler, worker
 
     patch.check_version()
     if settings.mode != "off":
         ops.load()
-    worker.install(settings)
-    scheduler.install(settings)
-    if settings.emit_metrics and settings.mode != "off":
-        metrics.install()
+    try:
+        worker.install(settings)
+        scheduler.install(settings)
+        if settings.emit_metrics and settings.mode != "off":
+            metrics.install()
+    except BaseException:
+        patch.undo_all()
+        raise
+
+
+def _take_off(settings: Settings) -> None:
+    """Take this process's hooks off, for an engine of other settings; not where a worker runs with them."""
+    from nwor.vllm import metrics, patch, scheduler, worker
+
+    if patch.modules() - {metrics.__name__, scheduler.__name__, worker.__name__}:
+        then, now = _settings.environ(), settings.environ()
+        changed = [name for name in then | now if then.get(name) != now.get(name)]
+        hooks, asked = (", ".join(f"{name}={of.get(name, '')}" for name in changed) for of in (then, now))
+        raise RuntimeError(
+            f"an engine with {hooks} was made in this process: make one with {asked} in another "
+            "(in a notebook, restart the kernel)"
+        )
+    patch.undo_all()
+
+
+def _be_asked_for_each_engine() -> None:
+    """Let vLLM, which calls a plugin once a process, call `register` for each engine that it makes there.
+
+    A mode that is asked for after an engine without one would not be active otherwise, and nothing would say so.
+    """
+    from vllm import plugins
+
+    original = plugins.load_general_plugins
+    if original.__module__ == __name__:
+        return
+
+    def load_general_plugins() -> None:
+        original()
+        register()
+
+    plugins.load_general_plugins = load_general_plugins
 
 
 def _declare_variables() -> None:

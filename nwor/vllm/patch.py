@@ -92,6 +92,11 @@ def wrapped() -> list[str]:
     return sorted({f"{_name(owner)}.{name}" for owner, name, _ in _originals})
 
 
+def modules() -> set[str]:
+    """Names of the modules that have wrapped something in this process."""
+    return {module for _, _, module in _originals}
+
+
 def full_name(owner: type | ModuleType, name: str) -> str:
     """Where a function of vLLM is defined, as `releases.KNOWN` names it."""
     return f"{owner.__name__ if isinstance(owner, ModuleType) else f'{owner.__module__}.{owner.__qualname__}'}.{name}"

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on a CPU, one after the other in one process, of a random pair: each module has its own."""
+"""Engines on a CPU, one after the other in one process, of a random pair: each module has its own. vLLM unpatched."""
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
 
-from nwor.settings import Settings
+from nwor.settings import PREFIX, Settings
+from nwor.vllm import patch
 from tests.checkpoints import random_pair
 from tests.engines import Engines, Outcome
 from tests.nwor.on_cpu import spec_of
@@ -33,3 +35,28 @@ def vanilla(engines, model):
         return engines.run(spec_of(model, dtype, kv_cache_dtype), Settings(audit=not logprobs), logprobs=logprobs)
 
     return lambda dtype="float32", kv_cache_dtype="auto", logprobs=0: run(dtype, kv_cache_dtype, logprobs)
+
+
+@pytest.fixture
+def unpatched():
+    """No hook is on before, and none stays."""
+    assert patch.wrapped() == []
+    yield
+    patch.undo_all()
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the version that vLLM says it is, and our settings, of which the environment has no others."""
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to patch")
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+
+    def ask(version: str = "", **settings: str) -> None:
+        if version:
+            monkeypatch.setattr(vllm, "__version__", version)
+        for name, value in settings.items():
+            monkeypatch.setenv(PREFIX + name, value)
+
+    return ask

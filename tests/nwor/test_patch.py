@@ -2,21 +2,14 @@
 """Patches go on once, only where vLLM is the one they were written for, and come off whole."""
 
 import inspect
-import os
 import re
 from types import ModuleType
 
 import pytest
 
-from nwor.settings import PREFIX
 from nwor.vllm import patch, releases
 
-
-@pytest.fixture(autouse=True)
-def unpatched():
-    assert patch.wrapped() == []
-    yield
-    patch.undo_all()
+pytestmark = pytest.mark.usefixtures("unpatched")
 
 
 class Base:
@@ -45,23 +38,6 @@ def known(monkeypatch):
     }
     monkeypatch.setattr(releases, "KNOWN", table)
     return table[patch.full_name(Runner, "step")]
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    """Sets the version that vLLM says it is, and our settings, of which the environment has no others."""
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to patch")
-    for name in list(os.environ):
-        if name.startswith(PREFIX):
-            monkeypatch.delenv(name)
-
-    def ask(version: str = "", **settings: str) -> None:
-        if version:
-            monkeypatch.setattr(vllm, "__version__", version)
-        for name, value in settings.items():
-            monkeypatch.setenv(PREFIX + name, value)
-
-    return ask
 
 
 def adding(number: int, module: str = __name__):
@@ -162,6 +138,12 @@ def test_a_method_the_class_does_not_define_is_refused(name):
     assert patch.wrapped() == []
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0", "0.33.1"])
+def test_a_known_series_is_served(environment, version):
+    environment(version)
+    patch.check_version()
+
+
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
@@ -184,130 +166,6 @@ def test_a_source_that_cannot_be_read_is_no_known_body(known, environment, monke
     with pytest.raises(patch.IncompatibleVLLM, match=r"Runner.step of vLLM 0.32.0 has no source to compare with"):
         patch.wrap(Runner, "step", adding(1))
     assert releases.of_object(ORIGINALS["step"]) == ("self tokens scale", "")
-
-
-# -- the plugin --------------------------------------------------------------------------------------------------------
-
-
-FRONT_AND_CORE = ["EngineCore._initialize_kv_caches", "WorkerWrapperBase.init_device"]
-COUNTS = ["Scheduler.make_spec_decoding_stats", "Scheduler.update_from_output"]
-METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0", "0.33.1"])
-def test_a_known_series_is_served(environment, version):
-    environment(version)
-    patch.check_version()
-
-
-@pytest.mark.parametrize(
-    ("asked", "patched"),
-    [
-        ({}, []),
-        ({"MODE": "off"}, []),
-        ({"AUDIT": "1"}, []),
-        ({"EAGLE_BIAS": "1"}, FRONT_AND_CORE),
-        ({"FIX_CPU_SAMPLING": "1"}, FRONT_AND_CORE),
-        ({"MODE": "cow"}, FRONT_AND_CORE + COUNTS + METRICS),
-        ({"MODE": "stage"}, FRONT_AND_CORE + COUNTS + METRICS),
-        ({"MODE": "stage", "EMIT_METRICS": "0"}, FRONT_AND_CORE + COUNTS),
-    ],
-    ids=str,
-)
-def test_what_a_process_is_patched_with(environment, asked, patched):
-    """Off is vLLM untouched; whatever was put on comes off by one call,
-    and a second registration changes nothing."""
-    from nwor import register
-
-    environment(**asked)
-    originals = vllm_methods()
-    register()
-    after_one = vllm_methods()
-    register()
-    assert patch.wrapped() == sorted(patched)
-    assert vllm_methods() == after_one
-    changed = {name for name, method in after_one.items() if method is not originals[name]}
-    assert changed == set(patched)
-    patch.undo_all()
-    assert vllm_methods() == originals
-
-
-def test_without_its_variables_the_lab_patches_nothing(environment):
-    from nwor_lab import plugin
-
-    environment(MODE="off")
-    plugin.register()
-    assert patch.wrapped() == []
-
-
-@pytest.mark.parametrize(
-    ("version", "asked", "error", "says"),
-    [
-        *[
-            (
-                version,
-                {"MODE": "stage"},
-                patch.IncompatibleVLLM,
-                f"vLLM {version} is none of 0.32.x, 0.33.x.*install vllm",
-            )
-            for version in ("0.31.0", "0.34.0", "0.3.32", "0.320.1", "1.32.0", "0.33")
-        ],
-        *[("", asked, ValueError, PREFIX) for asked in ({"MODE": "stagee"}, {"MODUS": "stage"}, {"AUDIT": "yes"})],
-        ("", {"MODE": "stage"}, ImportError, "not built"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_had_stops_the_registration(environment, monkeypatch, version, asked, error, says):
-    """Another vLLM, a misspelt setting, no operators: an exception of the plugin's call, which vLLM lets through, and
-    no baseline under the treatment's name."""
-    from nwor import ops, register
-
-    def fail() -> None:
-        raise ImportError("the operators are not built")
-
-    environment(version, **asked)
-    monkeypatch.setattr(ops, "load", fail)
-    with pytest.raises(error, match=says):
-        register()
-    assert patch.wrapped() == []
-
-
-def test_vllm_knows_our_variables(environment, monkeypatch, tmp_path):
-    """vLLM warns of every VLLM_* variable it does not list; what it compiled for one mode it takes for another."""
-    from vllm import envs
-
-    from nwor import register
-    from nwor.settings import Settings
-
-    theirs = {name: get for name, get in envs.environment_variables.items() if not name.startswith(PREFIX)}
-
-    def factors(**asked: str) -> dict[str, object]:
-        """Of a process that vLLM starts anew."""
-        patch.undo_all()
-        monkeypatch.setattr(envs, "environment_variables", dict(theirs))
-        environment(**asked)
-        register()
-        assert envs.environment_variables.keys() >= Settings().environ().keys()
-        return envs.compile_factors()
-
-    of_off = factors()
-    assert factors(MODE="stage", DEBUG_SYNC="1", AUDIT="1", EMIT_METRICS="0", TUNING=str(tmp_path)) == of_off
-    assert factors(MODE="cow", EAGLE_BIAS="0") == of_off
-    assert factors(EAGLE_BIAS="1") == factors(MODE="stage", EAGLE_BIAS="1") != of_off, "biases are in a drafter's graph"
-
-
-def vllm_methods() -> dict[str, object]:
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    owners = {
-        owner.__qualname__: owner
-        for owner in (EngineCore, PrometheusStatLogger, Scheduler, StatLoggerManager, WorkerWrapperBase)
-    }
-    names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS]
-    return {f"{owner}.{name}": vars(owners[owner])[name] for owner, name in names}
 
 
 # -- vLLM is the one the hooks were written for ------------------------------------------------------------------------
