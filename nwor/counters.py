@@ -83,7 +83,8 @@ class DeviceCounters:
 
         stream: copies to the host, which the drafter then does not wait for; None on a CPU.
         """
-        place = self._free.pop() if self._free else _Place(self._buffer)
+        with torch.inference_mode(False):  # or a place that was made within it could be filled nowhere else
+            place = self._free.pop() if self._free else _Place(self._buffer)
         place.fill(self._buffer, stream)
         return CommitCounts(self, place)
 

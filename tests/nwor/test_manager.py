@@ -237,19 +237,23 @@ def test_a_request_with_more_drafts_than_the_capacity_is_vllms_own(mode, device)
 
 
 def test_commit_counts_are_of_the_last_commit(device):
-    """Per request, and not the sampled token's row; no later commit changes them, though places are used again."""
+    """Per request, and not the sampled token's row; no later commit changes them, though places are used again, in
+    vLLM's inference mode and out of it."""
     stream = None if device == "cpu" else torch.cuda.Stream()
     outcomes = {"some rejected": {"b": 2, "d": 0, "e": 2}, "none rejected": {"b": 3, "d": 1, "e": 2}}
     for mode in ("cow", "stage"):
-        step, expected, under_way = Step("HND", mode, device), [], []
-        for rejected in [*outcomes, *outcomes, *outcomes]:
+        step, expected, under_way, places = Step("HND", mode, device), [], [], set()
+        for rejected in ("some rejected", "none rejected", "none rejected", "some rejected", "some rejected"):
             step.begin()
             step.forward()
             step.commit(REJECTED[rejected])
-            under_way.append(step.manager.counters.copy(stream))
+            with torch.inference_mode(rejected == "some rejected"):
+                under_way.append(step.manager.counters.copy(stream))
+            places.add(under_way[-1].place)
             expected.append((step.manager.counters.read(), outcomes[rejected]))
             if len(under_way) == 2:  # as vLLM has two steps under way
                 assert under_way.pop(0).read("abcde") == expected.pop(0), "of a and c no draft was held"
+        assert len(places) == 2, "no more than were under way at a time"
 
 
 def test_under_graphs_a_layer_is_staged_once_and_for_all(device):
