@@ -25,9 +25,9 @@ def register() -> None:
     global _settings
     from nwor.vllm import patch
 
-    settings = Settings.from_env()
+    _be_asked_for_each_engine()  # after an error too, which vLLM lets through once
     _declare_variables()
-    _be_asked_for_each_engine()
+    settings = Settings.from_env()
     if patch.wrapped():
         if settings == _settings:
             return

@@ -55,15 +55,13 @@ def test_without_its_variables_the_lab_patches_nothing(environment):
 
 @pytest.fixture
 def make_engine(environment, monkeypatch, tmp_path):
-    """Lets vLLM take an engine's arguments, in a process whose plugins it has called already."""
+    """Lets vLLM take the arguments of a process's first engine, or of a later one; returns what is wrapped then."""
     from vllm import EngineArgs, plugins
 
     from nwor import register
 
-    monkeypatch.setattr(plugins, "plugins_loaded", True)
-    monkeypatch.setattr(plugins, "load_general_plugins", plugins.load_general_plugins)
-    environment(MODE="off")
-    register()
+    to_call = [register]  # once, as vLLM's own does
+    monkeypatch.setattr(plugins, "load_general_plugins", lambda: to_call.pop()() if to_call else None)
 
     def make(**asked: str) -> list[str]:
         environment(**asked)
@@ -101,6 +99,12 @@ def test_a_worker_of_this_process_keeps_its_settings(make_engine):
     with pytest.raises(RuntimeError, match=said):
         make_engine(MODE="stage", EMIT_METRICS="0", TUNING="/")
     assert make_engine(EMIT_METRICS="1", TUNING="") == hooks
+
+
+def test_a_mistake_can_be_mended_in_the_process(make_engine):
+    with pytest.raises(ValueError, match="'stgae' is not a mode"):
+        make_engine(MODE="stgae")
+    assert make_engine(MODE="stage") == sorted(FRONT_AND_CORE + COUNTS + METRICS)
 
 
 def test_a_registration_that_fails_half_way_leaves_no_hook(make_engine, monkeypatch):
