@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-AUDIT = "VLLM_NWOR_AUDIT"
+from nwor_lab.audit import AUDIT
 
 
 def register() -> None:

@@ -67,18 +67,23 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
 
 
 def _log(mode: str, context: RunnerContext) -> None:
-    """One line of what serves and what it holds, by a logger of vLLM's: others' lines it shows from warnings on."""
+    """One line of what serves and what it holds, by a logger of vLLM's: others' lines it shows from warnings on.
+
+    One rank of a machine says what serves, and each says why a mode cannot.
+    """
+    from vllm.distributed.parallel_state import is_local_first_rank
     from vllm.logger import init_logger
 
     logger, manager = init_logger("vllm.nwor"), context.manager
     if manager is None:
         logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, context.reason)
         return
-    logger.info_once(
-        "NWOR mode %s serves %d layers, for %d requests of %d drafts, and holds %.1f MiB beside the cache",
-        mode, manager.counters.num_layers, len(manager.slots), manager.max_drafts,
-        held_bytes(context.groups) / 2**20,
-    )  # fmt: skip
+    if is_local_first_rank():
+        logger.info(
+            "NWOR mode %s serves %d layers, for %d requests of %d drafts, and holds %.1f MiB beside the cache",
+            mode, manager.counters.num_layers, len(manager.slots), manager.max_drafts,
+            held_bytes(context.groups) / 2**20,
+        )  # fmt: skip
 
 
 def held_bytes(groups: Sequence[ServedGroup]) -> int:

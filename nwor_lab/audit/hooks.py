@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_lab.audit import AUDIT
 from nwor_lab.audit.auditor import CacheAudit
 from nwor_lab.audit.groups import GroupsAudit
 from nwor_lab.audit.layers import (
@@ -55,9 +57,17 @@ def report(worker: Any) -> dict[str, Any]:
 
     ``audit`` is an `AuditReport` as a dict, empty without an audit; ``dirty_examples`` and ``history`` are
     those of `CacheAudit`.
+
+    Raises:
+        RuntimeError: an audit was asked for, and there is none.
     """
     audit = getattr(worker.model_runner, "cache_audit", None)
     if audit is None:
+        if os.environ.get(AUDIT) == "1":
+            raise RuntimeError(
+                f"nothing was audited: {AUDIT}=1 was asked for when this process had made an engine without it, and "
+                "vLLM calls a plugin once a process; make the audited one in another"
+            )
         return {"audit": {}, "dirty_examples": [], "history": []}
     if audit.enabled:
         audit.look_between_steps()

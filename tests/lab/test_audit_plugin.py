@@ -245,6 +245,14 @@ def test_the_plugin_installs_the_other_plugins_first(monkeypatch):
         plugin.register()
 
 
+def test_an_audit_that_came_too_late_is_no_clean_one(monkeypatch):
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+    assert hooks.report(worker)["audit"] == {}
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "1")
+    with pytest.raises(RuntimeError, match="nothing was audited: VLLM_NWOR_AUDIT=1 .* make the audited one in another"):
+        hooks.report(worker)
+
+
 def test_a_connector_that_the_audit_does_not_follow_is_refused(monkeypatch):
     """It may bring blocks back, which would count as stray writes, and ship others unseen."""
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to h
 
 from nwor.counters import Counters
 from nwor.vllm.context import RunnerContext, ServedGroup, make_releasing, set_served_groups
-from nwor.vllm.initialize import held_bytes
+from nwor.vllm.initialize import _log, held_bytes
 from tests.nwor.stepping import DRAFTS, Stepping
 
 
@@ -91,3 +91,14 @@ def test_what_is_held_beside_the_cache_is_counted_once():
     counts = 5 * 8 + 2 * 4 * len(manager.slots)
     group = ServedGroup(0, (), manager)
     assert held_bytes([group, group]) == sum(tensor.nbytes for tensor in held) + counts
+
+
+def test_each_engine_of_a_process_says_what_serves(caplog, monkeypatch):
+    """Also where the one before it said the same; one rank of a machine does."""
+    parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
+    caplog.set_level("INFO", "vllm.nwor")
+    for first in (True, True, False):
+        monkeypatch.setattr(parallel_state, "is_local_first_rank", lambda first=first: first)
+        _log("stage", Stepping("stage").nwor)
+    line = "NWOR mode stage serves 3 layers, for 4 requests of 3 drafts, and holds 0.0 MiB beside the cache"
+    assert caplog.messages == 2 * [line]
