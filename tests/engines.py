@@ -307,3 +307,17 @@ def serve_and_end(spec: EngineSpec, settings: Settings) -> tuple[bool, bool]:
     served.engine.engine_core.shutdown()
     gc.collect()
     return lived, manager() is not None
+
+
+def serve_in_turn(spec: EngineSpec, modes: Sequence[str]) -> list[tuple[str, bool]]:
+    """Of engines that one script makes, each in processes that vLLM starts: what serves, and whether it is counted."""
+    os.environ.update({**spec.environ(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
+    found = []
+    for mode in modes:
+        os.environ.update(Settings(mode=mode).environ())
+        served = Served(spec)
+        served.generate(PROMPTS[:2], 8)
+        found.append((served.on_every_rank(status)[0]["serving"], served.metrics().get("nwor_windows", 0) > 0))
+        served.engine.engine_core.shutdown()
+    return found

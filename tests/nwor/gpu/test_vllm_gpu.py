@@ -19,7 +19,7 @@ from nwor_lab.experiments.plan import Plan, settings_of
 from nwor_lab.microbench.inputs import has_flash2
 from tests.checkpoints import random_pair
 from tests.devices import A100, L40S, limit
-from tests.engines import PROMPTS, in_child, serve_and_end
+from tests.engines import PROMPTS, in_child, serve_and_end, serve_in_turn
 from tests.nwor import faults
 from tests.nwor.gpu.on_gpu import (
     LAYERS,
@@ -193,3 +193,8 @@ def test_a_run_that_asked_for_a_mode_and_did_not_get_it_stops(engines, model, fa
 @both
 def test_an_engine_that_ends_gives_its_caches_back(model, mode, stack):
     assert in_child(serve_and_end, spec_of(model, stack), Settings(mode=mode)) == (True, False)
+
+
+def test_engines_of_one_script_have_their_own_modes(model):
+    modes = ["off", "stage", "cow", "off"]
+    assert in_child(serve_in_turn, spec_of(model), modes) == [(mode, mode != "off") for mode in modes]
