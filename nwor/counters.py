@@ -83,8 +83,7 @@ class DeviceCounters:
 
         stream: copies to the host, which the drafter then does not wait for; None on a CPU.
         """
-        with torch.inference_mode(False):  # or a place that was made within it could be filled nowhere else
-            place = self._free.pop() if self._free else _Place(self._buffer)
+        place = self._free.pop() if self._free else _Place(self._buffer)
         place.fill(self._buffer, stream)
         return CommitCounts(self, place)
 
@@ -119,13 +118,14 @@ class _Place:
     """
 
     def __init__(self, buffer: Tensor) -> None:
-        self._on_host = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
+        self._on_gpu: tuple[Tensor, torch.cuda.Event, torch.cuda.Event] | None = None
+        with torch.inference_mode(False):  # or it could be filled nowhere but in the mode that it was made in
+            self._on_host = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
+            if buffer.is_cuda:
+                self._on_gpu = torch.empty_like(buffer), torch.cuda.Event(), torch.cuda.Event(blocking=True)
         host = self._on_host.numpy()  # to be read in a third of the time that it takes through torch
         self.totals = host[:_TOTALS].view("int64")
         self.num_drafts, self.kept = host[_TOTALS:].view("int32").reshape(2, -1)
-        self._on_gpu: tuple[Tensor, torch.cuda.Event, torch.cuda.Event] | None = None
-        if buffer.is_cuda:
-            self._on_gpu = torch.empty_like(buffer), torch.cuda.Event(), torch.cuda.Event(blocking=True)
 
     def fill(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
         """Let the counts come, on a GPU on that stream; as they are now, for the next window changes the buffer."""

@@ -100,7 +100,7 @@ def _wrap(owner: type, name: str, parameters: str, around: Callable[..., Any], o
     if original is None or found not in (parameters, f"{parameters} {optional}"):
         raise RuntimeError(
             f"{owner.__name__}.{name} takes {found}; the audit knows {parameters}: "
-            "install vllm==0.32.0 or vllm==0.33.0, or unset VLLM_NWOR_AUDIT"
+            f"install vllm==0.32.0 or vllm==0.33.0, or unset {AUDIT}"
         )
 
     @functools.wraps(original)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_lab.audit import AUDIT
+
 
 def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
     """The attention layers that are modules of the target model and have a cache, by name, of each cache group.
@@ -94,4 +96,4 @@ def refuse_unknown_owners(runner: Any) -> None:
 
 
 def incomplete(why: str) -> RuntimeError:
-    return RuntimeError(f"the audit would not see the whole cache: {why}: unset VLLM_NWOR_AUDIT")
+    return RuntimeError(f"the audit would not see the whole cache: {why}: unset {AUDIT}")

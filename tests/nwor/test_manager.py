@@ -240,9 +240,13 @@ def test_commit_counts_are_of_the_last_commit(device):
     """Per request, and not the sampled token's row; no later commit changes them, though places are used again, in
     vLLM's inference mode and out of it."""
     stream = None if device == "cpu" else torch.cuda.Stream()
-    outcomes = {"some rejected": {"b": 2, "d": 0, "e": 2}, "none rejected": {"b": 3, "d": 1, "e": 2}}
+    outcomes = {
+        "some rejected": ({"b": 2, "d": 0, "e": 2}, 4, 2, 3),
+        "none rejected": ({"b": 3, "d": 1, "e": 2}, 6, 0, 3),
+    }
     for mode in ("cow", "stage"):
         step, expected, under_way, places = Step("HND", mode, device), [], [], set()
+        totals = [0, 0, 0]  # committed, rejected, windows
         for rejected in ("some rejected", "none rejected", "none rejected", "some rejected", "some rejected"):
             step.begin()
             step.forward()
@@ -250,9 +254,13 @@ def test_commit_counts_are_of_the_last_commit(device):
             with torch.inference_mode(rejected == "some rejected"):
                 under_way.append(step.manager.counters.copy(stream))
             places.add(under_way[-1].place)
-            expected.append((step.manager.counters.read(), outcomes[rejected]))
+            of_requests, *risen = outcomes[rejected]
+            totals = [before + by for before, by in zip(totals, risen, strict=True)]
+            expected.append((of_requests, totals))
             if len(under_way) == 2:  # as vLLM has two steps under way
-                assert under_way.pop(0).read("abcde") == expected.pop(0), "of a and c no draft was held"
+                counters, committed = under_way.pop(0).read("abcde")
+                found = [counters.committed_tokens, counters.rejected_tokens, counters.windows]
+                assert (committed, found) == expected.pop(0), "of a and c no draft was held"
         assert len(places) == 2, "no more than were under way at a time"
 
 
