@@ -344,6 +344,31 @@ def test_a_gpu_without_fp8_is_tuned_for_bf16_alone(caches, tmp_path, monkeypatch
     assert {shape.cache for shape in asked} == {"bf16"} and "no fp8: bf16 alone" in capsys.readouterr().out
 
 
+def samples_of(monkeypatch, *attempts: dict[str, float]) -> None:
+    """Times, in us, as they come at each timing."""
+    timings = iter(attempts)
+    monkeypatch.setattr(tune, "interleaved", lambda *_, **__: [(op, 0, us) for op, us in next(timings).items()])
+
+
+def test_a_disturbed_timing_is_taken_again(monkeypatch):
+    """An empty kernel that waited for another program made every time negative, and its context was left out."""
+    samples_of(monkeypatch, {"empty": 1600, "FLASH_ATTN": 35, "0": 30}, {"empty": 5, "FLASH_ATTN": 35, "0": 30})
+    assert dict(tune.above_empty({}, 2)) == {"FLASH_ATTN": 30, "0": 25}
+
+
+def test_a_busy_gpu_is_one_line_and_no_table(tmp_path, monkeypatch, capsys):
+    disturbed = {"empty": 1600, "FLASH_ATTN": 35, "0": 30}
+    samples_of(monkeypatch, *[disturbed] * 5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(Device, "of", lambda _: A100)
+    monkeypatch.setattr(tune, "search", lambda *_, **__: tune.above_empty({}, 2))
+    assert tune.main(["--shape", "llama-2-7b", "--caches", "bf16", "--out", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nwor tune: an empty kernel took longer than an attention, 5 times: stop")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_cache_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit):
         tune.main(["--shape", "llama-2-7b", "--caches", "bf16,fp16"])
