@@ -22,6 +22,7 @@ from nwor_lab.experiments.gpu_steps import (
     between_engine_spread,
     gpu_steps,
     of_pair,
+    of_stage,
     ratios_to_paused,
     unsplit_steps,
 )
@@ -133,6 +134,17 @@ def next_steps() -> pd.DataFrame:
 def next_row(mode: str, prompt: int) -> str:
     """A step over vanilla's in vLLM 0.33, by batch, between slashes."""
     return slashes(value(next_steps(), "step", mode=mode, prompt=prompt, batch=batch) for batch in (1, 4, 16))
+
+
+@functools.cache
+def long_steps() -> pd.DataFrame:
+    """The lines of `of_stage` at long contexts."""
+    return of_stage(table("gpu_long_steps"))
+
+
+def long_step_row(**where: Any) -> str:
+    """A step of `stage` over vanilla's at long contexts, at batch 1 and 4, between slashes."""
+    return slashes(value(long_steps(), "step", batch=batch, **where) for batch in (1, 4))
 
 
 @functools.cache

@@ -158,6 +158,11 @@ def claim(run: Run, table: pd.DataFrame, origin: str = "recorded") -> None:
     run.claim(text, "<= 1.002", costs, whole and costs <= 1.002, origin)
 
 
+def of_stage(table: pd.DataFrame) -> pd.DataFrame:
+    """The lines of `ratios_to_paused` under `stage`, their settings in columns."""
+    return ratios_to_paused(table).query("mode == 'stage'").reset_index().astype({"prompt": int})
+
+
 UNSPLIT = {"flash2": "FlashAttention 2, forced", "triton": "Triton"}
 """Attentions of vLLM that do not split a window's context, by their names in column `attention`."""
 
@@ -168,14 +173,13 @@ def unsplit_steps() -> pd.DataFrame:
 
 
 def beside_unsplit(table: pd.DataFrame) -> pd.DataFrame:
-    """One line a setting: `ratios_to_paused` of `stage` with each attention of `UNSPLIT`, which column `beside` names.
+    """One line a setting: `of_stage` with each attention of `UNSPLIT`, which column `beside` names.
 
     Args:
         table: `unsplit_steps`.
     """
-    each = {words: ratios_to_paused(table[table["attention"] == name]) for name, words in UNSPLIT.items()}
-    found = pd.concat(each, names=["beside"]).query("mode == 'stage'").reset_index()
-    return found.astype({"prompt": int})
+    each = [of_stage(table[table["attention"] == name]).assign(beside=words) for name, words in UNSPLIT.items()]
+    return pd.concat(each, ignore_index=True)
 
 
 def claim_unsplit(run: Run, points: pd.DataFrame, origin: str = "recorded") -> None:
