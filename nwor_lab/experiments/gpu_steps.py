@@ -74,6 +74,11 @@ def ratios_to_paused(steps: pd.DataFrame) -> pd.DataFrame:
     return ratios.assign(step=ratios["step"].where(ratios["at_parity"] & ratios["stable"]))
 
 
+def of_stage(steps: pd.DataFrame) -> pd.DataFrame:
+    """The lines of `ratios_to_paused` under `stage`, their settings in columns."""
+    return ratios_to_paused(steps).query("mode == 'stage'").reset_index().astype({"prompt": int})
+
+
 def gpu_steps(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """One line a setting, engine and mode: `ratios_to_paused`, and where profiled its GPU time.
 
@@ -156,11 +161,6 @@ def claim(run: Run, table: pd.DataFrame, origin: str = "recorded") -> None:
     costs = points[points["beside"] == "direct"].groupby("batch")["ratio"].median().max()
     text = "stage's step over its control's, each over its own engine paused: median of a batch's settings, worst batch"
     run.claim(text, "<= 1.002", costs, whole and costs <= 1.002, origin)
-
-
-def of_stage(table: pd.DataFrame) -> pd.DataFrame:
-    """The lines of `ratios_to_paused` under `stage`, their settings in columns."""
-    return ratios_to_paused(table).query("mode == 'stage'").reset_index().astype({"prompt": int})
 
 
 UNSPLIT = {"flash2": "FlashAttention 2, forced", "triton": "Triton"}

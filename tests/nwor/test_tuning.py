@@ -332,13 +332,17 @@ def searched(times: dict[int, float], vanilla: float = 100.0, **config) -> pd.Da
     return pd.DataFrame(rows).assign(vanilla=vanilla)
 
 
-@pytest.mark.parametrize("caches", ["fp8", "bf16,fp8"])
-def test_a_gpu_without_fp8_is_tuned_for_bf16_alone(caches, tmp_path, monkeypatch, capsys):
-    asked: list[AttentionShape] = []
+@pytest.fixture
+def a100_here(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
     monkeypatch.setattr(Device, "of", lambda _: A100)
+
+
+@pytest.mark.parametrize("caches", ["fp8", "bf16,fp8"])
+def test_a_gpu_without_fp8_is_tuned_for_bf16_alone(a100_here, caches, tmp_path, monkeypatch, capsys):
+    asked: list[AttentionShape] = []
     monkeypatch.setattr(tune, "search", lambda chosen, *_, **__: asked.extend(chosen) or searched({560: 60}))
     assert tune.main(["--shape", "llama-2-7b", "--caches", caches, "--out", str(tmp_path)]) == 0
     assert {shape.cache for shape in asked} == {"bf16"} and "no fp8: bf16 alone" in capsys.readouterr().out
@@ -356,12 +360,8 @@ def test_a_disturbed_timing_is_taken_again(monkeypatch):
     assert dict(tune.above_empty({}, 2)) == {"FLASH_ATTN": 30, "0": 25}
 
 
-def test_a_busy_gpu_is_one_line_and_no_table(tmp_path, monkeypatch, capsys):
-    disturbed = {"empty": 1600, "FLASH_ATTN": 35, "0": 30}
-    samples_of(monkeypatch, *[disturbed] * 5)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
-    monkeypatch.setattr(Device, "of", lambda _: A100)
+def test_a_busy_gpu_is_one_line_and_no_table(a100_here, tmp_path, monkeypatch, capsys):
+    samples_of(monkeypatch, *[{"empty": 1600, "FLASH_ATTN": 35, "0": 30}] * 5)
     monkeypatch.setattr(tune, "search", lambda *_, **__: tune.above_empty({}, 2))
     assert tune.main(["--shape", "llama-2-7b", "--caches", "bf16", "--out", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
