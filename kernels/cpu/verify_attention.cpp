@@ -13,6 +13,7 @@
 #include <torch/headeronly/util/Float8_e5m2.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -33,6 +34,11 @@ struct Pages {
 };
 
 struct Problem {
+  // The first position that any row of a window sees: what lies before may be another request's by now.
+  int64_t oldest(int64_t prefix) const {
+    return sliding_window > 0 ? std::max<int64_t>(0, prefix - sliding_window + 1) : 0;
+  }
+
   const int32_t *query_start_loc, *seq_lens, *block_table, *window_start, *packing;
   int64_t num_requests, table_width, num_heads, num_kv_heads, block_size, head_size;
   int64_t query_stride, query_head_stride, output_stride, output_head_stride;
@@ -64,7 +70,7 @@ void attend(const Problem& p, const Q* query, const Pages<C>& pages, const Pages
   const int64_t written = staging.data ? prefix + 1 : length;
   const int64_t d = p.head_size, slot_elements = 2 * d;
   std::vector<float> keys(length * d), values(length * d), scores(length), vector(d), sum(d);
-  for (int64_t position = 0; position < length; ++position) {
+  for (int64_t position = p.oldest(prefix); position < length; ++position) {
     const bool in_pages = position < written;
     const int64_t slot = in_pages ? position : p.window_start[request] + position - written;
     const int64_t page = slot / p.block_size;
@@ -195,7 +201,7 @@ void verify_attention(const Tensor& query, const Tensor& kv_cache, const std::op
                     ": its window leaves staging");
     const int64_t last = staging ? prefix : p.seq_lens[r] - 1;
     STD_TORCH_CHECK(last / n < block_table.size(1), "request ", r, ": block_table is too short");
-    for (int64_t page = 0; page * n <= last; ++page) {
+    for (int64_t page = p.oldest(prefix) / n; page * n <= last; ++page) {
       const int64_t block = p.block_table[r * p.table_width + page];
       STD_TORCH_CHECK(block >= 0 && block < kv_cache.size(0), "request ", r, ": block ", block, " is not in the cache");
     }

@@ -212,9 +212,10 @@ def verify_windows(
 
     # The splits' shares of the prefix, in tiles, as even as they go; the last split has none of the odd ones,
     # but the tail.
-    lowest = 0
+    oldest = 0  # the first position that any row sees: the first row's
     if SLIDING_WINDOW > 0:
-        lowest = tl.maximum(prefix - SLIDING_WINDOW + 1, 0) // TILE
+        oldest = tl.maximum(prefix - SLIDING_WINDOW + 1, 0)
+    lowest = oldest // TILE
     tiles = tl.cdiv(prefix, TILE) - lowest
     active = tl.maximum(tl.minimum(tiles // min_tiles_per_split, splits), 1)
     if split >= active:
@@ -281,9 +282,11 @@ def verify_windows(
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         summed = tl.zeros([ROWS, WIDTH], tl.float32)
-    pages = kv_cache + kv_head * page_head.to(tl.int64) + dim[None, :]
+    pages = kv_cache + kv_head.to(tl.int64) * page_head + dim[None, :]
     for _ in tl.range(begin, end, num_stages=STAGES):
         seen = position < prefix
+        if SLIDING_WINDOW > 0:  # vLLM may have given what lies below to another request: its NaN times 0 is NaN
+            seen = seen & (position >= oldest)
         block = next_block.to(tl.int64)
         ahead = position + TILE
         next_block = tl.load(table + ahead.to(tl.uint32) // BLOCK_SIZE, mask=ahead < prefix, other=0)
@@ -318,8 +321,8 @@ def verify_windows(
         block, offset = at // BLOCK_SIZE, at % BLOCK_SIZE
         into = tl.where(
             to_staging,
-            staging + block * staging_block + kv_head * staging_head + offset * staging_slot,
-            kv_cache + block * page_block + kv_head * page_head + offset * page_slot,
+            staging + block * staging_block + kv_head.to(tl.int64) * staging_head + offset * staging_slot,
+            kv_cache + block * page_block + kv_head.to(tl.int64) * page_head + offset * page_slot,
         )
         into = into[:, None] + dim[None, :]
         keep = (at >= 0)[:, None] & in_head[None, :]

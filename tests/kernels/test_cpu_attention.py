@@ -227,6 +227,27 @@ def test_our_attention_is_vllms(dtype, kv_cache_dtype, isa, sliding_window, stag
     assert torch.equal(ours, backend.verify(not staged)), "where the tail lies changes no bit"
 
 
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "in pages"])
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
+def test_what_no_row_sees_reaches_no_output(dtype, kv_cache_dtype, isa, staged):
+    """NaN below the sliding window and in every block that is nobody's, and a table that names no block there."""
+    backend = Backend(dtype, kv_cache_dtype, isa, sliding_window=33)
+    backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
+    clean = backend.verify(staged)
+    packing, cache = attention_cpu.find_packing(backend.layer).long(), backend.layer.kv_cache
+    nan = 0x7F if cache.dtype == torch.uint8 else float("nan")
+    kept = torch.full_like(cache, nan)
+    for request, (length, prefix) in enumerate(zip(backend.lengths, PREFIXES, strict=True)):
+        oldest = max(prefix - 33 + 1, 0)
+        for position in range(oldest, length):
+            block, places = backend.block_table[request, position // BLOCK_SIZE], packing[position % BLOCK_SIZE]
+            kept[block].flatten(1)[:, places] = cache[block].flatten(1)[:, places]
+        backend.block_table[request, : oldest // BLOCK_SIZE] = -1
+    backend.layer.kv_cache = kept
+    assert torch.equal(backend.verify(staged), clean)
+    assert not clean.isnan().any()
+
+
 @pytest.mark.parametrize("sliding_window", [-1, 33])
 @pytest.mark.parametrize(("slopes", "sinks"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
