@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,7 @@ def fit_side_by_side(config: Config, rows: int, head_size: int, cache_bytes: int
     return min((device.shared_memory + 1024) // taken, (1 << 16) // registers)
 
 
-def plan_split_combine(
+def split_combine(
     config: Config, room: int, windows: int, rows: int, head_size: int, multiprocessors: int
 ) -> tuple[int, bool, int, int]:
     """How a window is split and combined: (splits, grid barrier, most splits compiled for, rows combined at a time).
@@ -264,3 +264,77 @@ def plan_split_combine(
     wanted = 8 if rows > 4 * max_splits else 4
     combine_rows = min(wanted, MAX_COMBINED_SUMS // (max_splits * next_power_of_2(head_size)))
     return splits, grid_barrier, max_splits, combine_rows
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the kernel is compiled for beside a layer's own shape: two plans that share it share the machine code.
+
+    rows, row_tiles: as `row_tiles` has them. The others: as `Config` and `split_combine` have them.
+    """
+
+    rows: int
+    row_tiles: int
+    tile: int
+    warps: int
+    stages: int
+    registers: int
+    keys_per_warp: bool
+    split: bool
+    grid_barrier: bool
+    max_splits: int
+    combine_rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a batch of one shape is launched: the kernel, and two numbers that it reads."""
+
+    compiled: Compiled
+    splits: int
+    min_tiles_per_split: int
+
+
+@functools.cache
+def plan(
+    device: Device,
+    partial_rows: int,
+    requests: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    cache_bytes: int,
+    max_query_len: int,
+    query_fp8: bool,
+    config: Config | None = None,
+) -> Plan:
+    """The plan of a batch.
+
+    Args:
+        partial_rows: rows of sums that splits may leave (`verify.Workspace`).
+        requests: of the batch. heads, kv_heads, head_size: of the layer. cache_bytes: of an element of its cache.
+        max_query_len: rows of a window at most. query_fp8: whether the query is in fp8.
+        config: instead of the one of the device's table.
+    """
+    group = heads // kv_heads
+    if config is None:
+        config = choose(device, requests, kv_heads, group, head_size, cache_bytes, max_query_len)
+    rows, tiles = row_tiles(max_query_len, group, device.largest_tile(head_size), query_fp8)
+    room = max(1, partial_rows // (requests * heads * max_query_len))
+    packed = min(rows, max_query_len * group)
+    splits, grid_barrier, max_splits, combine_rows = split_combine(
+        config, room, kv_heads * requests * tiles, packed, head_size, device.multiprocessors
+    )
+    compiled = Compiled(
+        rows, tiles, config.tile, config.warps, config.stages, config.registers, config.keys_per_warp,
+        splits > 1, grid_barrier, max_splits, combine_rows,
+    )  # fmt: skip
+    return Plan(compiled, splits, config.min_tiles_per_split)
+
+
+def batches_of_each_kernel(max_requests: int, compiled: Callable[[int], Compiled]) -> list[int]:
+    """The smallest batch that needs each kernel, in order; compiled: of a batch of so many requests."""
+    first: dict[Compiled, int] = {}
+    for requests in range(1, max_requests + 1):
+        first.setdefault(compiled(requests), requests)
+    return list(first.values())

@@ -137,7 +137,7 @@ def _combine(
     )
 
 
-@triton.jit(do_not_specialize=["min_tiles_per_split"])
+@triton.jit(do_not_specialize=["min_tiles_per_split", "table_row"])
 def verify_windows(
     query,
     key,

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor.attention.configs import HEAD_SIZES, Config, Device, choose, next_power_of_2, plan_split_combine, row_tiles
+from nwor.attention import configs
+from nwor.attention.configs import HEAD_SIZES, Config, Device, Plan, next_power_of_2
 from nwor.attention.kernel import verify_windows
 
 FP8 = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
@@ -45,9 +46,22 @@ class Workspace:
         self.arrivals = torch.zeros(max_requests * tiles, 2, dtype=torch.int32, device=device)
         self.device = Device.of(self.arrivals.device)
 
-    def splits(self, requests: int) -> int:
-        """How many splits of the windows of so many requests there is room for."""
-        return max(1, len(self.partials) // (requests * self.num_heads * self.max_query_len))
+    def plan(
+        self,
+        requests: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        cache_bytes: int,
+        max_query_len: int,
+        query_fp8: bool = False,
+        config: Config | None = None,
+    ) -> Plan:
+        """How `verify_attention` launches a batch; the arguments are those of `configs.plan`."""
+        return configs.plan(
+            self.device, len(self.partials), requests, heads, kv_heads, head_size, cache_bytes, max_query_len,
+            query_fp8, config,
+        )  # fmt: skip
 
 
 def verify_attention(
@@ -114,24 +128,13 @@ def verify_attention(
     if requests == 0:
         return
     heads, head_size = query.shape[1:]
-    group = heads // kv_heads
-    if config is None:
-        config = choose(workspace.device, requests, kv_heads, group, head_size, kv_cache.element_size(), max_query_len)
-    query_fp8 = query.dtype == torch.float8_e4m3fn
-    rows, tiles = row_tiles(max_query_len, group, workspace.device.largest_tile(head_size), query_fp8)
-    fp8 = FP8.get(kv_cache_dtype, 0)
+    query_fp8, cache_bytes = query.dtype == torch.float8_e4m3fn, kv_cache.element_size()
+    plan = workspace.plan(requests, heads, kv_heads, head_size, cache_bytes, max_query_len, query_fp8, config)
+    compiled, fp8 = plan.compiled, FP8.get(kv_cache_dtype, 0)
     if fp8:  # as such the tensor cores can take keys from where they were copied to
         kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2
         kv_cache, staging = kv_cache.view(kind), staging.view(kind)
-    splits, grid_barrier, max_splits, combine_rows = plan_split_combine(
-        config,
-        workspace.splits(requests),
-        kv_heads * requests * tiles,
-        min(rows, max_query_len * group),
-        head_size,
-        workspace.device.multiprocessors,
-    )
-    verify_windows[(kv_heads, requests * tiles, splits)](
+    verify_windows[(kv_heads, requests * compiled.row_tiles, plan.splits)](
         query,
         key,
         value,
@@ -164,32 +167,32 @@ def verify_attention(
         *kv_cache.stride()[:3],
         *staging.stride()[:3],
         block_table.stride(0),
-        config.min_tiles_per_split,
-        GROUP=group,
+        plan.min_tiles_per_split,
+        GROUP=heads // kv_heads,
         HEAD_SIZE=head_size,
         WIDTH=next_power_of_2(head_size),
         BLOCK_SIZE=block_size,
         MAX_QUERY=max_query_len,
-        ROWS=rows,
-        ROW_TILES=tiles,
+        ROWS=compiled.rows,
+        ROW_TILES=compiled.row_tiles,
         TAIL=max(16, next_power_of_2(max_query_len)),
-        TILE=config.tile,
-        SPLIT=splits > 1,
+        TILE=compiled.tile,
+        SPLIT=compiled.split,
         SLIDING_WINDOW=sliding_window,
         SOFTCAP=softcap > 0,
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
         FP8=fp8,
         QUERY_FP8=query_fp8,
-        STAGES=config.stages,
-        KEY_GROUPS=config.warps if config.keys_per_warp else 1,
-        GRID_BARRIER=grid_barrier,
-        MAX_SPLITS=max_splits,
-        COMBINE_ROWS=combine_rows,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        launch_cooperative_grid=grid_barrier,
-        maxnreg=config.registers or None,
+        STAGES=compiled.stages,
+        KEY_GROUPS=compiled.warps if compiled.keys_per_warp else 1,
+        GRID_BARRIER=compiled.grid_barrier,
+        MAX_SPLITS=compiled.max_splits,
+        COMBINE_ROWS=compiled.combine_rows,
+        num_warps=compiled.warps,
+        num_stages=compiled.stages,
+        launch_cooperative_grid=compiled.grid_barrier,
+        maxnreg=compiled.registers or None,
     )
 
 

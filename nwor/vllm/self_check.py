@@ -6,7 +6,8 @@ kind, with random bytes. What the mode leaves in them is compared with what is t
 written, or under ``direct`` all rows, and where a mode has an attention of its own that with plain PyTorch.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor.attention.configs import Compiled, batches_of_each_kernel
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.settings import ATTENDING
@@ -22,7 +24,7 @@ from nwor.vllm.context import LayerContext
 # Relative error over all outputs: ten times that of sums in another order, a tenth of that of a row unseen.
 _TOLERANCE = {torch.float32: 1e-4}
 _ROUNDED = 2e-2
-_LARGEST_BATCH = 64  # larger ones are run as it is, and would take scratch that a GPU has not left
+_LARGEST_BATCH = 64  # larger ones are compiled for alone: they would take scratch that a GPU has not left
 _SCRATCH_SLOTS = 8192  # two blocks a request: beside recurrent layers blocks are large, and batches smaller
 _QUANTISED = 0.3  # of a row in fp8 beside what was to be written
 
@@ -38,12 +40,14 @@ def failure(manager: DraftCommitManager, layers: Sequence[Any]) -> str:
         torch.cuda.OutOfMemoryError: there is no room for a window.
     """
     checked = _one_of_each_shape(layers) if manager.mode in ATTENDING else layers[:2]
-    most = min(len(manager.slots), max(2, _SCRATCH_SLOTS // (2 * manager.layout.block_size)))
     try:
-        for requests in _batches(most, manager.slots.is_cuda and manager.mode in ATTENDING):
+        run, compiled = _batches(manager, checked)
+        for requests in run:
             window = _Window(manager, checked, requests)
             if wrong := window.wrong():
                 return f"the check at start-up failed, {wrong} of {requests} requests"
+        for requests in compiled:
+            window.launch_without_rows(requests)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001  (a kernel fails in ways of its own, to compile among them)
@@ -66,16 +70,28 @@ def _one_of_each_shape(layers: Sequence[Any]) -> list[Any]:
     return [*found.values(), *others[:1]]
 
 
-def _batches(most: int, all_kernels: bool) -> Iterator[int]:
-    """Sizes of batches to check: on a GPU a kernel is compiled for several of them, which start-up needs anyway."""
-    if not all_kernels:
-        yield min(most, 2)
-        return
-    size = 1
-    while size < min(most, _LARGEST_BATCH):
-        yield size
-        size *= 2
-    yield min(size, most)
+def _batches(manager: DraftCommitManager, layers: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Sizes of batches to run, and of larger ones to compile for alone: one for each kernel that serving may need.
+
+    A kernel that is compiled while requests wait makes them all wait for seconds.
+    """
+    most = min(len(manager.slots), _LARGEST_BATCH, max(2, _SCRATCH_SLOTS // (2 * manager.layout.block_size)))
+    if manager.attention is None:
+        return [min(most, 2)], []
+    first = {
+        requests
+        for layer in layers
+        for requests in batches_of_each_kernel(len(manager.slots), functools.partial(_compiled, manager, layer))
+    }
+    return sorted(n for n in first if n <= most), sorted(n for n in first if n > most)
+
+
+def _compiled(manager: DraftCommitManager, layer: Any, requests: int) -> Compiled:
+    """What a batch of so many requests needs of the layer's attention."""
+    assert manager.attention is not None
+    impl, bytes_ = layer.impl, layer.kv_cache.element_size()
+    shape = impl.num_heads, manager.layout.num_heads, impl.head_size, bytes_, manager.max_query_len
+    return manager.attention.plan(requests, *shape, query_fp8=layer.query_quant is not None).compiled
 
 
 class _Window:
@@ -197,22 +213,42 @@ class _Window:
 
     def _forward(self, starts: Tensor, slot_mapping: Tensor, tail_rows: Tensor) -> list[Tensor]:
         """All layers through the hooks in vLLM's attention."""
+        lengths = [prefix + tail for prefix, tail in zip(self.prefixes, self.tails, strict=True)]
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        rows = [(query, key[tail_rows], value[tail_rows]) for query, key, value in self.rows]
+        return self._through_hooks(rows, starts, seq_lens, self.block_table, slot_mapping)
+
+    def launch_without_rows(self, requests: int) -> None:
+        """Each layer's attention over so many requests of no rows: what it needs is compiled, and nothing is done."""
+        zeros = torch.zeros(requests + 1, dtype=torch.int32, device=self.device)
+        one_row = [(query[:1], key[:1], value[:1]) for query, key, value in self.rows]
+        slot_mapping = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+        self.manager.hold_nothing()
+        self._through_hooks(one_row, zeros, zeros[:-1], zeros[:-1, None], slot_mapping)
+
+    def _through_hooks(
+        self,
+        rows: Sequence[tuple[Tensor, Tensor, Tensor]],
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+    ) -> list[Tensor]:
+        """Write and attention of each layer, as vLLM calls them; rows: each layer's query, key and value."""
         from vllm.forward_context import override_forward_context
 
-        lengths = [prefix + tail for prefix, tail in zip(self.prefixes, self.tails, strict=True)]
         metadata = SimpleNamespace(
-            num_actual_tokens=len(tail_rows),
+            num_actual_tokens=len(slot_mapping),
             max_query_len=max(self.tails),
-            query_start_loc=starts,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
-            block_table=self.block_table,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=block_table,
             slot_mapping=slot_mapping,
         )
         outputs = []
         of_layers: Any = SimpleNamespace(attn_metadata={layer.layer_name: metadata for layer in self.layers})
         with override_forward_context(of_layers):
-            for index, (layer, rows) in enumerate(zip(self.layers, self.rows, strict=True)):
-                query, key, value = rows[0], rows[1][tail_rows], rows[2][tail_rows]
+            for index, (layer, (query, key, value)) in enumerate(zip(self.layers, rows, strict=True)):
                 output = torch.full_like(query, float("nan"))
                 if layer.query_quant is not None:
                     query = _in_fp8(query, layer)

@@ -38,10 +38,10 @@ from nwor.attention.configs import (
     file_name,
     fit_side_by_side,
     next_power_of_2,
-    plan_split_combine,
     read,
     row_tiles,
     shrunk,
+    split_combine,
     tuned,
 )
 from nwor.settings import PREFIX, Settings
@@ -183,7 +183,7 @@ def search(chosen: Sequence[AttentionShape], repeats: int = 5, workers: int = 14
         for kernel in kinds[shape.heads, shape.kv_heads, shape.cache, shape.k]:
             for config in divisions(shape, kernel, device, (512,)):
                 size = shape.query * shape.group, shape.head_size, device.multiprocessors
-                _, *combined = plan_split_combine(config, MAX_SPLITS, programs(shape, device), *size)
+                _, *combined = split_combine(config, MAX_SPLITS, programs(shape, device), *size)
                 undivided = replace(config, splits=config.splits > 1, min_tiles_per_split=0, side_by_side=1)
                 binary = undivided, *combined, shape.group, shape.query, shape.cache
                 if binary not in known:

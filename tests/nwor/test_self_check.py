@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The window that a mode runs at start-up, without an engine; with one: tests/nwor/test_vllm_modes.py."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nwor import ops
+from nwor.attention import configs
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import self_check
@@ -65,21 +67,34 @@ def test_no_room_is_no_fault_of_the_operators(paged, monkeypatch):
         check(paged)
 
 
-@pytest.mark.parametrize(("block_size", "batches"), [(16, [1, 2, 4, 8, 16, 32, 64]), (544, [1, 2, 4, 7])])
-def test_scratch_of_large_blocks_is_bounded(block_size, batches, monkeypatch):
+def gpu_manager(max_requests: int, max_drafts: int, kv_heads: int, block_size: int = 16) -> SimpleNamespace:
+    """A manager of mode `stage` on an H200, as far as the choice of batches looks at it."""
+    workspace = SimpleNamespace(plan=functools.partial(configs.plan, configs.H200, 1 << 16))
+    layout = SimpleNamespace(block_size=block_size, num_heads=kv_heads)
+    slots = torch.zeros(max_requests, max_drafts)
+    return SimpleNamespace(mode="stage", slots=slots, layout=layout, attention=workspace, max_query_len=max_drafts + 1)
+
+
+LAYER = SimpleNamespace(
+    impl=SimpleNamespace(num_heads=32, head_size=128), kv_cache=torch.zeros(0, dtype=torch.bfloat16), query_quant=None
+)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 32])
+@pytest.mark.parametrize("max_drafts", [1, 3, 4, 8])
+@pytest.mark.parametrize("max_requests", [1, 7, 256])
+def test_every_kernel_that_a_batch_can_need_is_compiled_at_start_up(max_requests, max_drafts, kv_heads):
+    """Batches of every size up to the largest; a power of two is not enough, and few kernels are."""
+    manager = gpu_manager(max_requests, max_drafts, kv_heads)
+    run, compiled = self_check._batches(manager, [LAYER])
+    needed = {self_check._compiled(manager, LAYER, requests) for requests in range(1, max_requests + 1)}
+    assert {self_check._compiled(manager, LAYER, requests) for requests in run + compiled} == needed
+    assert len(run + compiled) == len(needed) <= 16
+    assert max([*run, *compiled]) <= max_requests
+
+
+@pytest.mark.parametrize(("block_size", "most"), [(16, 64), (544, 7)])
+def test_scratch_of_large_blocks_is_bounded(block_size, most):
     """Beside recurrent layers a block is as large as a state: 64 requests would take gigabytes of a full GPU."""
-    asked: list[int] = []
-
-    class Slots:
-        is_cuda = True
-
-        def __len__(self) -> int:
-            return 256
-
-    def window(manager, layers, requests):
-        asked.append(requests)
-        return SimpleNamespace(wrong=lambda: "")
-
-    monkeypatch.setattr(self_check, "_Window", window)
-    manager = SimpleNamespace(mode="stage", slots=Slots(), layout=SimpleNamespace(block_size=block_size))
-    assert self_check.failure(manager, []) == "" and asked == batches
+    run, compiled = self_check._batches(gpu_manager(256, 8, 8, block_size), [LAYER])
+    assert max(run) <= most < min(compiled, default=256)

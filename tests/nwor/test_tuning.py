@@ -139,7 +139,7 @@ def test_programs_share_a_multiprocessor_where_they_fit():
 )
 def test_splits_wait_for_each_other_where_all_run_at_once(splits, room, windows, planned):
     config = Config(tile=64, splits=splits, side_by_side=2)
-    assert configs.plan_split_combine(config, room, windows, 36, 128, 132)[:2] == planned
+    assert configs.split_combine(config, room, windows, 36, 128, 132)[:2] == planned
 
 
 def test_a_table_of_another_version_has_other_words(tmp_path):
