@@ -11,6 +11,8 @@ from nwor.layout import CacheLayout
 
 _TOTALS = 5 * 8
 """Bytes of the totals, with which the buffer begins."""
+_PLACES = 8
+"""Commits whose counts may be on their way to the host; vLLM schedules at most two steps ahead of what it has read."""
 
 
 @dataclass
@@ -52,7 +54,7 @@ class DeviceCounters:
     totals: int64 [5], `counts` of `ops`: kept and rejected rows, windows, drafts, fallbacks.
     num_drafts: int32 [max_requests], the drafts held of each request of the step.
     kept: int32 [max_requests], the drafts that the last commit kept of each request.
-    cancelled: steps that closed their windows without a commit, which the host counts.
+    cancelled: steps that closed their windows without a commit, which the host counts. copies: made so far.
     """
 
     def __init__(self, mode: str, layout: CacheLayout, max_requests: int) -> None:
@@ -62,7 +64,8 @@ class DeviceCounters:
         self.totals = self._buffer[:_TOTALS].view(torch.int64)
         self.num_drafts, self.kept = self._buffer[_TOTALS:].view(torch.int32).chunk(2)
         self.cancelled = 0
-        self._free: list[_Place] = []
+        self._places: list[_Place] = []
+        self.copies = 0
 
     def add_layers(self, layout: CacheLayout) -> None:
         """Let each row count in these layers too: another cache group's, which holds the same tokens."""
@@ -81,15 +84,16 @@ class DeviceCounters:
     def copy(self, stream: torch.cuda.Stream | None) -> "CommitCounts":
         """The counts as the last commit left them, without waiting for it; to be called on the stream of the commit.
 
+        They stay readable for the next ``_PLACES - 1`` copies: nothing is allocated in a step, and whoever does not
+        read loses nothing but these counts.
+
         stream: copies to the host, which the drafter then does not wait for; None on a CPU.
         """
-        place = self._free.pop() if self._free else _Place(self._buffer)
+        number, self.copies = self.copies, self.copies + 1
+        self._places = self._places or [_Place(self._buffer) for _ in range(_PLACES)]
+        place = self._places[number % _PLACES]
         place.fill(self._buffer, stream)
-        return CommitCounts(self, place)
-
-    def give_back(self, place: "_Place") -> None:
-        """Let another commit's counts use it."""
-        self._free.append(place)
+        return CommitCounts(self, place, number)
 
     def counters_from(self, totals: list[int]) -> Counters:
         """Counters from the five totals."""
@@ -148,24 +152,27 @@ class _Place:
 
 @dataclass(frozen=True)
 class CommitCounts:
-    """The counts after one commit, on their way to the host."""
+    """The counts after one commit, on their way to the host; number: of the copy that brings them."""
 
     source: DeviceCounters
     place: _Place
+    number: int
 
-    def read(self, requests: Sequence[str]) -> tuple[Counters, dict[str, int]]:
-        """Wait for the counts; to be called once, since the place may then be another commit's.
+    def read(self, requests: Sequence[str]) -> tuple[Counters, dict[str, int]] | None:
+        """Wait for the counts.
 
         Args:
             requests: the ids of the batch's requests, in its order.
 
         Returns:
             The counters since start-up, and by request the drafts that it kept; without those of which none was held.
+            None where later commits have taken the place.
         """
         place, number = self.place, len(requests)
         place.wait()
+        if self.source.copies - self.number > _PLACES:
+            return None
         counters = self.source.counters_from(place.totals.tolist())
         num_drafts, kept = place.num_drafts[:number].tolist(), place.kept[:number].tolist()
         by_request = {request: drafts for request, held, drafts in zip(requests, num_drafts, kept, strict=True) if held}
-        self.source.give_back(place)
         return counters, by_request

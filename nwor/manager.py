@@ -129,6 +129,7 @@ class DraftCommitManager:
         slot_mapping: Tensor,
         requests: Sequence[str] = (),
         writes_first: bool = False,
+        most_drafts: int = 0,
     ) -> bool:
         """Open a window, before the forward.
 
@@ -144,6 +145,7 @@ class DraftCommitManager:
                 Where they are those of the step before, the log still holds: the only logged slots that were written
                 since are ones that no later window reaches.
             writes_first: whether a request of the batch may read rows that another writes in this very step.
+            most_drafts: the most drafts of a request, where the host knows it: what falls back is warned of once.
 
         Returns:
             False where the batch does not fit: vLLM's own write serves this step.
@@ -157,14 +159,13 @@ class DraftCommitManager:
         self.is_dummy_or_capture = False
         num_requests = cu_num_logits.numel() - 1
         fits = num_requests <= len(self.slots)
-        if not fits and not self._warned:
+        if (not fits or most_drafts > self.max_drafts) and not self._warned:
             self._warned = True
             logger.warning(
-                "NWOR: a batch of %d requests does not fit %d; "
-                "vLLM's own write serves such steps, counted as fallbacks",
-                num_requests,
-                len(self.slots),
-            )
+                "NWOR: %d requests with up to %d drafts each do not fit %d with %d; vLLM's own write serves what does "
+                "not fit, and leaves its rejected drafts in the cache: counted as fallbacks, and said once",
+                num_requests, max(most_drafts, 1), *self.slots.shape,
+            )  # fmt: skip
         previous_requests, self._previous_requests = self._previous_requests, ()
         if self.mode != "direct" or not fits:
             ops.open_window(

@@ -20,8 +20,9 @@ def add_to_output(output: Any, counts: CommitCounts | None, req_ids: Sequence[st
         return
 
     def add(result: Any) -> Any:
-        counters, by_request = counts.read(req_ids)
-        result.nwor_commit = vars(counters), by_request
+        if (read := counts.read(req_ids)) is not None:
+            counters, by_request = read
+            result.nwor_commit = vars(counters), by_request
         return result
 
     original = getattr(output, "get_output", None)

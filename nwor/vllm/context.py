@@ -28,11 +28,12 @@ class RunnerContext:
     groups: the cache groups that hold target layers; none where vLLM's own write serves. They open and close their
         windows together, and since each holds the same tokens, the first one's manager counts for all.
     reason: why vLLM's own write serves, where a mode was asked for.
-    copies_counts: whether each commit's counts go to the scheduler.
+    copies_counts: whether each commit's counts go to the scheduler, from this rank.
 
     Of the step under way:
     metadata: vLLM's `SpecDecodeMetadata` (V1), None without drafts. requests: the ids of the batch's requests.
-    drafts_alone: as `batch.has_drafts_alone` (V1). writes_first: as `DraftCommitManager.begin` takes it.
+    log_holds: its slots hold what the step before left there: no request is new or back, and (V1) none prefills.
+    writes_first: as `DraftCommitManager.begin` takes it.
     counts: of its commit, None before.
     """
 
@@ -41,7 +42,7 @@ class RunnerContext:
     copies_counts: bool = False
     metadata: Any = None
     requests: Sequence[str] = ()
-    drafts_alone: bool = False
+    log_holds: bool = False
     writes_first: bool = False
     counts: CommitCounts | None = None
 
@@ -57,11 +58,12 @@ class RunnerContext:
         slot_mappings: Mapping[int, Tensor] | Tensor,
         requests: Sequence[str],
         writes_first: bool,
+        most_drafts: int = 0,
     ) -> None:
         """Open each group's window on its own slots; slot_mappings: by the cache group's index."""
         for group in self.groups:
             slots = slot_mappings[group.index]
-            group.manager.begin(query_start_loc, cu_num_logits, slots, requests, writes_first)
+            group.manager.begin(query_start_loc, cu_num_logits, slots, requests, writes_first, most_drafts)
 
     def hold_nothing(self, slot_mappings: Mapping[int, Tensor] | Tensor | None = None) -> None:
         for group in self.groups:

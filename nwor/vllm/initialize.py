@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of both model runners' loading: watch the target's layers; make the manager once their caches are there."""
+"""Patches of both model runners' loading: watch the target's layers; make the manager once their caches are there.
 
-from collections.abc import Callable, Sequence
+What managers hold beside the cache is known before vLLM sizes it: the same managers are made on no device at all, and
+vLLM plans with what they would take.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from nwor.layout import CacheLayout, rows_per_request
+from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm import own_write, self_check
@@ -47,7 +52,6 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
             release(self)
             original(self, *args, **kwargs)
             context, layers = context_of(self), target_layers(self)
-            context.copies_counts = settings.mode != "direct" and (settings.emit_metrics or settings.debug_sync)
             context.reason = why_unsupported(self, layers, settings.mode)
             served: Sequence[ServedGroup] = ()
             if not context.reason:
@@ -90,63 +94,121 @@ def held_bytes(groups: Sequence[ServedGroup]) -> int:
     """Bytes of all tensors that the groups' managers keep beside the cache, counts too; the workspace once."""
     owners = [*(group.manager for group in groups), groups[0].manager.attention]
     tensors = [x for owner in owners if owner is not None for x in vars(owner).values() if isinstance(x, torch.Tensor)]
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    return sum(
+        {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values()
+    )  # meta has no pointers
+
+
+def planned_bytes(runner: Any, mode: str) -> int:
+    """`held_bytes` of what will serve, on this rank, before there are caches; 0 where vLLM's own write will."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    layers = target_layers(runner)
+    groups = get_kv_cache_groups(runner.vllm_config, runner.get_kv_cache_spec())
+    before = vars(runner).get("kv_cache_config")
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+    try:
+        if why_unsupported(runner, layers, mode):
+            return 0
+        layouts = {
+            index: _planned_layout(groups[index], served) for index, served in target_groups(runner, layers).items()
+        }
+        attention = _workspace(runner, layers.values(), "meta") if _attends_by_triton(runner, mode) else None
+        managers = _managers(runner, mode, layouts, attention)
+    finally:
+        if before is None:
+            del runner.kv_cache_config
+        else:
+            runner.kv_cache_config = before
+    return held_bytes([ServedGroup(index, (), manager) for index, manager in managers.items()])
+
+
+def _planned_layout(group: Any, layers: Sequence[Any]) -> CacheLayout:
+    """The layout that a cache group's layers will have, as far as memory beside it goes, on no device."""
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    spec = specs[layers[0].layer_name] if specs else group.kv_cache_spec
+    return CacheLayout(
+        pool=torch.empty(0, dtype=torch.uint8, device="meta"),
+        layer_offsets=torch.empty(len(layers), dtype=torch.int64, device="meta"),
+        strides=(0, 0, 0),
+        num_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        row_bytes=spec.real_page_size_bytes // spec.block_size // spec.num_kv_heads,
+        dtype=spec.dtype,
+    )
 
 
 def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tuple[Sequence[ServedGroup], str]:
     """This rank's cache groups with a manager each, or none and why their layers cannot be served.
 
     groups: the target layers of each cache group that has any, by its index.
+
+    Raises:
+        RuntimeError: the GPU has no room for what the managers hold.
     """
-    on_gpu, layouts = runner.device.type == "cuda", {}
+    layouts = {}
     for index, layers in groups.items():
-        layouts[index], reason = _layout_of(layers, on_gpu)
+        layouts[index], reason = _layout_of(layers, runner.device.type == "cuda")
         if reason:
             return (), reason
-    config, attention, specs = runner.vllm_config, None, runner.kv_cache_config.kv_cache_groups
-    graphs = config.compilation_config.cudagraph_mode
-    full_graphs = graphs is not None and graphs.has_full_cudagraphs()
-    max_requests, max_drafts = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
-    served: list[ServedGroup] = []
     try:
-        if mode in ATTENDING and on_gpu:
+        attention = None
+        if _attends_by_triton(runner, mode):
             from nwor.attention.configs import tuned
-            from nwor.attention.verify import Workspace
 
-            every = [layer.impl for layers in groups.values() for layer in layers]
-            heads, head_size = max(impl.num_heads for impl in every), max(impl.head_size for impl in every)
-            attention = Workspace(max_requests, max_drafts + 1, heads, head_size, runner.device)
+            attention = _workspace(runner, [layer for layers in groups.values() for layer in layers], runner.device)
             tuned(attention.device)  # a broken table stops here; in the self-check it would be a fallback
-        for index, layers in groups.items():
-            manager = DraftCommitManager(
-                layouts[index],
-                mode,
-                max_requests=max_requests,
-                max_drafts=max_drafts,
-                max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
-                uses_full_cudagraphs=full_graphs,
-                graphs_of_prefills=full_graphs and graphs.mixed_mode().has_full_cudagraphs(),
-                blocks_stay=blocks_stay(specs[index].kv_cache_spec),
-                attention=attention,
-            )
-            if failure := self_check.failure(manager, layers):
+        served: list[ServedGroup] = []
+        for index, manager in _managers(runner, mode, layouts, attention).items():
+            if failure := self_check.failure(manager, groups[index]):
                 return (), failure
             if served:
                 served[0].manager.counters.add_layers(layouts[index])
-            served.append(ServedGroup(index, layers, manager))
+            served.append(ServedGroup(index, groups[index], manager))
     except torch.cuda.OutOfMemoryError as error:
-        needed = sum(
-            layout.num_layers
-            * layout.slot_bytes
-            * max_requests
-            * rows_per_request(mode, max_drafts, layout.block_size, blocks_stay(specs[index].kv_cache_spec))
-            for index, layout in layouts.items()
-        )
         raise RuntimeError(
-            f"NWOR holds about {needed / 2**30:.1f} GiB beside vLLM's share of the GPU, for {max_requests} requests of "
-            f"{max_drafts} drafts, and the GPU has no such room: lower max_num_seqs or gpu_memory_utilization"
+            f"NWOR mode {mode} finds no room on the GPU for what it holds beside the cache: lower max_num_seqs, "
+            "kv_cache_memory_bytes or gpu_memory_utilization"
         ) from error
     return served, ""
+
+
+def _attends_by_triton(runner: Any, mode: str) -> bool:
+    return mode in ATTENDING and runner.device.type == "cuda"
+
+
+def _workspace(runner: Any, layers: Collection[Any], device: Any) -> Any:
+    from nwor.attention.verify import Workspace
+
+    config = runner.vllm_config
+    heads = max(layer.impl.num_heads for layer in layers)
+    head_size = max(layer.impl.head_size for layer in layers)
+    max_query_len = config.speculative_config.num_speculative_tokens + 1
+    return Workspace(config.scheduler_config.max_num_seqs, max_query_len, heads, head_size, device)
+
+
+def _managers(
+    runner: Any, mode: str, layouts: Mapping[int, CacheLayout], attention: Any
+) -> dict[int, DraftCommitManager]:
+    """A manager for each cache group, by its index."""
+    config, specs = runner.vllm_config, runner.kv_cache_config.kv_cache_groups
+    graphs = config.compilation_config.cudagraph_mode
+    full_graphs = graphs is not None and graphs.has_full_cudagraphs()
+    max_requests = config.scheduler_config.max_num_seqs
+    return {
+        index: DraftCommitManager(
+            layout,
+            mode,
+            max_requests=max_requests,
+            max_drafts=config.speculative_config.num_speculative_tokens,
+            max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
+            uses_full_cudagraphs=full_graphs,
+            graphs_of_prefills=full_graphs and graphs.mixed_mode().has_full_cudagraphs(),
+            blocks_stay=blocks_stay(specs[index].kv_cache_spec),
+            attention=attention,
+        )
+        for index, layout in layouts.items()
+    }
 
 
 def _layout_of(layers: list[Any], on_gpu: bool) -> tuple[Any, str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
-from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
+from nwor.vllm.batch import admits_requests, has_drafts_alone, reads_rows_of_this_step
 from nwor.vllm.carrier import make_sample_tokens
 from nwor.vllm.context import context_of, make_cancelling, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
@@ -46,7 +46,8 @@ def _make_prepare(original: Callable) -> Callable:
         num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
         context.metadata = metadata if num_drafts else None  # vLLM makes it for steps without drafts too
         context.requests = list(self.input_batch.req_ids)
-        context.drafts_alone = has_drafts_alone(num_scheduled_tokens, num_drafts)
+        drafts_alone = has_drafts_alone(num_scheduled_tokens, num_drafts)
+        context.log_holds = drafts_alone and not admits_requests(scheduler_output)
         context.writes_first = reads_rows_of_this_step(context.manager, scheduler_output)
         return result
 
@@ -76,8 +77,9 @@ def _make_forward(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         query_start_loc = self.query_start_loc.gpu[: self.input_batch.num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-        requests = context.requests if context.drafts_alone else ()
-        context.begin(query_start_loc, cu_num_logits, slot_mappings, requests, writes_first)
+        requests = context.requests if context.log_holds else ()
+        most_drafts = max(metadata.num_draft_tokens)  # this runner's drafters may bring more than they were asked for
+        context.begin(query_start_loc, cu_num_logits, slot_mappings, requests, writes_first, most_drafts)
         return original(self, *args, **kwargs)
 
     return _model_forward

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
-from nwor.vllm.batch import has_drafts_alone, reads_rows_of_this_step
+from nwor.vllm.batch import admits_requests, has_drafts_alone, reads_rows_of_this_step
 from nwor.vllm.carrier import make_sample_tokens
 from nwor.vllm.context import context_of, make_cancelling, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
@@ -46,9 +46,13 @@ def _make_gather(original: Callable) -> Callable:
     def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
         state, uniform = original(self, scheduler_output, dummy_run)
         context = context_of(self)
+        context.log_holds = not dummy_run and not admits_requests(scheduler_output)
         context.writes_first = not dummy_run and reads_rows_of_this_step(context.manager, scheduler_output)
-        # A graph of decodes stores rows while it attends, and is replayed where all queries are of one length.
-        return state, None if context.writes_first else uniform
+        if not context.writes_first:
+            return state, uniform
+        # A graph of decodes stores rows while it attends, and is replayed where all queries are of one length. The
+        # drafter asks for that length again: it must not replay one either, over metadata that nobody padded for it.
+        return state._replace(decode_graph_eligible=False), None
 
     return gather_batch_req_state
 
@@ -60,12 +64,12 @@ def _make_prepare(original: Callable) -> Callable:
         if context.groups:
             context.requests = input_batch.req_ids
             if num_drafts := input_batch.num_draft_tokens:
-                drafts_alone = has_drafts_alone(input_batch.num_scheduled_tokens, num_drafts)
+                log_holds = context.log_holds and has_drafts_alone(input_batch.num_scheduled_tokens, num_drafts)
                 context.begin(
                     input_batch.query_start_loc,
                     input_batch.cu_num_logits,
                     slot_mappings,
-                    context.requests if drafts_alone else (),
+                    context.requests if log_holds else (),
                     context.writes_first,
                 )
             else:

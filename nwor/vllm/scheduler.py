@@ -2,9 +2,10 @@
 """Patch of the engine core: stop unless every rank serves the mode, and hold each step's commits to the scheduler's.
 
 Why: vLLM logs and skips a plugin that fails in a worker, and a clean baseline would then carry the treatment's name.
-How: after the caches are initialised every rank is asked for its `Status`; in each step the drafts a worker committed,
-which travel on its output, are compared with those the scheduler counts as accepted, of the requests whose drafts
-were held back. A difference is a warning, at most one a minute, or under ``VLLM_NWOR_DEBUG_SYNC`` an error.
+How: after the caches are initialised every rank is asked for its `Status`. Where vLLM keeps statistics, or under
+``VLLM_NWOR_DEBUG_SYNC``, the drafts that a worker committed travel on each step's output, and are compared with those
+that the scheduler counts as accepted, of the requests whose drafts were held back. A difference is a warning, at most
+one a minute, or under ``VLLM_NWOR_DEBUG_SYNC`` an error.
 When it can go: when vLLM makes a failing plugin an error.
 """
 
@@ -12,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nwor.settings import Settings
+from nwor.settings import CLEAN, Settings
 from nwor.vllm.carrier import add_to_statistics, take_from_output
 from nwor.vllm.patch import wrap
-from nwor.vllm.worker import status
+from nwor.vllm.worker import send_counts, status
 
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
@@ -32,6 +33,8 @@ def install(settings: Settings) -> None:
         def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
             result = original(self, vllm_config)
             require_mode(settings.mode, self.model_executor.collective_rpc(status))
+            wanted = settings.debug_sync or (settings.emit_metrics and self.log_stats)
+            self.model_executor.collective_rpc(send_counts, args=(wanted and settings.mode in CLEAN,))
             return result
 
         return _initialize_kv_caches

@@ -19,6 +19,8 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return f"{current_platform.device_name}: the operators are built for CUDA and for CPUs"
     if config.speculative_config is None:
         return "no speculative decoding: there are no drafts to hold back"
+    if config.speculative_config.enable_adaptive_verification:
+        return "adaptive verification: only the device knows how long queries are, while the host plans with others"
     if config.kv_transfer_config is not None and (reason := why_not_beside(config.kv_transfer_config)):
         return reason
     parallel = config.parallel_config

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of the worker: apply the runner's and the CPU attention's hooks in this process, and answer for it.
 
-Why: runners and backends are imported only inside workers, after the plugin has been loaded.
-How: `WorkerWrapperBase.init_device` runs once per worker, before either is instantiated.
+Why: runners and backends are imported only inside workers, after the plugin has been loaded; and the cache is sized
+there, which has to leave room for what a mode holds beside it.
+How: `WorkerWrapperBase.init_device` runs once per worker, before either is instantiated; of what
+`determine_available_memory` finds, the mode's share is taken.
 When it can go: when vLLM offers a hook between loading and initialising a worker.
 """
 
@@ -12,6 +14,7 @@ from typing import Any
 
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.context import context_of, manager_of
+from nwor.vllm.initialize import planned_bytes
 from nwor.vllm.patch import wrap, wrapped
 
 
@@ -47,9 +50,8 @@ def install(settings: Settings) -> None:
             if settings.mode != "off":
                 runner = runner_v2 if self.vllm_config.use_v2_model_runner else runner_v1
                 runner.install(settings)
-                if not on_cpu:
-                    _reset_after_warm_up()
-                elif settings.mode in ATTENDING:
+                _watch_memory(settings.mode, on_cpu)
+                if on_cpu and settings.mode in ATTENDING:
                     attention_cpu.install()
             return original(self)
 
@@ -58,19 +60,49 @@ def install(settings: Settings) -> None:
     wrap(WorkerWrapperBase, "init_device", make)
 
 
-def _reset_after_warm_up() -> None:
-    from vllm.v1.worker.gpu_worker import Worker
+def _watch_memory(mode: str, on_cpu: bool) -> None:
+    if on_cpu:
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
 
-    def make(original: Callable) -> Callable:
-        def compile_or_warm_up_model(self: Any) -> Any:
-            result = original(self)
-            if (manager := manager_of(self.model_runner)) is not None:
-                manager.counters.reset()  # the V2 runner's warm-up runs real steps
-            return result
+        wrap(Worker, "compile_or_warm_up_model", _make_warm_up)
+    wrap(Worker, "determine_available_memory", lambda original: _make_plan(original, mode))
 
-        return compile_or_warm_up_model
 
-    wrap(Worker, "compile_or_warm_up_model", make)
+def _make_warm_up(original: Callable) -> Callable:
+    def compile_or_warm_up_model(self: Any) -> Any:
+        result = original(self)
+        if (manager := manager_of(self.model_runner)) is not None:
+            manager.counters.reset()  # the V2 runner's warm-up runs real steps
+        return result
+
+    return compile_or_warm_up_model
+
+
+def _make_plan(original: Callable, mode: str) -> Callable:
+    def determine_available_memory(self: Any) -> int:
+        asked_for = self.cache_config.kv_cache_memory_bytes is not None
+        available = original(self)
+        if asked_for:  # a user's number for the cache stands, whatever else there is
+            return available
+        held = planned_bytes(self.model_runner, mode)
+        if held >= available > 0:
+            raise RuntimeError(
+                f"NWOR mode {mode} holds {held / 2**30:.1f} GiB beside the cache, for which vLLM has "
+                f"{available / 2**30:.1f} GiB left: lower max_num_seqs, or raise gpu_memory_utilization"
+            )
+        if hasattr(self, "total_consumed"):  # vLLM's advice on the cache's size starts from these
+            self.total_consumed += held
+            self.available_kv_cache_memory_bytes -= held
+        return available - held
+
+    return determine_available_memory
+
+
+def send_counts(worker: Any, wanted: bool) -> None:
+    """Let each commit's counts go to the scheduler, from the one rank whose output the engine asks for."""
+    context_of(worker.model_runner).copies_counts = wanted and worker.is_driver_worker
 
 
 def status(worker: Any) -> dict[str, Any]:

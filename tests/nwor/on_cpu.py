@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engines of these tests have in common on a CPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from nwor.vllm.context import ServedGroup
 from nwor.vllm.metrics import UNSEEN
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.experiments.parity import tolerance
@@ -21,6 +26,21 @@ def spec_of(model: Path, dtype: str = "float32", kv_cache_dtype: str = "auto", *
         num_blocks=64,
         **more,
     )
+
+
+def planned_is_held(patch: pytest.MonkeyPatch) -> None:
+    """The engine stops unless its managers hold just what was planned before it had caches."""
+    from nwor.vllm import initialize
+
+    serve = initialize.set_served_groups
+
+    def checked(runner: Any, groups: Sequence[ServedGroup]) -> None:
+        serve(runner, groups)
+        if groups:
+            planned = initialize.planned_bytes(runner, groups[0].manager.mode)
+            assert planned == initialize.held_bytes(groups) > 0
+
+    patch.setattr(initialize, "set_served_groups", checked)
 
 
 def assert_clean_and_counted(

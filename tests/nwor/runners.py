@@ -25,7 +25,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
     groups = groups_of([*names, "draft"])
     runner = SimpleNamespace(
         vllm_config=SimpleNamespace(
-            speculative_config=SimpleNamespace(num_speculative_tokens=4),
+            speculative_config=SimpleNamespace(num_speculative_tokens=4, enable_adaptive_verification=False),
             kv_transfer_config=None,
             parallel_config=parallel,
             compilation_config=SimpleNamespace(

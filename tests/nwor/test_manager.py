@@ -237,15 +237,15 @@ def test_a_request_with_more_drafts_than_the_capacity_is_vllms_own(mode, device)
 
 
 def test_commit_counts_are_of_the_last_commit(device):
-    """Per request, and not the sampled token's row; no later commit changes them, though places are used again, in
-    vLLM's inference mode and out of it."""
+    """Per request, and not the sampled token's row; the next commit does not change them, in vLLM's inference mode and
+    out of it."""
     stream = None if device == "cpu" else torch.cuda.Stream()
     outcomes = {
         "some rejected": ({"b": 2, "d": 0, "e": 2}, 4, 2, 3),
         "none rejected": ({"b": 3, "d": 1, "e": 2}, 6, 0, 3),
     }
     for mode in ("cow", "stage"):
-        step, expected, under_way, places = Step("HND", mode, device), [], [], set()
+        step, expected, under_way = Step("HND", mode, device), [], []
         totals = [0, 0, 0]  # committed, rejected, windows
         for rejected in ("some rejected", "none rejected", "none rejected", "some rejected", "some rejected"):
             step.begin()
@@ -253,7 +253,6 @@ def test_commit_counts_are_of_the_last_commit(device):
             step.commit(REJECTED[rejected])
             with torch.inference_mode(rejected == "some rejected"):
                 under_way.append(step.manager.counters.copy(stream))
-            places.add(under_way[-1].place)
             of_requests, *risen = outcomes[rejected]
             totals = [before + by for before, by in zip(totals, risen, strict=True)]
             expected.append((of_requests, totals))
@@ -261,7 +260,19 @@ def test_commit_counts_are_of_the_last_commit(device):
                 counters, committed = under_way.pop(0).read("abcde")
                 found = [counters.committed_tokens, counters.rejected_tokens, counters.windows]
                 assert (committed, found) == expected.pop(0), "of a and c no draft was held"
-        assert len(places) == 2, "no more than were under way at a time"
+
+
+def test_counts_that_nobody_reads_take_no_memory(device, monkeypatch):
+    """Of several ranks the engine reads one alone. What was overtaken says so, and is no other commit's."""
+    stream = None if device == "cpu" else torch.cuda.Stream()
+    step = Step("HND", "cow", device)
+    copies = [step.manager.counters.copy(stream)]
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **more: pytest.fail("memory is allocated"))
+    if stream:
+        monkeypatch.setattr(torch.cuda, "Event", lambda *args, **more: pytest.fail("an event is made"))
+    copies += [step.manager.counters.copy(stream) for _ in range(40)]
+    assert copies[0].read("abcde") is None
+    assert copies[-1].read("abcde") == (Counters(), {})
 
 
 def test_under_graphs_a_layer_is_staged_once_and_for_all(device):

@@ -182,7 +182,8 @@ def test_every_hook_fits_the_installed_vllm_and_the_known_releases():
         module.install(settings)
     for module in (attention_cpu, cpu_sampling, metrics):
         module.install()
-    worker._reset_after_warm_up()
+    for on_cpu in (True, False):
+        worker._watch_memory("stage", on_cpu)
     eagle_bias.install(repair=True)
     wrappers = {patch.full_name(owner, name): vars(owner)[name] for owner, name, _ in patch._originals}
     of_gpus = {name for name in releases.KNOWN if re.search("(FlashA|Triton|FlashInfer)", name)}

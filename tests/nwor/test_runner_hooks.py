@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+
 from nwor.counters import Counters
 from nwor.manager import DraftCommitManager
 from nwor.vllm import runner_v1, runner_v2
@@ -159,23 +161,42 @@ def test_the_v2_runner_closes_the_window_before_its_tokens_go_to_the_host(mode):
     assert made.manager.counters.read().committed_tokens == sum(DRAFTS) - 1
 
 
-@pytest.mark.parametrize(("rows", "named"), [((1, 4, 3), True), ((5, 4, 3), False)])
-def test_requests_are_named_where_all_other_rows_are_drafts(rows, named, monkeypatch):
-    """A step that prefills may write slots that a log still holds: its requests go unnamed, under both runners."""
+LOGS = {
+    "the same requests": ({}, {}, (1, 4, 3), True),
+    "one prefills": ({}, {}, (5, 4, 3), False),
+    "one is new, by an id that was there before": ({"q": 0}, {}, (1, 4, 3), False),
+    "one comes back": ({}, {"q": 32}, (1, 4, 3), False),
+}
+
+
+@pytest.mark.parametrize("case", LOGS)
+def test_requests_are_named_where_a_log_still_holds(case, monkeypatch):
+    """Of a step that prefills or admits somebody the requests go unnamed, under both runners: slots may be others'."""
+    new, resumed, rows, named = LOGS[case]
+    step = scheduled(new, resumed, {"p": 40, "r": 40}, dict(zip("pqr", rows, strict=True)))
     asked = []
     begin = DraftCommitManager.begin
     monkeypatch.setattr(
         DraftCommitManager, "begin", lambda *args, **named: (asked.append(args[4]), begin(*args, **named))[1]
     )
-    scheduled = np.array(rows)
     first, second = Stepping("cow"), SteppingV2("cow")
     metadata = first.nwor.metadata
-    runner_v1._make_prepare(lambda *args: (None, metadata, 0))(first, None, scheduled)
+    runner_v1._make_prepare(lambda *args: (None, metadata, 0))(first, step, np.array(rows))
     first.run([[7, -1, -1, -1]] * 3)
     batch = second.input_batch(sum(DRAFTS))
-    batch.num_scheduled_tokens = scheduled
+    batch.num_scheduled_tokens = np.array(rows)
+    runner_v2._make_gather(lambda self, scheduler_output, dummy_run: ("state", None))(second, step, False)
     runner_v2._make_prepare(SteppingV2.prepare_attn)(second, batch)
     assert [list(requests) for requests in asked] == 2 * [["p", "q", "r"] if named else []]
+
+
+def test_more_drafts_than_there_is_room_for_are_said_once(caplog):
+    """Whether vLLM keeps statistics or not: the cache is not clean then."""
+    made = Stepping("cow")
+    made.manager.max_drafts = 2  # as if the drafter had been asked for two, and brought three
+    for _ in range(2):
+        made.run([[7, -1, -1, -1]] * 3)
+    assert [line for line in caplog.messages if "3 drafts" in line] == caplog.messages and len(caplog.messages) == 1
 
 
 def test_dummy_runs_of_the_v1_runner_hold_nothing():
@@ -258,8 +279,11 @@ def test_such_a_step_replays_no_graph_of_decodes(case, dummy):
 
     second = SteppingV2()
     second.manager.attention = "a workspace"
-    gather = runner_v2._make_gather(lambda self, scheduler_output, dummy_run: ("state", 4))
-    assert gather(second, step, dummy) == ("state", None if reads else 4)
+    state = BatchReqState(**dict.fromkeys(BatchReqState._fields) | {"decode_graph_eligible": True})
+    gather = runner_v2._make_gather(lambda self, scheduler_output, dummy_run: (state, 4))
+    found, uniform = gather(second, step, dummy)
+    assert uniform == (None if reads else 4)
+    assert found == state._replace(decode_graph_eligible=not reads), "the drafter replays none either"
     runner_v2._make_prepare(SteppingV2.prepare_attn)(second, second.input_batch(sum(DRAFTS)))
     assert second.manager.writes_first is reads
     if dummy:

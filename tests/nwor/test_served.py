@@ -117,6 +117,9 @@ MATRIX = {
         ({"vllm_config__kv_transfer_config": connector(name)}, {}, f"the KV connector {name}")
         for name in ("MoRIIOConnector", "HiSparseConnector")
     ],
+    "adaptive verification (DSpark)": [
+        ({"vllm_config__speculative_config__enable_adaptive_verification": True}, {}, "adaptive verification")
+    ],
     "pipeline parallelism": [({PARALLEL + "pipeline_parallel_size": 2}, {}, "pipeline parallelism")],
     "context parallelism, decode or prefill": [
         ({PARALLEL + f"{kind}_context_parallel_size": 2}, {}, "context parallelism") for kind in ("decode", "prefill")

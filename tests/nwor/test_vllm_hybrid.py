@@ -14,7 +14,7 @@ from nwor_lab.experiments.parity import compare
 from tests import checkpoints, hybrids
 from tests.engines import Outcome
 from tests.nwor import group_faults
-from tests.nwor.on_cpu import assert_clean_and_counted, spec_of
+from tests.nwor.on_cpu import assert_clean_and_counted, planned_is_held, spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -100,7 +100,7 @@ def test_eagle3(engines, tmp_path):
     spec = replace(spec_of(pair, block_size=32), draft=str(head), method="eagle3")
     plain = engines.run(spec, Settings())
     for mode in ("cow", "stage"):
-        outcome = treated(engines, spec, mode)
+        outcome = treated(engines, spec, mode, planned_is_held)
         assert outcome.tokens == plain.tokens
         assert_clean_and_counted(outcome, mode, width=256)
 

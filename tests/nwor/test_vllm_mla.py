@@ -15,7 +15,7 @@ from nwor_lab.engines.engine import EngineSpec
 from tests import checkpoints
 from tests.engines import PROMPTS, Outcome
 from tests.nwor import faults
-from tests.nwor.on_cpu import assert_clean_and_counted
+from tests.nwor.on_cpu import assert_clean_and_counted, planned_is_held
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -57,7 +57,7 @@ def treated(
 def test_cow_keeps_rejected_latent_rows_out_of_the_cache(engines, deepseek, plain, method, dtype):
     vanilla = plain(method, dtype)
     prompts = misleading(plain().tokens) if method == "ngram" else PROMPTS[:6]
-    outcome = treated(engines, deepseek, "cow", method, dtype, prompts=prompts)
+    outcome = treated(engines, deepseek, "cow", method, dtype, planned_is_held, prompts)
     assert outcome.tokens == vanilla.tokens
     assert vanilla.audit["dirty_layer_steps"] > 0, "the audit's negative control: vLLM leaves them"
     assert outcome.audit["kept_rows"] > 300

@@ -22,7 +22,7 @@ from tests.checkpoints import random_pair
 from tests.devices import needs_fp8_cache
 from tests.engines import PROMPTS, Outcome
 from tests.nwor import faults, request_kinds
-from tests.nwor.on_cpu import ROUNDING, assert_clean_and_counted, spec_of
+from tests.nwor.on_cpu import ROUNDING, assert_clean_and_counted, planned_is_held, spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -81,7 +81,7 @@ def test_requests_that_are_preempted_and_the_blocks_they_leave(engines, model, m
     """A cache too small for its batch takes blocks from requests in flight, which come back and write anew."""
     spec = replace(spec_of(model), block_size=32, num_blocks=20)
     plain = engines.run(spec, Settings())
-    outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True))
+    outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), planned_is_held)
     assert plain.metrics["num_preemptions"] > 0 and outcome.metrics["num_preemptions"] > 0
     assert outcome.tokens == plain.tokens
     assert_clean_and_counted(outcome, mode)

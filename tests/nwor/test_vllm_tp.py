@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -72,12 +73,19 @@ def test_an_engine_whose_mode_pauses_is_vanilla_and_treated(small, tmp_path):
     assert ranks[0]["counters"]["windows"] == 3 * windows, judged
 
 
-def test_kernel_times_are_those_of_every_rank(model):
-    """On a CPU torch's operators are what is seen, of each rank its own."""
+def copies(worker: Any) -> int:
+    """Commits whose counts this rank has copied to the host."""
+    return worker.model_runner.nwor.manager.counters.copies
+
+
+def test_each_rank_has_its_kernel_times_and_one_alone_moves_counts(model):
+    """On a CPU torch's operators are what is seen, of each rank its own. The engine reads the first rank's counts."""
     spec = EngineSpec(str(model / "target"), str(model / "eagle"), tp=2, dtype="float32", num_blocks=64)
-    with Engine(spec, Settings()) as engine:
+    with Engine(spec, Settings(mode="cow")) as engine:
         ranks, steps = engine.kernel_times(PROMPTS[:2], 60)
+        first, second = engine.on_every_rank(copies)
     assert (len(ranks), steps) == (2, 8)
+    assert first >= 8 and second == 0
     for times in ranks:
         assert all(time >= 0 for time in times.values())
         assert any("reshape_and_cache" in name for name in times), sorted(times)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start-up and single steps of real engines on a GPU: what is compiled, what memory is taken, what the drafter sees."""
+
+import pytest
+import torch
+
+from nwor.settings import Settings
+from nwor_lab.engines import shapes
+from nwor_lab.engines.random_weights import FORMAT
+from nwor_lab.engines.spec import EngineSpec
+from tests.checkpoints import random_pair
+from tests.engines import in_child
+from tests.nwor.gpu import in_process
+from tests.nwor.gpu.on_gpu import spec_of
+from tests.nwor.specs import With, with_connector
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("k", [1, 3, 4, 8])
+def test_nothing_is_compiled_in_service(tmp_path, k, graphs):
+    """Batches of every size. With one KV head, plans change most often, and between powers of two."""
+    random_pair(tmp_path, noise=0.3, num_attention_heads=8, num_key_value_heads=1, head_dim=64, num_hidden_layers=2)
+    stack = "v2 FA graphs" if graphs else "v2 FA eager"
+    spec = spec_of(tmp_path, stack, k=k, batch=96, max_num_batched_tokens=96 * (k + 1), num_blocks=1000)
+    found = in_child(in_process.kernels_compiled_in_service, spec, Settings(mode="stage"), range(1, 97))
+    assert "verify_windows" not in found, f"{found.count('verify_windows')} times"
+
+
+@pytest.mark.parametrize("requests", [4, 12])
+@pytest.mark.parametrize("k", [4, 8])
+def test_drafts_of_steps_that_leave_the_graphs_are_an_eager_engines(model, k, requests):
+    """Whoever is admitted comes with a whole prompt but one token, as on the decoding side of P/D: its step leaves the
+    graphs of decodes, and the drafter must not replay one. Nothing is compiled, so that rounding is the same."""
+    prompts = [[(5 * i + 3 * j) % 90 + 3 for j in range(40)] for i in range(3 * requests)]
+    answers, found = [10 + 7 * i % 23 for i in range(len(prompts))], []
+    for mode in ("NONE", "FULL_DECODE_ONLY"):
+        spec = with_connector(
+            spec_of(model, "v2 FA eager", k=k, batch=requests, num_blocks=96, enforce_eager=False),
+            "DecodeBenchConnector", {"fill_mean": 0.015, "fill_std": 0.0},
+        )  # fmt: skip
+        arguments = spec.arguments | {"compilation_config": {"mode": 0, "cudagraph_mode": mode}}
+        spec = With(**(vars(spec) | {"arguments": arguments}))
+        settings = Settings(mode="stage")
+        found.append(in_child(in_process.drafts_of_each_step, spec, settings, prompts, answers))
+    eager, graphs = found
+    left = [place for place, (left, _) in graphs.items() if left and place in eager]
+    equal = sum(graphs[place][1] == eager[place][1] for place in left)
+    print(f"{k} drafts, {requests} requests: {equal} of {len(left)} equal where a step left the graphs")
+    assert len(left) >= requests and equal > 0.9 * len(left)
+    others = [place for place in graphs.keys() & eager.keys() if place not in left]
+    assert sum(graphs[place][1] == eager[place][1] for place in others) > 0.9 * len(others)
+
+
+def test_a_7b_with_vllms_defaults_serves_a_full_load(tmp_path):
+    """What a mode holds for 1,024 requests of 8 drafts, 4 GiB, comes out of the memory that vLLM plans: a mode takes no
+    more of the GPU than vLLM alone."""
+    free, total = torch.cuda.mem_get_info()
+    if free < 0.96 * total or total < 70 << 30:
+        pytest.skip("needs a GPU of 80 GB alone")
+    target, head = shapes.write_shape("llama-2-7b", tmp_path, max_model_len=512)
+    spec = EngineSpec(str(target), str(head), load_format=FORMAT, k=8, gpu_memory_utilization=0.95)
+    spec = With(**vars(spec), arguments={"max_num_seqs": None, "max_num_batched_tokens": None})
+    taken = {}
+    for mode in ("off", "stage", "cow"):
+        most, ran, taken[mode] = in_child(in_process.serve_a_full_load, spec, Settings(mode=mode))
+        assert ran == most >= 256
+    assert max(taken.values()) < taken["off"] + 0.5, taken
