@@ -25,7 +25,8 @@ def reads_rows_of_this_step(manager: DraftCommitManager | None, scheduler_output
     vLLM publishes a block to the prefix cache while it schedules the step that fills it, so a request admitted in this
     step may find it there. vLLM 0.33 publishes blocks once more, when it has read what was accepted: their rows are in
     the pages by then, since each commit is queued before the step's tokens go to the host. With EAGLE no block is found
-    before that: 0.32 drops the last match, and in 0.33 a block's hash covers the token behind it. Of a query longer than a window vLLM's own attention takes care, behind vLLM's own writer.
+    before that: 0.32 drops the last match, and in 0.33 a block's hash covers the token behind it. Of a query longer
+    than a window vLLM's own attention takes care, behind vLLM's own writer.
     """
     if manager is None or manager.attention is None:
         return False

@@ -15,10 +15,10 @@ from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.experiments import options
-from nwor_lab.experiments.parity import compare, tolerance
+from nwor_lab.experiments.parity import compare
 from nwor_lab.experiments.plan import Plan, settings_of
 from tests import checkpoints
-from tests.checkpoints import random_pair
+from tests.checkpoints import GAPS, random_pair
 from tests.devices import needs_fp8_cache
 from tests.engines import PROMPTS, Outcome
 from tests.nwor import faults, request_kinds
@@ -95,7 +95,7 @@ def test_stage_is_exact_or_a_near_tie(attending, vanilla, dtype, kv_cache_dtype)
     if dtype == "float32":
         assert parity.equal == parity.requests
     else:
-        assert parity.within(tolerance(dtype, kv_cache_dtype)), parity
+        assert parity.within(GAPS["auto" if kv_cache_dtype == "auto" else "fp8"]), parity
 
 
 @pytest.mark.parametrize("dtype, kv_cache_dtype", CACHES)

@@ -14,10 +14,10 @@ from nwor_lab import pair, paths
 from nwor_lab.engines.engine import Engine, Generation
 from nwor_lab.experiments.parity import compare
 from tests import checkpoints
-from tests.checkpoints import random_pair
+from tests.checkpoints import GAPS, random_pair
 from tests.engines import PROMPTS, Engines
 from tests.nwor import request_kinds
-from tests.nwor.gpu.on_gpu import GAPS, assert_clean_and_counted, assert_parity, both, eager, spec_of, treated
+from tests.nwor.gpu.on_gpu import assert_clean_and_counted, assert_parity, both, eager, spec_of, treated
 from tests.nwor.specs import With
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
