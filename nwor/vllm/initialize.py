@@ -101,10 +101,7 @@ def held_bytes(groups: Sequence[ServedGroup]) -> int:
 
 def planned_bytes(runner: Any, mode: str) -> int:
     """`held_bytes` of what will serve, on this rank, before there are caches; 0 where vLLM's own write will."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-
-    layers = target_layers(runner)
-    groups = get_kv_cache_groups(runner.vllm_config, runner.get_kv_cache_spec())
+    layers, groups = target_layers(runner), _planned_groups(runner)
     before = vars(runner).get("kv_cache_config")
     runner.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     try:
@@ -121,6 +118,19 @@ def planned_bytes(runner: Any, mode: str) -> int:
         else:
             runner.kv_cache_config = before
     return held_bytes([ServedGroup(index, (), manager) for index, manager in managers.items()])
+
+
+def _planned_groups(runner: Any) -> Any:
+    """The cache groups that vLLM will make of this rank's layers, planned as its runners do to measure graphs."""
+    config, specs = runner.vllm_config, runner.get_kv_cache_spec()
+    try:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    except ImportError:  # vLLM 0.33
+        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups_from_builder
+
+        return get_kv_cache_groups_from_builder(get_kv_cache_config_builder(config), config, specs)
+    return get_kv_cache_groups(config, specs)
 
 
 def _planned_layout(group: Any, layers: Sequence[Any]) -> CacheLayout:
