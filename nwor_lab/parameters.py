@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nwor_lab import ranges
+
 Values = dict[str, dict[str, Any]]
 """What each notebook, by name, is given."""
 
@@ -18,11 +20,12 @@ Values = dict[str, dict[str, Any]]
 # -- on the command line -----------------------------------------------------------------------------------------------
 
 
-def declared(notebook: Path) -> dict[str, str]:
-    """Return the parameters a notebook declares and their types, such as `{"k": "int"}`."""
+def declared(notebook: Path) -> dict[str, tuple[str, Any]]:
+    """Return the parameters a notebook declares, their types and defaults, such as `{"k": ("int", 4)}`."""
     import papermill
 
-    return {name: entry["inferred_type_name"] for name, entry in papermill.inspect_notebook(str(notebook)).items()}
+    found = papermill.inspect_notebook(str(notebook)).items()
+    return {name: (entry["inferred_type_name"], ast.literal_eval(entry["default"])) for name, entry in found}
 
 
 READ: dict[str, Callable[[str], Any]] = {
@@ -45,18 +48,22 @@ def parse(text: str, kind: str) -> Any:
     return READ[kind](text)
 
 
-def read_points(chosen: list[Path], given: Mapping[str, str], grid: list[str]) -> dict[str, Values]:
+def read_points(chosen: list[Path], given: Mapping[str, str], grid: list[str], here: bool = True) -> dict[str, Values]:
     """Return each point of a grid by name, and what it gives to each notebook: the parameters that one declares.
 
     Args:
         given: parameters of every point, as text by name.
         grid: `name=value,value` for each parameter that varies; `;` separates the values of a list parameter.
             Without any there is one point, whose name is empty.
+        here: as `ranges.check` takes it.
 
     Raises:
-        ValueError: no notebook declares a name, a value is not of the declared type, or a point is given twice.
+        ValueError: no notebook declares a name, a value is not of the declared type or cannot be, or a point is given
+            twice.
+        OSError: as `ranges.check`.
     """
-    kinds = {notebook.stem: declared(notebook) for notebook in chosen}
+    found = {notebook.stem: declared(notebook) for notebook in chosen}
+    kinds = {name: {one: kind for one, (kind, _) in of.items()} for name, of in found.items()}
     known = {name: kind for each in kinds.values() for name, kind in each.items() if name != "run_dir"}
     axes: dict[str, list[str]] = {}
     for word in grid:
@@ -80,6 +87,9 @@ def read_points(chosen: list[Path], given: Mapping[str, str], grid: list[str]) -
             except (ValueError, KeyError):
                 said = f"{notebook}: parameter {name}={at[name]!r} is not of type {kinds[notebook][name]}"
                 raise ValueError(said) from None
+        for notebook, passed in points[point].items():
+            defaults = {name: default for name, (_, default) in found[notebook].items()}
+            ranges.check(notebook, defaults | passed, passed, here)
     return points
 
 
@@ -92,6 +102,7 @@ def check(scope: Mapping[str, Any], notebook: str) -> dict[str, Any]:
     Raises:
         NameError: papermill passed a parameter that the notebook does not declare.
         TypeError: a parameter has another type than declared, such as a mode `off` that YAML made `False`.
+        ValueError, OSError: as `ranges.check`.
     """
     kinds = dict(scope.get("__annotations__", {}))
     if "run_dir" not in kinds:
@@ -100,7 +111,9 @@ def check(scope: Mapping[str, Any], notebook: str) -> dict[str, Any]:
         raise NameError(f"{notebook} has no parameter {', '.join(unknown)}; it has {', '.join(sorted(kinds))}")
     for name, kind in kinds.items():
         _check_type(notebook, name, scope[name], kind)
-    return {name: scope[name] for name in kinds}
+    values = {name: scope[name] for name in kinds}
+    ranges.check(notebook, values, values)
+    return values
 
 
 def are_defaults(scope: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

@@ -273,7 +273,7 @@ def start(scope: dict[str, Any], name: str) -> Run:
     to, where empty means `results/interactive-<time>`.
 
     Raises:
-        NameError, TypeError: as `parameters.check`.
+        NameError, TypeError, ValueError, OSError: as `parameters.check`.
     """
     if "get_ipython" in scope:
         mute()

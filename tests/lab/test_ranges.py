@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parameter that cannot be is refused in one line before anything starts, and in a notebook's first cell."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
+
+import papermill
+from papermill.exceptions import PapermillExecutionError
+
+from nwor_lab import parameters, paths, ranges, reproduce
+from nwor_lab.model import breakeven
+
+BOOKS = {path.stem: path for path in reproduce.notebooks()}
+
+
+@pytest.mark.parametrize(
+    ("book", "name", "value"),
+    [
+        ("04_tp2_end_to_end", "tp", "3"),
+        ("04_tp2_end_to_end", "k", "0"),
+        ("04_tp2_end_to_end", "repeats", "-1"),
+        ("04_tp2_end_to_end", "dtype", "int8"),
+        ("05_cache_audit", "model", "/nowhere"),
+        ("05_cache_audit", "kv_cache_dtype", "fp4"),
+        ("00_tour", "k", "5"),
+        ("00_tour", "rejected", "4"),
+        ("01_reference_model", "num_prompts", "1000"),
+        ("01_reference_model", "prompts", "/nowhere"),
+        ("02_kernel_correctness", "device", "gpu"),
+        ("03_eagle_acceptance", "ks", "2,0"),
+        ("03_eagle_acceptance", "ks", "2,2"),
+        ("03_eagle_acceptance", "ks", "[]"),
+        ("03_eagle_acceptance", "temperatures", "nan"),
+        ("03_eagle_acceptance", "source", "guess"),
+        ("06_kernel_bandwidth", "k", "17"),
+        ("07_verify_attention", "tps", "3"),
+        ("08_break_even", "model", "llama-3-8b"),
+        ("08_break_even", "acceptance", "70"),
+        ("08_break_even", "copy_tb_s", "0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line_before_anything_starts(
+    book: str,
+    name: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(reproduce, "run_points", lambda *_: 0)
+    run = tmp_path / "run"
+    for given in (["-p", name, value], ["--grid", f"{name}={value}"]):
+        assert reproduce.main(["--only", book, "--run", str(run), *given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert name in line or value in line
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("book", BOOKS)
+def test_every_default_can_be(book: str) -> None:
+    defaults = {name: default for name, (_, default) in parameters.declared(BOOKS[book]).items()}
+    ranges.check(book, defaults, defaults)
+
+
+def test_the_models_that_are_named_are_those_that_are_known() -> None:
+    assert ranges.CHOICES["08_break_even.model"] == tuple(breakeven.MODELS)
+
+
+def test_what_only_a_node_knows_is_not_asked_here() -> None:
+    given = {"model": "/on/a/node", "prompts": "/on/a/node"}
+    parameters.read_points([BOOKS["03_eagle_acceptance"]], given, [], here=False)
+    with pytest.raises((ValueError, OSError), match="/on/a/node"):
+        parameters.read_points([BOOKS["03_eagle_acceptance"]], given, [])
+
+
+@pytest.mark.parametrize("given", [{"tp": 3}, {"k": 0}])
+def test_plain_papermill_stops_in_the_first_cell(given: dict[str, Any], tmp_path: Path) -> None:
+    given = {"run_dir": str(tmp_path / "run"), **given}
+    with pytest.raises(PapermillExecutionError, match="ValueError") as stopped:
+        book = str(BOOKS["04_tp2_end_to_end"])
+        papermill.execute_notebook(book, None, parameters=given, cwd=str(paths.ROOT), progress_bar=False)
+    assert "results.start" in stopped.value.source and not (tmp_path / "run").exists()
