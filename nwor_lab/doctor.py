@@ -21,7 +21,7 @@ from functools import partial
 
 from nwor.settings import MODES
 from nwor.vllm import releases
-from nwor_lab import compatibility, machine, paths, provenance
+from nwor_lab import compatibility, folders, machine, paths, provenance
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,13 @@ def choices() -> list[Finding]:
     ]
 
 
+def kept() -> list[Finding]:
+    """Say which folders outside the kit cannot be written."""
+    missing = [Finding("folder", why, False, needed=True) for why in folders.missing()]
+    noted = [Finding("folder", why, False) for why in folders.unwritable()]
+    return missing + noted or [Finding("home and caches", "can be written", True)]
+
+
 def operators() -> list[Finding]:
     """Load the extension and look for each operator in `torch.ops._C_cache_ops`."""
     import torch
@@ -153,6 +160,7 @@ SECTIONS = {
     "environment": environment,
     "versions": versions,
     "this machine": choices,
+    "folders": kept,
     "operators": operators,
     "plugin": plugin,
     "data": data,

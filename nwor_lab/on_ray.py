@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,9 @@ def run(
                 with results.whole_file(folder / name) as part:
                     part.write_bytes(content)
             print(f"{folder.name}: {failed or 'no'} notebooks failed", flush=True)
+            for name, entry in results.read_manifest(folder)["notebooks"].items():
+                if entry.get("error"):
+                    print(f"  FAILED: {name}: {entry['error']}", file=sys.stderr, flush=True)
             total += failed
         return total
     finally:

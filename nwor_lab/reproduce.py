@@ -8,36 +8,33 @@
 
 `results/<run>/` then holds the executed notebooks, their tables, figures, claims and logs, `manifest.json`, and
 `index.html` to read all of it; in a grid each point is such a folder. A notebook that fails does not stop those after
-it; the run fails at its end. A resumed run skips what the manifest calls whole, while notebook and parameters are
-unchanged.
+it; the run fails at its end. A notebook fails, too, when one of its cells takes longer than `--cell-minutes`. A resumed
+run skips what the manifest calls whole, while notebook and parameters are unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from nwor_lab import claim_table, parameters, paths, report, results
+from nwor_lab import claim_table, folders, parameters, paths, report, results
 
 DRAWS = ("09_paper_figures",)
 """Notebooks that draw the tables of the others: they run again when one of those has."""
 
-KERNEL = [
-    "--IPKernelApp.log_level=CRITICAL",
-    "--IPKernelApp.matplotlib=inline",
-    f"--IPKernelApp.exec_lines={results.MUTE}",
-]
-"""Figures on the page whatever MPLBACKEND says, and no warnings of libraries, from before the first import on."""
+CELL_MINUTES = 120.0
 
 
 def notebooks(only: list[str] | None = None) -> list[Path]:
@@ -65,28 +62,10 @@ def is_whole(notebook: Path, directory: Path, given: dict[str, Any]) -> bool:
     return entry.get("whole") == fingerprint(notebook, given) and (directory / notebook.name).exists()
 
 
-def _execute(notebook: Path, output: Path, given: dict[str, Any], log: TextIO) -> None:
-    """Run a notebook by papermill. Kernels talk through files: a port chosen for one may be taken before it starts."""
-    import papermill
-    from traitlets.config import Config
+def run_notebook(notebook: Path, directory: Path, given: dict[str, Any], cell_minutes: float) -> str | None:
+    """Run one notebook into `directory` and return None, or why it failed. Its output goes to `logs/`."""
+    from nwor_lab import kernel
 
-    with tempfile.TemporaryDirectory() as sockets:
-        papermill.execute_notebook(
-            str(notebook),
-            str(output),
-            parameters=given,
-            kernel_name="python3",
-            cwd=str(paths.ROOT),
-            stdout_file=log,
-            stderr_file=log,
-            start_timeout=300,
-            extra_arguments=KERNEL,
-            config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
-        )
-
-
-def run_notebook(notebook: Path, directory: Path, given: dict[str, Any]) -> str | None:
-    """Run one notebook into `directory` and return None, or in one line why it failed. Its output goes to `logs/`."""
     name, made_from = notebook.stem, fingerprint(notebook, given)
     log, part = directory / "logs" / f"{name}.log", directory / f".{name}.part.ipynb"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -95,12 +74,11 @@ def run_notebook(notebook: Path, directory: Path, given: dict[str, Any]) -> str 
     try:
         with open(log, "w", encoding="utf-8", buffering=1) as file:
             try:
-                _execute(notebook, part, {**given, "run_dir": str(directory)}, file)
+                kernel.execute(notebook, part, {**given, "run_dir": str(directory)}, file, cell_minutes)
                 problem = None if fingerprint(notebook, given) == made_from else "the notebook changed while it ran"
             except Exception as error:  # noqa: BLE001 - the other notebooks still run, and the run fails at its end
                 file.write(traceback.format_exc())
-                said = str(getattr(error, "evalue", error)).strip().partition("\n")[0]
-                problem = f"{getattr(error, 'ename', type(error).__name__)}: {said}"
+                problem = f"{getattr(error, 'ename', type(error).__name__)}: {getattr(error, 'evalue', error)}".strip()
             state = "failed" if problem else "done"
     finally:
         if part.exists():
@@ -110,7 +88,13 @@ def run_notebook(notebook: Path, directory: Path, given: dict[str, Any]) -> str 
     return problem
 
 
-def run_point(directory: Path, chosen: list[Path], values: parameters.Values, resume: bool = False) -> int:
+def run_point(
+    directory: Path,
+    chosen: list[Path],
+    values: parameters.Values,
+    resume: bool = False,
+    cell_minutes: float = CELL_MINUTES,
+) -> int:
     """Run the notebooks `chosen` into `directory` and write its report; return how many failed."""
     before = results.read_manifest(directory).get("chosen", [])
     results.update_manifest(directory, chosen=sorted({*before, *(notebook.stem for notebook in chosen)}))
@@ -121,10 +105,11 @@ def run_point(directory: Path, chosen: list[Path], values: parameters.Values, re
         if resume and not (ran and name in DRAWS) and is_whole(notebook, directory, values[name]):
             print("  done before")
             continue
-        problem, ran = run_notebook(notebook, directory, values[name]), True
+        problem, ran = run_notebook(notebook, directory, values[name], cell_minutes), True
         if problem:
             failed += 1
-            print(f"  FAILED: {problem}\n  log: {directory / 'logs' / (name + '.log')}", file=sys.stderr, flush=True)
+            told = problem.replace("\n", "\n    ")
+            print(f"  FAILED: {told}\n  log: {directory / 'logs' / (name + '.log')}", file=sys.stderr, flush=True)
     claims = results.claims(directory)
     results.write_table(directory / "claims.parquet", claims[claims["notebook"].isin(list(values))])
     report.write(directory)
@@ -135,23 +120,19 @@ def run_points(directory: Path, chosen: list[Path], points: dict[str, parameters
     """Run every point, here or on a Ray cluster; return the exit code, 0 when no notebook failed and all claims hold.
 
     Raises:
-        OSError: another run is at work in the folder, there is no Ray, or no node has what a point asks for.
+        OSError: there is no Ray, or no node has what a point asks for.
     """
-    with open(directory / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"another run is at work in {directory}: wait for it, or name another --run") from None
-        print(f"{'going on with' if options.resume else 'results go to'} {directory}", flush=True)
-        folders = {directory / point: values for point, values in points.items()}
-        if options.ray:
-            from nwor_lab import on_ray
+    print(f"{'going on with' if options.resume else 'results go to'} {directory}", flush=True)
+    folders = {directory / point: values for point, values in points.items()}
+    run = functools.partial(run_point, cell_minutes=options.cell_minutes)
+    if options.ray:
+        from nwor_lab import on_ray
 
-            done = {f for f, given in folders.items() if all(is_whole(book, f, given[book.stem]) for book in chosen)}
-            todo = {folder: given for folder, given in folders.items() if folder not in done or not options.resume}
-            failed = on_ray.run(options.ray, options.gpus, run_point, chosen, todo)
-        else:
-            failed = sum(run_point(folder, chosen, values, options.resume) for folder, values in folders.items())
+        done = {f for f, given in folders.items() if all(is_whole(book, f, given[book.stem]) for book in chosen)}
+        todo = {folder: given for folder, given in folders.items() if folder not in done or not options.resume}
+        failed = on_ray.run(options.ray, options.gpus, run, chosen, todo)
+    else:
+        failed = sum(run(folder, chosen, values, options.resume) for folder, values in folders.items())
     claims = {folder.name: results.claims(folder) for folder in folders}
     if "" not in points:
         report.write(directory)
@@ -162,16 +143,49 @@ def run_points(directory: Path, chosen: list[Path], points: dict[str, parameters
     for claim in broken:
         print(f"does not hold: {claim_table.line(claim)}", file=sys.stderr)
     if failed:
-        print(f"{failed} of {len(chosen) * len(points)} notebooks failed", file=sys.stderr)
+        count = f"{failed} of {len(chosen) * len(points)} notebooks failed"
+        print(f"{count}; go on with: {_resume(directory)}", file=sys.stderr)
     return 1 if failed or broken else 0
 
 
-def _read_request(options: Any) -> tuple[Path, list[Path], dict[str, parameters.Values]]:
-    """Return the folder, notebooks and points asked for; a resumed run goes by what it was asked for at first."""
+def _resume(directory: Path) -> str:
+    """Return the command that goes on with the run in `directory`."""
+    run = directory.name if directory.parent == paths.RESULTS else directory
+    return f"make reproduce RESUME={run}" if os.environ.get("NWOR_MAKE") else f"nwor reproduce --resume --run {run}"
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold a run's folder.
+
+    Raises:
+        OSError: another run is at work in it, or it cannot be written.
+    """
+    results.check_folder(directory)
+    with open(directory / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another run is at work in {directory}: wait for it, or name another --run") from None
+        yield
+
+
+def _folder(options: Any) -> Path:
+    """Return the folder of the run that is asked for."""
     name = options.run or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = paths.RESULTS / name if os.sep not in name else Path(name).resolve()
     if options.resume and not options.run:
-        directory = results.newest_run(finished=False) or directory
+        return results.newest_run(finished=False) or directory
+    return directory
+
+
+def _read_request(directory: Path, options: Any) -> tuple[dict[str, Any], list[Path], dict[str, parameters.Values]]:
+    """Return the request, notebooks and points; a resumed run goes by what it was asked for at first.
+
+    Raises:
+        OSError: there is no run to resume, or one that is not to be resumed.
+        ValueError, FileNotFoundError: a parameter or a notebook is wrong.
+    """
     before = results.read_manifest(directory).get("request")
     if bool(before) != options.resume:
         said = "holds a run: add --resume, or name another --run" if before else "holds no run to resume"
@@ -183,10 +197,7 @@ def _read_request(options: Any) -> tuple[Path, list[Path], dict[str, parameters.
         "grid": options.grid or before["grid"],
     }
     chosen = notebooks(options.only or before["only"])
-    points = parameters.read_points(chosen, request["given"], request["grid"])
-    results.check_folder(directory)
-    results.update_manifest(directory, request=request, points=[point for point in points if point])
-    return directory, chosen, points
+    return request, chosen, parameters.read_points(chosen, request["given"], request["grid"], here=not options.ray)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -210,16 +221,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--ray", metavar="ADDRESS", help="run the points on this Ray cluster; auto: the one here")
     parser.add_argument("--gpus", default="0", help="GPUs a point asks of Ray: a number, or the parameter that says it")
+    much = "minutes a cell may take before its notebook fails; 0: without end (default: %(default)g)"
+    parser.add_argument("--cell-minutes", type=float, default=CELL_MINUTES, metavar="MINUTES", help=much)
     options = parser.parse_args(argv)
+    directory = _folder(options)
     try:
-        directory, chosen, points = _read_request(options)
-        return run_points(directory, chosen, points, options)
+        if missing := folders.missing():
+            raise OSError("; ".join(missing))
+        _read_request(directory, options)  # a wrong word leaves no folder behind
+        with _alone(directory):
+            request, chosen, points = _read_request(directory, options)  # another may have begun or ended meanwhile
+            results.update_manifest(directory, request=request, points=[point for point in points if point])
+            return run_points(directory, chosen, points, options)
     except (OSError, ValueError) as error:
         print(f"nwor reproduce: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        run = directory.name if directory.parent == paths.RESULTS else directory
-        by_make = f"make reproduce RESUME={run}"
-        again = by_make if os.environ.get("NWOR_MAKE") else f"nwor reproduce --resume --run {run}"
-        print(f"\ninterrupted; go on with: {again}", file=sys.stderr)
+        begun = "request" in results.read_manifest(directory)
+        print(
+            f"\ninterrupted; {f'go on with: {_resume(directory)}' if begun else 'nothing was begun'}", file=sys.stderr
+        )
         return 130

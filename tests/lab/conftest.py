@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several files of these tests share."""
 
+from pathlib import Path
+
 import pytest
 from fake_engine import FakeEngine
 
+from nwor_lab import paths
 from nwor_lab.experiments import bench
 
 
@@ -14,3 +17,15 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     for name, value in (("calls", []), ("every", []), ("good_captures", 99), ("bad_batch", 0)):
         monkeypatch.setattr(FakeEngine, name, value)
     return FakeEngine
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the notebook `01_book`, which fails for k=2 until there is a file `mended`."""
+    from books import write_notebook
+
+    monkeypatch.setattr(paths, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
+    monkeypatch.delenv("NWOR_MAKE", raising=False)
+    write_notebook(tmp_path, "01_book")
+    return tmp_path

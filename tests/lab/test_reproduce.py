@@ -5,11 +5,8 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -21,54 +18,13 @@ pytest.importorskip("papermill", reason="papermill is not installed: no notebook
 
 import nbformat
 import pandas as pd
+from books import ran, start, write_notebook
 from jupyter_client.provisioning.local_provisioner import LocalPortCache
 
 from nwor_lab import on_ray, parameters, paths, report, reproduce, results
 
 EXECUTED = ("00_tour",)
 """Notebooks of the kit that the tests run, beside the small ones made here."""
-
-DECLARE = 'mode: str = "cow"  # a mode\nk: int = 4  # drafts\nks: list[int] = [1]  # more\nrun_dir: str = ""  # folder'
-BEGIN = 'from nwor_lab import results\n\nrun = results.start(globals(), "{name}")'
-WORK = """
-import os, pathlib
-place = pathlib.Path({place!r})
-(place / f"{name}-{{k}}-{{os.getpid()}}").touch()
-print("seen in the log", k)
-assert k != 2 or (place / "mended").exists(), "not mended"
-"""
-END = """
-run.claim("mode", "cow", mode, mode == "cow")
-run.expect("drafts", 4.0, k, k == 4)
-run.skip("fp8 caches", 0, "no AVX-512 here", origin="recorded")
-run.table("steps", [{"metric": "k", "value": k, "unit": "1"}])
-run.finish()"""
-
-
-def write_notebook(place: Path, name: str, more: str = "") -> Path:
-    notebook = nbformat.v4.new_notebook()
-    cells = (DECLARE, BEGIN.format(name=name), WORK.format(place=str(place), name=name) + more, END)
-    notebook.cells = [nbformat.v4.new_code_cell(text) for text in cells]
-    notebook.cells[0].metadata["tags"] = ["parameters"]
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(notebook, place / f"{name}.ipynb")
-    return place / f"{name}.ipynb"
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the notebook `01_book`, which fails for k=2 until there is a file `mended`."""
-    monkeypatch.setattr(paths, "NOTEBOOKS", tmp_path)
-    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
-    monkeypatch.delenv("NWOR_MAKE", raising=False)
-    write_notebook(tmp_path, "01_book")
-    return tmp_path
-
-
-def ran(place: Path) -> list[int]:
-    """The k of each time `01_book` was executed, sorted."""
-    return sorted(int(path.name.split("-")[1]) for path in place.glob("01_book-*"))
-
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -211,35 +167,6 @@ def test_a_kernel_takes_no_port_that_another_program_could_take_first(
         monkeypatch.setattr(LocalPortCache, "find_available_port", lambda cache, ip: other.getsockname()[1])
         assert reproduce.main(["--run", "s"]) == 0
     assert ran(place) == [4]
-
-
-def start(place: Path, *words: str, **environ: str) -> subprocess.Popen:
-    """A reproduction run of the notebooks in `place` in another process, in the midst of k=3."""
-    write_notebook(place, "01_book", "\nimport time\nwhile k == 3 and not (place / 'go').exists(): time.sleep(0.05)\n")
-    code = f"import sys; from pathlib import Path; from nwor_lab import paths, reproduce; place = Path({str(place)!r})"
-    # What a shell starts in the background ignores interrupts, and so do its children.
-    code += "; import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code += "; paths.NOTEBOOKS, paths.RESULTS = place, place / 'results'; sys.exit(reproduce.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *words]
-    child = subprocess.Popen(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
-    deadline = time.monotonic() + 120
-    while 3 not in ran(place):
-        assert child.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    return child
-
-
-@pytest.mark.parametrize(
-    ("environ", "again"),
-    [({}, "nwor reproduce --resume --run s"), ({"NWOR_MAKE": "1"}, "make reproduce RESUME=s")],
-)
-def test_an_interrupt_says_how_to_go_on(place: Path, environ: dict[str, str], again: str) -> None:
-    child = start(place, "--run", "s", "-p", "k", "3", **environ)
-    child.send_signal(signal.SIGINT)
-    said = child.communicate(timeout=60)[1]
-    assert child.returncode == 130 and said.splitlines()[-1] == f"interrupted; go on with: {again}"
-    assert "Traceback" not in said
-    assert results.read_manifest(place / "results" / "s")["notebooks"]["01_book"]["state"] == "interrupted"
 
 
 # -- a grid ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run ends, says why, and is alone in its folder, whatever hangs, fails or interrupts it."""
+
+import fcntl
+import functools
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
+
+from books import WAIT, launch, ran, start, write_notebook
+
+from nwor_lab import on_ray, parameters, reproduce, results
+
+# -- the kernel --------------------------------------------------------------------------------------------------------
+
+WIDGET = """
+import ipywidgets
+from IPython.display import display
+shown = ipywidgets.Output()
+display(shown)
+"""
+DRAW = """
+with shown:
+    for _ in range(5): display("as sliders do")
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_widget_that_shows_output_while_a_reply_comes_does_not_hang_the_run(place: Path) -> None:
+    write_notebook(place, "01_book", WIDGET, *[DRAW] * 20)
+    assert reproduce.main(["--run", "s"]) == 0
+
+
+def test_another_kernel_of_the_same_name_is_not_ours(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = place / "jupyter" / "kernels" / "python3" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(json.dumps({"argv": ["false"], "display_name": "Another", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(place / "jupyter"))
+    assert reproduce.main(["--run", "s"]) == 0
+    assert ran(place) == [4]
+
+
+# -- a cell that does not end ------------------------------------------------------------------------------------------
+
+STUCK = """
+import subprocess, time
+if not (place / "go").exists():
+    child = subprocess.Popen(["sleep", "600"])
+    (place / "child").write_text(str(child.pid))
+    time.sleep(600)
+"""
+
+
+def test_a_cell_that_takes_too_long_fails_and_what_to_do_is_said(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_notebook(place, "01_book", STUCK)
+    write_notebook(place, "02_book")
+    assert reproduce.main(["--run", "s", "--cell-minutes", "0.5"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"01_book: cell \[\d\].*--cell-minutes", said) and "--resume --run s" in said
+    entries = results.read_manifest(place / "results" / "s")["notebooks"]
+    assert (entries["01_book"]["state"], entries["02_book"]["state"]) == ("failed", "done")
+    child = Path("/proc", (place / "child").read_text(), "stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z", "what the cell had started is gone"
+    (place / "go").touch()
+    assert reproduce.main(["--run", "s", "--resume", "--cell-minutes", "0.5"]) == 0
+
+
+def test_a_cell_on_a_node_of_a_cluster_may_take_as_long_as_one_here(place: Path) -> None:
+    book = write_notebook(place, "01_book", STUCK)
+    point = functools.partial(reproduce.run_point, cell_minutes=0.5)
+    failed, files = on_ray._on_node(point, "k=1", {book.name: book.read_bytes()}, {"01_book": {"k": 1}}, on_ray.code())
+    assert failed == 1 and b"--cell-minutes" in files["manifest.json"]
+
+
+# -- one run in a folder -----------------------------------------------------------------------------------------------
+
+
+def test_a_refused_run_changes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    child = start(place, "--run", "s", "-p", "k", "3")
+    manifest = place / "results" / "s" / "manifest.json"
+    before = manifest.read_bytes()
+    assert reproduce.main(["--run", "s", "--resume", "-p", "k", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "another run is at work" in line and manifest.read_bytes() == before
+    (place / "go").touch()
+    child.communicate(timeout=120)
+    assert child.returncode == 0 and results.read_manifest(place / "results" / "s")["request"]["given"] == {"k": "3"}
+
+
+def test_nothing_is_written_before_the_folder_is_held(place: Path) -> None:
+    run = place / "results" / "s"
+    run.mkdir(parents=True)
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert reproduce.main(["--run", "s", "-p", "k", "2"]) == 2
+    assert not (run / "manifest.json").exists() and ran(place) == []
+
+
+def test_a_run_that_another_began_meanwhile_is_left_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check, theirs = results.check_folder, {"only": None, "given": {"k": "1"}, "grid": []}
+
+    def late(directory: Path) -> Path:
+        results.update_manifest(directory, request=theirs)
+        return check(directory)
+
+    monkeypatch.setattr(results, "check_folder", late)
+    assert reproduce.main(["--run", "s", "-p", "k", "2"]) == 2
+    assert "holds a run" in capsys.readouterr().err
+    assert results.read_manifest(place / "results" / "s")["request"] == theirs and ran(place) == []
+
+
+def test_of_two_that_start_at_once_one_runs(place: Path) -> None:
+    for name in ("01_book", "02_book"):
+        write_notebook(place, name, WAIT)
+    children = {name: launch(place, "--run", "s", "--only", name, "-p", "k", "3") for name in ("01_book", "02_book")}
+    deadline = time.monotonic() + 120
+    while all(child.poll() is None for child in children.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (place / "go").touch()
+    said = {name: child.communicate(timeout=120)[1] for name, child in children.items()}
+    (refused,) = (name for name, child in children.items() if child.returncode == 2)
+    (whole,) = (name for name, child in children.items() if child.returncode == 0)
+    manifest = results.read_manifest(place / "results" / "s")
+    assert len(said[refused].splitlines()) == 1
+    assert manifest["request"]["only"] == [whole] and list(manifest["notebooks"]) == [whole]
+
+
+# -- how it fails, and how it is interrupted ---------------------------------------------------------------------------
+
+
+def test_a_reason_of_several_lines_is_told_to_its_end(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_notebook(place, "01_book", "raise RuntimeError('its end:\\nmade ready\\nthe reason')")
+    assert reproduce.main(["--run", "s"]) == 1
+    assert "the reason" in capsys.readouterr().err
+    assert "the reason" in (place / "results" / "s" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("environ", "again"),
+    [({}, "nwor reproduce --resume --run s"), ({"NWOR_MAKE": "1"}, "make reproduce RESUME=s")],
+)
+def test_an_interrupt_says_how_to_go_on(place: Path, environ: dict[str, str], again: str) -> None:
+    child = start(place, "--run", "s", "-p", "k", "3", **environ)
+    child.send_signal(signal.SIGINT)
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == 130 and said.splitlines()[-1] == f"interrupted; go on with: {again}"
+    assert "Traceback" not in said and "never retrieved" not in said
+    assert results.read_manifest(place / "results" / "s")["notebooks"]["01_book"]["state"] == "interrupted"
+
+
+LOST = """
+import asyncio
+from nbclient import NotebookClient
+async def fail():
+    raise ValueError("no kernel any more")
+async def lost(client):
+    asyncio.ensure_future(fail())
+NotebookClient._async_poll_kernel_alive = lost
+"""
+
+
+def test_what_a_dropped_task_had_to_say_does_not_bury_the_line(place: Path) -> None:
+    child = start(place, "--run", "s", "-p", "k", "3", first=LOST)
+    child.send_signal(signal.SIGINT)
+    said = child.communicate(timeout=120)[1]
+    assert child.returncode == 130 and "never retrieved" not in said and "Traceback" not in said
+
+
+def test_an_interrupt_before_anything_began_leaves_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parameters, "read_points", interrupted)
+    assert reproduce.main(["--run", "s"]) == 130
+    assert "interrupted" in capsys.readouterr().err and not (place / "results").exists()
