@@ -3,7 +3,10 @@
 
 import argparse
 import importlib
+import io
+import os
 import sys
+from typing import Any, TextIO
 
 COMMANDS = {
     "doctor": ("nwor_lab.doctor", "say what is installed, which modes can run here and what this machine cannot do"),
@@ -21,7 +24,40 @@ COMMANDS = {
 }
 
 
+class _Stream(io.FileIO):
+    """A standard stream that ends the command, quietly, when nobody reads it any more."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # takes what the command's end still writes
+            raise SystemExit(141) from None  # as a shell counts one that SIGPIPE ended
+
+
+def _reopened(stream: TextIO | None) -> Any:
+    if stream is None:  # closed from the beginning
+        return None
+    raw = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
+    at_once = bool(stream.line_buffering) or getattr(stream, "write_through", False)
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=at_once)
+
+
 def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit status: 130 where it was interrupted."""
+    if argv is None:
+        sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print("\nnwor: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        if sys.stdout:
+            sys.stdout.flush()
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="nwor",
         description="No-Write-On-Reject for vLLM's speculative decoding.",
@@ -29,7 +65,6 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each takes --help")
-    arguments = sys.argv[1:] if argv is None else argv
     command = parser.parse_args(arguments[:1]).command
     try:
         module = importlib.import_module(COMMANDS[command][0])
