@@ -26,13 +26,15 @@ PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i 
 class Outcome:
     """What an engine did.
 
-    audits: what the audit found on rank 0 during each call with a `fault` of its own.
+    scripts: what each call's `script` returned.
+    audits: what the audit found on rank 0 during each call with a `fault` or a `script` of its own.
     libraries: vLLM's own compiled libraries that its process had loaded, by file name.
     """
 
     generations: list[Generation] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     audits: list[dict[str, Any]] = field(default_factory=list)
+    scripts: list[Any] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     counters_after_start: dict[str, int] = field(default_factory=dict)
     libraries: list[str] = field(default_factory=list)
@@ -73,7 +75,8 @@ class Engines:
         calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
             ``abandon`` is how many steps other requests run for before they are aborted and these begin, ``paused``
             says that the mode is for as long, ``fault`` is injected for as long and audited apart,
-            ``asleep`` says that the engine sleeps and is woken first, and ``joined``
+            ``script`` is called with the engine instead of all else, ``asleep`` says that the engine sleeps and is
+            woken first, and ``joined``
             lists the tokens by which the prompt of a request that joins the first prompt's goes on behind all of that
             one's tokens (`_join`).
         """
@@ -141,6 +144,10 @@ def _run(
             served = Served(spec)
             outcome.counters_after_start = dict(served.on_every_rank(status)[0]["counters"])
             for call in calls:
+                if "script" in call:
+                    outcome.scripts.append(call["script"](served))
+                    outcome.audits.append(served.on_every_rank(_end_audit)[0])
+                    continue
                 if "abandon" in call:
                     _abandon(served, call["prompts"], call["abandon"])
                 if call.get("paused"):

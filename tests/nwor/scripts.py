@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's features do to requests in flight, as scripts for one engine that serves them after each other.
+
+A script asks for requests before given steps and does something to the engine before others. What it returns is the
+same in every mode: `Answer` by request, and whatever else vLLM said.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nwor_lab import pair, paths
+from nwor_lab.engines.child import Served, status
+from nwor_lab.engines.spec import EngineSpec
+from nwor_lab.engines.traffic import sampling_params
+from tests.nwor.request_kinds import REGEX, SCHEMA
+from tests.nwor.specs import With
+
+K, BLOCK, LONGEST = 4, 32, 192
+BAD = "very"
+STOPS = ["\n\n", " = ", "self", ") "]
+
+
+def spec() -> EngineSpec:
+    """Four requests of at most six blocks each share fifteen: batches that grow preempt."""
+    plain = EngineSpec(
+        str(paths.PAIR_TARGET),
+        str(paths.PAIR_EAGLE),
+        k=K,
+        dtype="float32",
+        batch=4,
+        block_size=BLOCK,
+        num_blocks=16,
+        max_model_len=LONGEST,
+        max_num_batched_tokens=96,
+        prefix_caching=True,
+    )
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    return With(**vars(plain), arguments={"scheduling_policy": "priority", "kv_events_config": events})
+
+
+def same_ids(patch: pytest.MonkeyPatch) -> None:
+    """Requests keep their names, which come again: vLLM's random ids change the order in which blocks are freed."""
+    patch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that arrives before step `step`; the lower its priority, the sooner it runs."""
+
+    prompt: list[int]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    priority: int = 0
+
+
+@dataclass
+class Answer:
+    """What came of a request: `ended` is vLLM's reason and what stopped it, both None where it was aborted.
+
+    logprobs: by place those of the best tokens. of_prompt: those of the prompt's tokens. cached: tokens of its prompt
+    that were in the prefix cache. place: how many had ended before.
+    """
+
+    tokens: list[int]
+    text: str
+    ended: tuple[str | None, Any]
+    logprobs: list[dict[int, float]]
+    of_prompt: list[dict[int, float]]
+    cached: int
+    place: int
+
+
+@dataclass
+class Found:
+    """What a script found: answers in the order of its requests, preemptions, events of the prefix cache.
+
+    other: what `child.status` says of a second engine.
+    """
+
+    answers: list[Answer]
+    preemptions: int
+    events: list[tuple[str, tuple[int, ...]]]
+    other: dict[str, Any] = field(default_factory=dict)
+
+
+Act = Callable[[Served], Any]
+
+
+def drive(served: Served, asked: Sequence[Ask], acts: Mapping[int, Act] | None = None) -> Found:
+    """Step the engine until all requests have ended, with an empty prefix cache to begin with.
+
+    acts: what is done before which step.
+    """
+    engine, events = served.engine, _events(served)
+    engine.reset_prefix_cache()
+    events.clear()
+    before, waiting, latest, ended = _preemptions(served), dict(enumerate(asked)), dict[int, Any](), list[int]()
+    for step in range(400):
+        for name in [name for name, ask in waiting.items() if ask.step <= step]:
+            _add(engine, name, waiting.pop(name))
+        (acts or {}).get(step, lambda _: None)(served)
+        for output in engine.step():
+            latest[int(output.request_id)] = output
+            ended += [int(output.request_id)] * output.finished
+        if not waiting and not engine.has_unfinished_requests():
+            break
+    else:
+        raise RuntimeError(f"not all have ended: {sorted(set(range(len(asked))) - set(ended))}")
+    answers = [_answer(latest.get(name), ended.index(name) if name in ended else -1) for name in range(len(asked))]
+    return Found(answers, _preemptions(served) - before, list(events))
+
+
+def _add(engine: Any, name: int, ask: Ask) -> None:
+    """It arrives in the order of its name: of equal priorities the scheduler takes the one that came first."""
+    how = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, "logprobs": 5, **ask.sampling}
+    prompt = {"prompt_token_ids": ask.prompt}
+    engine.add_request(str(name), prompt, sampling_params(how), arrival_time=float(name), priority=ask.priority)
+
+
+def _answer(output: Any, place: int) -> Answer:
+    if output is None:
+        return Answer([], "", (None, None), [], [], 0, place)
+    [made] = output.outputs
+    return Answer(
+        list(made.token_ids),
+        made.text,
+        (made.finish_reason, made.stop_reason),
+        _values(made.logprobs),
+        _values(output.prompt_logprobs),
+        output.num_cached_tokens or 0,
+        place,
+    )
+
+
+def _values(places: Any) -> list[dict[int, float]]:
+    return [{token: entry.logprob for token, entry in (place or {}).items()} for place in places or []]
+
+
+def _preemptions(served: Served) -> int:
+    return sum(metric.value for metric in served.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def _events(served: Served) -> list[tuple[str, tuple[int, ...]]]:
+    """Events of the prefix cache from now on: their names, and the tokens of the blocks, whose hashes are salted."""
+    publisher = served.engine.engine_core.engine_core.scheduler.kv_event_publisher
+    if "publish" not in vars(publisher):
+        publisher.seen, tokens = [], dict[Any, tuple[int, ...]]()
+
+        def publish(batch: Any) -> None:
+            for event in batch.events:
+                ids, size = getattr(event, "token_ids", []), getattr(event, "block_size", 0)
+                hashes = getattr(event, "block_hashes", [])
+                if ids:
+                    tokens.update((key, tuple(ids[i * size : (i + 1) * size])) for i, key in enumerate(hashes))
+                publisher.seen += [(type(event).__name__, tokens[key]) for key in hashes]
+                publisher.seen += [] if hashes else [(type(event).__name__, ())]
+
+        publisher.publish = publish
+    return publisher.seen
+
+
+@cache
+def texts() -> list[list[int]]:
+    """Tokens of the shipped prompts, each as long as a request may be."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(paths.PAIR_TARGET / "tokenizer.json"))
+    found = [tokenizer.encode(text).ids for text in pair.load_prompts()]
+    return [(ids * LONGEST)[:LONGEST] for ids in found]
+
+
+def lengths(served: Served) -> Found:
+    """Every length there is inside two windows, by `max_tokens` and by the room that a prompt leaves."""
+    by_limit = [Ask(texts()[i][: 20 + i], {"max_tokens": 1 + i}) for i in range(2 * K + 2)]
+    by_room = [Ask(texts()[i][: LONGEST - 1 - i], {"max_tokens": None}) for i in range(2 * K + 2)]
+    return drive(served, by_limit + by_room)
+
+
+def stop_strings(served: Served) -> Found:
+    return drive(served, [Ask(text[:40], {"stop": STOPS, "max_tokens": 64}) for text in texts()[:8]])
+
+
+def penalties(served: Served) -> Found:
+    every = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.5}
+    kinds = [{}, every, {"bad_words": [BAD]}, {"min_tokens": 24, "stop_token_ids": list(range(0, 4096, 2))}]
+    return drive(served, [Ask(text[:40], sampling) for text in texts()[:2] for sampling in kinds])
+
+
+def prompt_logprobs(served: Served) -> Found:
+    """Of prompts in several chunks, beside requests that decode."""
+    asked = [Ask(text[:150], {"prompt_logprobs": 3, "max_tokens": 8}, step=6 * i) for i, text in enumerate(texts()[:3])]
+    return drive(served, [Ask(texts()[3][:30], {"max_tokens": 90}), *asked])
+
+
+def priorities(served: Served) -> Found:
+    """Urgent requests take the blocks and the places of those that run."""
+    patient = [Ask(text[:70], {"max_tokens": 80}, priority=5) for text in texts()[:4]]
+    return drive(served, patient + [Ask(text[:100], step=8 + i) for i, text in enumerate(texts()[4:7])])
+
+
+def grammars(served: Served) -> Found:
+    """Grammars go on where a preempted request comes back, whose drafts were thrown away."""
+    kinds: list[dict[str, Any]] = [{"json": SCHEMA}, {"regex": REGEX.replace("12,60", "80,110")}]
+    served.engine.engine_core.engine_core.structured_output_manager._use_async_grammar_compilation = False
+    bound = [
+        Ask(text[:90], {"structured_outputs": kinds[i % 2], "max_tokens": 96, "ignore_eos": False})
+        for i, text in enumerate(texts()[:4])
+    ]
+    return drive(served, [*bound, *(Ask(text[:60], step=5) for text in texts()[4:6])])
+
+
+def _fall_asleep(level: int) -> Act:
+    return lambda served: served.engine.sleep(level, "keep")
+
+
+def _wake_up(served: Served) -> None:
+    served.engine.wake_up()
+
+
+def resets_and_pauses(served: Served) -> Found:
+    """The prefix cache is reset under running requests, and the engine pauses, keeping them or recomputing them."""
+    acts: dict[int, Act] = {
+        6: lambda served: served.engine.reset_prefix_cache(reset_running_requests=True),
+        14: _fall_asleep(0),
+        17: _wake_up,
+        20: _fall_asleep(1),
+        22: _wake_up,
+    }
+    return drive(served, [Ask(text[:50], {"max_tokens": 70}) for text in texts()[:4]], acts)
+
+
+def aborts_beside_a_stem(served: Served) -> Found:
+    """Requests share their first blocks; some of them are aborted as others decode, and more come for the same."""
+    stem = texts()[0][:70]
+    asked = [Ask([*stem, *texts()[i][:9]], {"max_tokens": 48}, step=3 * i) for i in range(8)]
+    acts: dict[int, Act] = {step: _abort(step // 3 - 1) for step in (7, 10, 16)}
+    return drive(served, asked, acts)
+
+
+def _abort(name: int) -> Act:
+    return lambda served: served.engine.abort_request([str(name)])
+
+
+def new_weights(served: Served) -> Found:
+    """The target's weights change under running requests, which keep what they have in the cache, and change back."""
+    acts: dict[int, Act] = {
+        5: _fall_asleep(0),
+        6: _load(served, louder=1.5),
+        7: _wake_up,
+        12: _fall_asleep(0),
+        13: _load(served),
+        14: _wake_up,
+    }
+    return drive(served, [Ask(text[:50], {"max_tokens": 40}) for text in texts()[:4]], acts)
+
+
+def _load(served: Served, louder: float = 1.0) -> Act:
+    from safetensors.torch import load_file
+
+    weights = load_file(Path(served.spec.model, "model.safetensors"))
+    every = [(name, weight * louder if "mlp" in name else weight) for name, weight in weights.items()]
+    return lambda served: served.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(every)})
+
+
+def two_engines(served: Served) -> Found:
+    """A second engine of this process steps in turn with the first."""
+    other = Served(served.spec)
+    try:
+        asked = [Ask(text[:40]) for text in texts()[:4]]
+        for name, text in enumerate(texts()[4:8]):
+            _add(other.engine, name, Ask(text[:40], {"max_tokens": 60}))
+        latest: dict[str, Any] = {}
+
+        def step(_: Served) -> None:
+            latest.update((output.request_id, output) for output in other.engine.step())
+
+        found = drive(served, asked, dict.fromkeys(range(200), step))
+        while other.engine.has_unfinished_requests():
+            step(served)
+        found.answers += [_answer(latest[name], -1) for name in sorted(latest)]
+        [found.other] = other.on_every_rank(status)
+        return found
+    finally:
+        other.engine.engine_core.shutdown()
+
+
+SCRIPTS = (
+    lengths,
+    stop_strings,
+    penalties,
+    prompt_logprobs,
+    priorities,
+    grammars,
+    resets_and_pauses,
+    aborts_beside_a_stem,
+    new_weights,
+    two_engines,
+)
