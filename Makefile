@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make help` lists the targets. Each prints what it does and stops, saying what is missing, when it cannot.
 
-PYTHON ?= python3.11
+# One that runs: pyenv, say, leaves names on the PATH that only print an error.
+ifndef PYTHON
+PYTHON := $(firstword $(shell for python in python3.11 python3.12 python3.13; do \
+  $$python -c '' 2>/dev/null && echo $$python && break; done) python3.11)
+endif
 CXX ?= g++
 RUN ?= $(shell date +%Y%m%d-%H%M%S)
 VENV := .venv
@@ -79,13 +83,13 @@ clean: ## remove the environment and everything built; results stay
 # -- the environment -----------------------------------------------------------------------------------------------
 
 need-python:
-	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
-	  echo 'PYTHON=$(PYTHON) is not a Python 3.11, which the lock is for.' >&2; \
-	  echo 'Install Python 3.11 (with venv), or name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+	  echo 'PYTHON=$(PYTHON) is no Python 3.11, 3.12 or 3.13, which the lock is for.' >&2; \
+	  echo 'Install one (with venv and headers), or name it: make PYTHON=/path/to/python3.12' >&2; exit 1; }
 	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || { \
-	  echo '$(PYTHON) has no venv module: install it (Debian: apt install python3.11-venv).' >&2; exit 1; }
+	  echo '$(PYTHON) has no venv module: install it (Debian: apt install $(notdir $(PYTHON))-venv).' >&2; exit 1; }
 	@'$(PYTHON)' -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || { \
-	  echo '$(PYTHON) has no headers: install them (Debian: apt install python3.11-dev).' >&2; exit 1; }
+	  echo '$(PYTHON) has no headers: install them (Debian: apt install $(notdir $(PYTHON))-dev).' >&2; exit 1; }
 
 need-cxx:
 	@command -v '$(CXX)' >/dev/null || { \
@@ -96,6 +100,13 @@ need-cxx:
 need-docker:
 	@command -v docker >/dev/null || { echo 'no docker: install it, or use environment.yml with conda.' >&2; exit 1; }
 
+# PyPI's torch is a CUDA build on some platforms, which cannot be imported without its libraries (3 GB more). Its Triton
+# goes again: vLLM's CPU build warns where it finds one.
+define TORCH_OF_PYPI
+{ echo '      no CPU build of torch at either: PyPI'"'"'s, with all that it needs' >&2; \
+  $(subst --no-deps,,$(INSTALL)) 'torch==$(firstword $(subst +, ,$(TORCH)))' && $(BIN)/python -m pip uninstall -qqy triton; }
+endef
+
 # Order-only: the needs are looked at every time, but do not make the environment old.
 $(VENV)/.packages: requirements/cpu.lock | need-python
 	@echo '[1/4] $(VENV) by $(PYTHON)'
@@ -104,7 +115,7 @@ $(VENV)/.packages: requirements/cpu.lock | need-python
 	@echo '[2/4] torch $(TORCH), from the index at hand or from PyTorch'"'"'s own'
 	@$(INSTALL) 'torch==$(TORCH)' 2>/dev/null \
 	  || $(INSTALL) --extra-index-url $(TORCH_INDEX) 'torch==$(TORCH)' \
-	  || $(INSTALL) 'torch==$(firstword $(subst +, ,$(TORCH)))'
+	  || $(TORCH_OF_PYPI)
 	@echo '[3/4] the $(shell grep -c == requirements/cpu.lock) packages of requirements/cpu.lock (a minute or two; 3 GB)'
 	@grep -v '^torch==' requirements/cpu.lock > $(VENV)/lock-without-torch
 	@$(INSTALL) -r $(VENV)/lock-without-torch
