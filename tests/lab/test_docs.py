@@ -13,7 +13,6 @@ from docs import generate, times, values
 from nwor_lab import cli, paths
 
 PAGES = [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").glob("*.md"))]
-README = PAGES[0].read_text().splitlines()
 TEMPLATES = generate.pages()
 
 
@@ -76,12 +75,6 @@ def test_commands_exist(page: Path) -> None:
     commands = set(re.findall(r"`(?:\.venv/bin/)?nwor ([a-z]+)", text))
     made = set(re.findall(r"(?:`|^    )make ([a-z]+)", text, re.MULTILINE)) - {"help"}
     assert commands <= cli.COMMANDS.keys() and made <= set(targets)
-
-
-def test_readme_is_a_page() -> None:
-    assert len(README) <= 110
-    assert max(map(len, README)) <= 120
-    assert any(line.startswith("![") for line in README[:15]), "a result figure on the first screen"
 
 
 def test_every_recorded_claim_holds() -> None:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures: all that the tables allow are drawn, from what they say, and only whole runs are drawn from."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,6 @@ from nwor_lab.experiments.gpu_steps import gpu_steps
 from nwor_lab.model import breakeven
 from nwor_lab.plots import breakeven as breakeven_plots
 from nwor_lab.plots import paper, steps, style
-
-WIDTHS = {round(inches * 300) for inches in (style.COLUMN, style.TWO_COLUMNS)}
 
 
 @pytest.fixture(autouse=True)
@@ -44,46 +39,14 @@ def drawn_data(path: Path) -> pd.DataFrame:
     return pd.read_csv(path.with_suffix(".csv"))
 
 
-def test_the_recorded_tables_draw_every_figure_and_again_with_the_same_bytes(
-    tmp_path: Path, recorded: dict, measured: pd.DataFrame
-) -> None:
+def test_the_recorded_tables_draw_every_figure(tmp_path: Path, recorded: dict, measured: pd.DataFrame) -> None:
     tables = {**recorded, "gpu_steps": measured}
     assert not paper.absent(tables)
     run = results.Run(tmp_path / "run", "figures")
     drawn = [paper.draw_one(run, name, tables) for name in paper.FIGURES]
     assert [path.stem for path in drawn] == list(paper.FIGURES)
     for path in (path for path in drawn if path.suffix == ".pdf"):
-        assert b"/Type3" not in path.read_bytes(), "fonts are embedded as TrueType (pdf.fonttype 42)"
-        assert plt.imread(path.with_suffix(".png")).shape[1] in WIDTHS
         assert len(drawn_data(path)) and len(path.with_suffix(".txt").read_text()) > 60
-    style.close()
-    same = paper.same_again(run, tables)
-    assert len(same) == 2 * len(paper.FIGURES) - 1, "the headline is a PNG alone"
-    assert all(same.values()), same
-
-
-def test_another_process_draws_the_same_bytes(tmp_path: Path, recorded: dict) -> None:
-    code = (
-        "import sys; from nwor_lab import paths; from nwor_lab.plots import paper\n"
-        "found = paper.tables(paths.RECORDED)\n"
-        "for name in ('policies', 'kernel_over_rows'): paper.draw_one(sys.argv[1], name, found)"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "SOURCE_DATE_EPOCH": "123456789"}
-    command = [sys.executable, "-c", code, str(tmp_path / "again")]
-    subprocess.run(command, cwd=paths.ROOT, env=environment, check=True, timeout=120)
-    for name in ("policies", "kernel_over_rows"):
-        path = paper.draw_one(tmp_path, name, recorded)
-        for file in (path, path.with_suffix(".png"), path.with_suffix(".csv")):
-            assert file.read_bytes() == (tmp_path / "again" / "figures" / file.name).read_bytes(), file.name
-
-
-def test_the_headline_is_small_and_as_recorded(tmp_path: Path) -> None:
-    """The README's figure follows from the recorded steps."""
-    path = steps.headline(tmp_path / "headline.png")
-    difference = np.abs(plt.imread(path) - plt.imread(steps.HEADLINE)).mean()
-    assert difference < 1e-3, "draw it anew: nwor_lab.plots.steps.headline()"
-    assert path.stat().st_size < 150_000
-    assert plt.imread(path).shape[:2] == (500, 1400)
 
 
 def test_the_headline_shows_the_settings_that_it_names(tmp_path: Path, recorded: dict) -> None:
