@@ -153,15 +153,15 @@ def pair(tp: int, beside: str = "off") -> pd.DataFrame:
     return of_pair(table("gpu_pair"), beside).loc[tp]
 
 
-def pair_steps(tp: int) -> str:
-    """The step of `pair` over vanilla's, under each other mode."""
-    return ", ".join(f"{ratio:.2f} under `{mode}`" for mode, ratio in pair(tp)["step"].drop("off").items())
+def pair_rates(tp: int) -> str:
+    """Tokens a second of `pair` over vanilla's, under each other mode."""
+    return ", ".join(f"{ratio:.2f} under `{mode}`" for mode, ratio in pair(tp)["rate"].drop("off").items())
 
 
-def pair_by_attempt(tp: int, mode: str, column: str) -> str:
-    """A column of `of_pair` in each attempt alone, between slashes."""
+def pair_by_attempt(tp: int, mode: str) -> str:
+    """The `rate` of `of_pair` in each attempt alone, between slashes."""
     attempts = table("gpu_pair").query("tp == @tp").groupby("attempt")
-    return " / ".join(f"{of_pair(rows).loc[(tp, mode), column]:.2f}" for _, rows in attempts)
+    return " / ".join(f"{of_pair(rows).loc[(tp, mode), 'rate']:.2f}" for _, rows in attempts)
 
 
 def pair_loss(mode: str) -> float:

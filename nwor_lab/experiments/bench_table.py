@@ -12,18 +12,25 @@ import pandas as pd
 from nwor_lab.engines.engine import Generation
 from nwor_lab.experiments import parity
 from nwor_lab.experiments.plan import Plan
+from nwor_lab.experiments.survival import lengths, tokens_per_s
 from nwor_lab.model.ratios import abba_ratio
 
 
 def measured(generation: Generation) -> list[dict[str, Any]]:
-    """Tidy rows of one generation: step times, tokens, acceptance by position."""
+    """Tidy rows of one generation: step times, tokens, acceptance by position.
+
+    `tokens` are those that the user gets, and `emitted_drafts` the accepted drafts among them: the end of an answer
+    cuts the rest of its last window off, which `accepted_tokens`, the verifier's count, still has.
+    """
     seconds, count = generation.step_seconds, generation.counters
+    tokens, answers = sum(map(len, generation.tokens)), len(generation.tokens)
     totals = [
-        ("tokens", sum(map(len, generation.tokens)), "tokens"),
+        ("tokens", tokens, "tokens"),
         ("wall", sum(seconds), "s"),
         ("windows", count["drafts"], "windows"),
         ("draft_tokens", count["draft_tokens"], "tokens"),
         ("accepted_tokens", count["accepted_tokens"], "tokens"),
+        ("emitted_drafts", tokens - answers - count["decode_steps"], "tokens"),
     ]
     return [
         *({"metric": "step_ms", "value": 1e3 * s, "unit": "ms", "step": step} for step, s in enumerate(seconds)),
@@ -67,8 +74,9 @@ def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
-    """One line a draft length, load and variant: parity, acceptance, step time and its ratio to the baseline's.
+    """One line a draft length, load and variant: parity, tokens, step time and its ratio to the baseline's.
 
+    Tokens of a window are the verifier's and the user's (`survival.lengths`), those of a second the user's.
     The baseline is the first mode, or for an engine that also ran with its mode paused itself so. A step's time is the
     median over steps; repeats give its spread, and the ratio is their `abba_ratio`. Where a variant is without parity
     its speed columns stay empty, and everywhere if a pass that is not timed, as the first, is without.
@@ -94,13 +102,14 @@ def _summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
             line["equal"] = f"{compared.equal}/{compared.requests}"
             line |= {"gap_nats": compared.largest_gap, "shift_nats": compared.shift}
             if len(timed):
-                line["acceptance_length"] = 1 + total.get("accepted_tokens", 0) / max(1, total.get("windows", 0))
+                line |= lengths(total)
                 steps = rows[rows.metric == "step_ms"].groupby("repeat").value.median()
                 good = (compared + untimed[variant]).within(plan.tolerance)
                 baseline = baselines.setdefault(variant.columns["engine"], steps)
                 line["step_ms"] = steps.median() if good else math.nan
                 line["spread_ms"] = steps.max() - steps.min() if good else math.nan
                 line["ratio"] = abba_ratio(steps / baseline) if good and len(steps) else math.nan
+                line["tokens_per_s"] = tokens_per_s(total) if good else math.nan
             lines.append(line)
     return pd.DataFrame(lines)
 

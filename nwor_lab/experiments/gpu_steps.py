@@ -11,6 +11,7 @@ import pandas as pd
 from nwor_lab import paths
 from nwor_lab.builds import join
 from nwor_lab.experiments.parity import of_rows, tolerance
+from nwor_lab.experiments.survival import lengths, tokens_per_s
 from nwor_lab.model.ratios import abba_ratio, is_stable
 from nwor_lab.results import Run, read_table, tidy
 
@@ -201,26 +202,25 @@ def of_pair(table: pd.DataFrame, beside: str = "off") -> pd.DataFrame:
         beside: the mode that the others are held against; vanilla.
 
     Returns:
-        Medians over repeats of `tokens_per_s`, `acceptance` (the tokens that a window yields) and `step_ms`, the median
-        step, with `least_ms` and `most_ms`, that of the fastest and of the slowest repeat. `rate` and `step`: tokens a
-        second and the step over those of `beside`, the `ratios.abba_ratio` of each repeat's. `longer`: in how many of
-        the `repeats` the step was longer than that of `beside`.
+        `tokens_per_s`, the tokens that users got over the seconds of all repeats; `rate`, that over the one of
+        `beside`, and `slower`, in how many of the `repeats` less than 1; `acceptance_length`, the verifier's tokens of
+        a window; and `step_ms`, the median step of the median repeat, with `least_ms` and `most_ms`, that of the
+        fastest and of the slowest one.
     """
-    keys = ["tp", "mode", "repeat"]
-    sums = table.groupby([*keys, "metric"])["value"].sum().unstack("metric")
-    each = pd.DataFrame(
-        {
-            "tokens_per_s": sums["tokens"] / sums["wall"],
-            "acceptance": 1 + sums["accepted_tokens"] / sums["windows"],
-            "step_ms": table[table["metric"] == "step_ms"].groupby(keys)["value"].median(),
-        }
-    )
-    modes = each.groupby(["tp", "mode"])
-    lines = modes.median().assign(least_ms=modes["step_ms"].min(), most_ms=modes["step_ms"].max())
-    over = each.div(each.xs(beside, level="mode")).groupby(["tp", "mode"])
-    for name, column in (("rate", "tokens_per_s"), ("step", "step_ms")):
-        lines[name] = over[column].apply(lambda line: abba_ratio(line.droplevel(["tp", "mode"])))
-    return lines.assign(longer=over["step_ms"].agg(lambda line: (line > 1).sum()), repeats=modes.size())
+    keys = ["tp", "mode"]
+    total = _sums(table, keys)
+    verified = lengths(total)["acceptance_length"]
+    lines = pd.DataFrame({"tokens_per_s": tokens_per_s(total), "acceptance_length": verified})
+    lines["rate"] = lines["tokens_per_s"] / lines["tokens_per_s"].xs(beside, level="mode")
+    each = tokens_per_s(_sums(table, [*keys, "repeat"]))
+    over = each.div(each.xs(beside, level="mode")).groupby(keys)
+    lines = lines.assign(slower=over.agg(lambda rates: (rates < 1).sum()), repeats=over.size())
+    steps = table[table["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
+    return lines.assign(step_ms=steps.median(), least_ms=steps.min(), most_ms=steps.max())
+
+
+def _sums(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    return table.groupby([*keys, "metric"])["value"].sum().unstack("metric")
 
 
 def step_table(table: pd.DataFrame) -> pd.DataFrame:

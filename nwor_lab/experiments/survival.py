@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
 
-COUNTS = ("tokens", "windows", "draft_tokens", "accepted_tokens", "accepted_at")
+COUNTS = ("tokens", "windows", "draft_tokens", "accepted_tokens", "emitted_drafts", "accepted_at")
 """Metrics of a bench that count acceptance."""
 
 
@@ -22,6 +23,24 @@ def interval(accepted: int, windows: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share (Wilson 1927); windows of one request are treated as independent."""
     found = binomtest(accepted, windows).proportion_ci(method="wilson")
     return float(found.low), float(found.high)
+
+
+def lengths(total: Any) -> dict[str, Any]:
+    """Mean tokens of a window, by the sums of a bench's rows: two numbers, which the ends of answers set apart.
+
+    `acceptance_length` is what the verifier yields, accepted drafts and one more; `emitted_length` what the user gets
+    of it, NaN in tables of before it was counted.
+
+    total: by metric, a sum or a column of sums.
+    """
+    windows = np.maximum(1, total["windows"])
+    found = {"acceptance_length": "accepted_tokens", "emitted_length": "emitted_drafts"}
+    return {name: 1 + total.get(drafts, math.nan) / windows for name, drafts in found.items()}
+
+
+def tokens_per_s(total: Any) -> Any:
+    """Tokens that users got over the seconds of all steps; `total` as `lengths` takes it."""
+    return total["tokens"] / total["wall"]
 
 
 def mean_accepted(accepted_at: Sequence[float], windows: int) -> tuple[float, float]:
@@ -39,9 +58,10 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
     """Tidy rows from the rows of a bench, by mode, k and temperature, over all repeats.
 
     Returns:
-        metric ``survival`` at each ``position`` with its interval ``low``, ``high``; ``acceptance_length``, bonus token
-        included, with the 95 % interval of a mean over windows; ``windows``; ``draft_tokens``; and ``rejected_share``
-        with its interval, rejected rows over the 1 + k rows that vanilla writes for each window.
+        metric ``survival`` at each ``position`` with its interval ``low``, ``high``; ``acceptance_length``, the
+        verifier's, with the 95 % interval of a mean over windows; ``emitted_length``, where it was counted (see
+        `lengths`); ``windows``; ``draft_tokens``; and ``rejected_share`` with its interval, rejected rows over the
+        1 + k rows that vanilla writes for each window.
     """
     rows = []
     for (mode, k, temperature), part in counts[counts.temperature.notna()].groupby(["mode", "k", "temperature"]):
@@ -52,6 +72,8 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
         (mean, error), written = mean_accepted(at.tolist(), windows), drafts + windows
         half, share = 1.96 * error, (drafts - accepted) / written
         found.append(("acceptance_length", "tokens", 1 + mean, 1 + mean - half, 1 + mean + half))
+        if not math.isnan(emitted := lengths(total)["emitted_length"]):
+            found.append(("emitted_length", "tokens", emitted, math.nan, math.nan))
         half *= windows / written
         found.append(("rejected_share", "share", share, share - half, share + half))
         found.append(("windows", "windows", windows, math.nan, math.nan))
@@ -68,7 +90,8 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """What `survival` says of whole windows: a line a temperature and k, a column a metric, counts as whole numbers."""
     wide = table[table["position"].isna()].pivot_table(index=["temperature", "k"], columns="metric", values="value")
-    wide = wide[["windows", "draft_tokens", "acceptance_length", "rejected_share"]].rename_axis(columns=None)
+    every = ("windows", "draft_tokens", "acceptance_length", "emitted_length", "rejected_share")
+    wide = wide[[name for name in every if name in wide]].rename_axis(columns=None)
     return wide.astype({"windows": int, "draft_tokens": int})
 
 

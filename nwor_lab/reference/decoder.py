@@ -92,7 +92,7 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens a verification brings, the bonus token included; as vLLM's metrics have it."""
+        """Mean tokens that a verification yields, the bonus token included; as vLLM's metrics have it."""
         return 1 + sum(self.accepted) / max(1, len(self.accepted))
 
     @property

@@ -71,6 +71,6 @@ class FakeEngine:
         token = 1 + broken + 2 * (self.token_of_its_own and self.mode == "stage")
         cut = [min(self.spec.k, n) for n, windows in ACCEPTED.items() for _ in range(windows)]
         at = [sum(n > position for n in cut) for position in range(self.spec.k)]
-        counters = {"drafts": 100, "draft_tokens": 100 * self.spec.k, "accepted_tokens": sum(cut)}
+        counters = {"drafts": 100, "draft_tokens": 100 * self.spec.k, "accepted_tokens": sum(cut), "decode_steps": 0}
         seconds = 1e-3 if self.served_by == self.mode else 2e-3
         return Generation([[token]] * len(prompts), [""] * len(prompts), [seconds] * 3, counters, at)

@@ -9,9 +9,12 @@ import pandas as pd
 import pytest
 from fake_engine import ACCEPTED
 
+from nwor.settings import Settings
 from nwor_lab import pair, paths, results
+from nwor_lab.engines.engine import Engine, EngineSpec, Generation
 from nwor_lab.experiments import acceptance, options
-from nwor_lab.experiments.survival import COUNTS
+from nwor_lab.experiments.bench_table import measured
+from nwor_lab.experiments.survival import COUNTS, lengths
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def test_tables_hold_counts_alone(counts) -> None:
     assert set(counts.metric) == set(COUNTS)
     keys = ["k", "temperature", "repeat", "metric", "position"]
     assert not counts.duplicated(keys).any()
-    assert len(counts) == 3 * (4 + 1 + 4 + 3)
+    assert len(counts) == 3 * (5 + 1 + 5 + 3)
 
 
 def test_shares_and_intervals_by_hand(counts) -> None:
@@ -105,3 +108,47 @@ def test_counts_at_scale_are_what_the_command_left(counts, tmp_path, monkeypatch
 
     monkeypatch.setattr(run, "command", command)
     assert acceptance.measure(run).value.sum() == counts.value.sum()
+
+
+# -- what the verifier yields, and what the user gets -----------------------------------------------------------------
+
+
+def totals(generation: Generation) -> dict[str, float]:
+    return pd.DataFrame(measured(generation)).groupby("metric")["value"].sum().to_dict()
+
+
+def test_both_lengths_are_told_and_the_emitted_one_only_where_it_was_counted(counts) -> None:
+    rows = counts.assign(value=counts["value"].mask(counts["metric"] == "emitted_drafts", 30.0))
+    both = acceptance.summary(acceptance.survival(rows)).loc[(0.0, 3)]
+    assert both["acceptance_length"] == 2.2 and both["emitted_length"] == 1.3
+    before = acceptance.survival(rows[rows["metric"] != "emitted_drafts"])
+    assert "emitted_length" not in acceptance.summary(before)
+
+
+@pytest.mark.engine
+def test_what_the_end_of_an_answer_cuts_off_is_the_verifiers_and_not_the_users() -> None:
+    """A drafter that is always right: windows yield 7 tokens, of which limits and stops amid one let fewer through."""
+    target = str(paths.PAIR_TARGET)
+    spec = EngineSpec(target, target, "draft_model", k=6, dtype="float32", num_blocks=99)
+    with Engine(spec, Settings()) as engine:
+        prompts = engine.encode(pair.load_prompts(count=6))
+        whole = engine.generate(prompts, 15)
+        assert lengths(totals(whole)) == {"acceptance_length": 7, "emitted_length": 7}
+        stops = [{"stop_token_ids": [tokens[9]]} for tokens in whole.tokens]
+        for max_tokens, sampling in ((4, ()), (12, ()), (40, stops), (40, [{"stop": ["self", "e"]}])):
+            found = engine.generate(prompts, max_tokens, sampling=sampling)
+            emitted = [len(tokens) - 1 for tokens in found.tokens]
+            windows = sum(-(-tokens // 7) for tokens in emitted)
+            expected = {"acceptance_length": 7, "emitted_length": pytest.approx(sum(emitted) / windows)}
+            assert lengths(totals(found)) == expected and sum(emitted) < 7 * windows
+
+
+@pytest.mark.engine
+def test_steps_without_drafts_are_no_windows_of_one_token() -> None:
+    spec = EngineSpec(str(paths.PAIR_TARGET), method="ngram", k=4, dtype="float32", num_blocks=99)
+    with Engine(spec, Settings()) as engine:
+        found = engine.generate(engine.encode(pair.load_prompts(count=6)), 30)
+    counters, total = found.counters, totals(found)
+    assert counters["decode_steps"] > 2 * counters["drafts"] > 0, "some steps had no drafts"
+    assert total["tokens"] == len(found.tokens) + counters["decode_steps"] + total["emitted_drafts"]
+    assert 0 < total["emitted_drafts"] <= total["accepted_tokens"]

@@ -136,15 +136,19 @@ def test_a_mode_that_does_not_serve_stops_the_run_before_anything_is_measured(en
 def test_a_ratio_is_of_both_orders():
     """The variant that comes second takes a tenth longer, whichever it is; `stage` takes 0.9 times vanilla's."""
     plan = Plan(modes=("stage",), paused=True, repeats=3)
+    counts = {"tokens": 30.0, "windows": 10.0, "accepted_tokens": 25.0, "emitted_drafts": 15.0}
     rows = [
-        {**variant.columns, "batch": 8, "repeat": repeat, "metric": "step_ms", "unit": "ms", "value": value * late}
+        {**variant.columns, "batch": 8, "repeat": repeat, "metric": metric, "unit": "", "value": number}
         for repeat in range(3)
         for variant, value, late in zip(
             plan.variants, (10.0, 9.0), (1.1, 1.0) if repeat == 1 else (1.0, 1.1), strict=True
         )
+        for metric, number in {"step_ms": value * late, "wall": value * late / 1e3, **counts}.items()
     ]
     table = bench_table.summary(pd.DataFrame(rows), plan).set_index("mode")
     assert table.ratio.to_dict() == pytest.approx({"stage paused": 1.0, "stage": 0.9})
+    assert table.tokens_per_s.to_dict() == pytest.approx({"stage paused": 90 / 0.031, "stage": 90 / 0.0288})
+    assert table[["acceptance_length", "emitted_length"]].drop_duplicates().to_numpy().tolist() == [[3.5, 2.5]]
 
 
 def test_kernels_are_profiled_in_both_orders(engines):
