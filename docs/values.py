@@ -152,10 +152,12 @@ def soak(name: str = "soak") -> str:
     """What random traffic under the auditor found, all modes and episodes together; name: of the table."""
     rows, made = table(name), json.loads((paths.RECORDED / f"{name}.json").read_text())
     total = rows.groupby("metric")["value"].sum()
-    steps, tokens, faults = (f"{total[name]:,.0f}" for name in ("layer-steps", "tokens", "faults"))
+    named = ("layer-steps", "tokens", "faults", "accepted", "drafts")
+    steps, tokens, faults, accepted, drafts = (f"{total[name]:,.0f}" for name in named)
     episodes, minutes = rows["episode"].nunique(), total["seconds"] / 60
     return (
-        f"{faults} faults in {steps} layer-steps and {tokens} tokens, {episodes} engine configurations, "
+        f"{faults} faults in {steps} layer-steps and {tokens} tokens, {accepted} of {drafts} drafts accepted, "
+        f"{episodes} engine configurations, "
         f"{minutes:.0f} minutes, commit {made['git']['commit'][:7]}"
     )
 

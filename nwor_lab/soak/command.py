@@ -4,6 +4,9 @@
 An episode starts vanilla and the modes in one configuration that the seed draws, and serves scripts of arrivals, joins
 and aborts that it draws too. A fault ends it, and what it served is kept in a file that `--replay` runs. Finished
 episodes stay in the run's folder, where `--resume` goes on.
+
+A run is clean if it has no fault and drafts were accepted, rejected, and both in one window, under each mode; one in
+which some of that did not occur is incomplete, and ends with a status of its own.
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ from nwor_lab.soak.judge import Verdict
 
 SHOWN = ("method", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "seed")
 """Of an episode's configuration, columns of the table."""
+FOLDER = "soak-%Y%m%d-%H%M%S"
+INCOMPLETE = 3
+"""How a run ends that has no fault, and has not tried all that may become of drafts."""
 DEFAULTS: dict[str, Any] = {"minutes": 20.0, "seed": 0, "mode": "cow,stage", "tp": 0, "scripts": 64}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 0 without a fault, 1 with one, 2 for wrong input."""
+    """The command; 0 if the run is clean, 1 with a fault, 2 for wrong input, 3 if it is incomplete."""
     given = _parser().parse_args(argv)
     again = ""
     try:
@@ -93,7 +99,11 @@ def _open_run(resume: str, asked: dict[str, Any]) -> tuple[Path, dict[str, Any]]
             )
         options = json.loads(request.read_text(encoding="utf-8")) | asked
     else:
-        directory = paths.RESULTS / f"soak-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        directory = paths.RESULTS / f"{datetime.datetime.now():{FOLDER}}"
+        if directory.exists():
+            raise ValueError(
+                f"{directory} is another run's: start again, or go on with it by --resume {directory.name}"
+            )
         options = DEFAULTS | asked
     modes = options["mode"].split(",")
     if not set(modes) <= set(CLEAN) or len(set(modes)) < len(modes):
@@ -134,7 +144,7 @@ def soak(directory: Path, options: dict[str, Any]) -> int:
             f"{name}={getattr(spec, name)}" for name in ("draft", *SHOWN, "max_num_batched_tokens", "prefix_caching")
         )
         print(f"episode {number}: {', '.join(drawn)}", flush=True)
-        found = episodes.run(number, spec, modes, options["scripts"], deadline, directory)
+        found = episodes.run(number, spec, modes, options["scripts"], _end(number, deadline), directory)
         for mode, verdict in found.verdicts.items():
             print(f"  {mode:6} {found.scripts} scripts, {found.seconds:.0f} s: {verdict}", flush=True)
             print("".join(f"         {example}\n" for example in verdict.examples), end="")
@@ -146,12 +156,29 @@ def soak(directory: Path, options: dict[str, Any]) -> int:
     every = tables[0].groupby(["metric", "unit", "mode"], sort=False)["value"].sum()
     layer_steps, seconds = int(every["layer-steps"].sum()), every["seconds"].sum()
     print(f"total: {number} episodes, {layer_steps:,} layer-steps audited in {seconds:.0f} s")
+    untried = []
     for mode in modes:
         sums = every.xs(mode, level="mode").astype(int)
         counts, faults = (sums.xs(unit, level="unit").to_dict() for unit in ("count", "faults"))
         scripts, _ = counts.pop("scripts"), faults.pop("faults")
-        print(f"  {mode:6} {scripts} scripts: {Verdict(Counter(counts), Counter(faults))}")
-    return int(every["faults"].sum() > 0)
+        verdict = Verdict(Counter(counts), Counter(faults))
+        print(f"  {mode:6} {scripts} scripts: {verdict}")
+        untried += [f"{words} under {mode}" for words in verdict.untried]
+    if number_of_faults := int(every["faults"].sum()):
+        print(f"verdict: {number_of_faults:,} faults")
+        return 1
+    if untried:
+        more = f"nwor soak --resume {directory.name} --minutes {2 * options['minutes']:g}"
+        print(f"verdict: incomplete: {', '.join(untried)}; `{more}` goes on")
+        return INCOMPLETE
+    print("verdict: clean; drafts were accepted, rejected, and both in one window, under each mode")
+    return 0
+
+
+def _end(number: int, deadline: float) -> float:
+    """When episode `number` ends: the first ones share the time, so that a short run meets every drafter."""
+    now = time.monotonic()
+    return now + (deadline - now) / max(1, len(script.DRAFTERS) - number)
 
 
 def _table(found: episodes.Episode, run_id: str) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nwor_lab.engines.child import Generation
-from nwor_lab.engines.traffic import Answer, Event, Traffic
+from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, Traffic
 from nwor_lab.experiments.parity import SINGLE, compare, tolerance
 from nwor_lab.soak.script import kinds
 
@@ -37,6 +37,17 @@ class Verdict:
             self.faults[kind] += int(number)
             self.examples.append(f"{kind}: {example}")
 
+    @property
+    def untried(self) -> list[str]:
+        """Outcomes of drafts that did not occur, in words: what they would have asked of the mode is not known."""
+        whole, part, none = (self.counts[f"windows {outcome}"] for outcome in OUTCOMES)
+        occurred = {
+            "no draft was accepted": whole + part,
+            "no draft was rejected": none + part,
+            "no window had drafts of both": part,
+        }
+        return [words for words, windows in occurred.items() if not windows]
+
     def __str__(self) -> str:
         done = ", ".join(f"{number:,} {name}" for name, number in self.counts.items())
         return f"{done}; faults: {', '.join(f'{n:,} {kind}' for kind, n in self.faults.items()) or 'none'}"
@@ -58,6 +69,7 @@ def judge(events: Sequence[Event], vanilla: Traffic, traffic: Traffic, mode: str
     verdict.counts["preempted"] += metrics.get("num_preemptions", 0)
     verdict.counts["drafts"] += metrics["spec_decode_num_draft_tokens"]
     verdict.counts["accepted"] += metrics["spec_decode_num_accepted_tokens"]
+    verdict.counts.update({f"windows {outcome}": traffic.windows[outcome] for outcome in OUTCOMES})
     verdict.counts["cached tokens"] += traffic.cached
     for rank in traffic.ranks:
         audit = rank["audit"]

@@ -17,8 +17,8 @@ from nwor_lab.engines.traffic import Event
 from nwor_lab.machine import on_cpu
 
 _ROOM = 256  # tokens of a request, at most
-DRAFTERS = ("eagle", "ngram", "every draft accepted", "no draft accepted")
-"""Who proposes: the pair's head; ngram, whose windows have every length up to k; the target itself; or `contrary`."""
+DRAFTERS = ("eagle", "every draft accepted", "no draft accepted", "ngram")
+"""Who proposes: the pair's head; the target itself; `contrary`; or ngram, whose windows have every length up to k."""
 
 SCHEMA = {
     "type": "object",
@@ -37,18 +37,22 @@ STOPS = ["\n", "self", "):", "e"]
 def configuration(seed: int, episode: int, tp: int = 0) -> EngineSpec:
     """The engines of an episode, but for their mode; as many episodes as there are drafters have one of each.
 
+    The first has the pair's head and two drafts or more, of which one window accepts some and rejects others; then come
+    the drafters that are always right and always wrong. So all that may become of drafts occurs in a short run too.
+
     On a GPU all are of bfloat16, which its attention wants, and most with CUDA graphs.
 
     tp: tensor-parallel ranks, or 0 for two in every fifth episode and one in the others.
     """
     draw = random.Random(f"{seed} {episode}")
-    drafters = random.Random(seed).sample(DRAFTERS, len(DRAFTERS))
+    extremes = random.Random(seed).sample(DRAFTERS[1:3], 2)
+    drafters = (DRAFTERS[0], *extremes, *DRAFTERS[3:])
     block_size = draw.choice((32, 32, 64))
     batch = draw.randint(3, 8)
     spec = EngineSpec(
         model=str(paths.PAIR_TARGET),
         **_drafter(drafters[episode % len(DRAFTERS)]),
-        k=draw.randint(1, 6),
+        k=draw.randint(1 if episode else 2, 6),
         tp=tp or 1 + (episode % 5 == 3),
         dtype=draw.choice(("float32", "float32", "bfloat16")),
         batch=batch,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -16,7 +18,9 @@ class FakeEngine:
     """Answers at once with four tokens; under mode stage a text parts where both names of `culprits` are asked for.
 
     started: the modes of all engines so far. served: (mode, seed) of all scripts. dies: the engine ends instead.
-    dirty: how many slots stage's audit finds dirty then, its tokens being vanilla's.
+    dirty: how many slots stage's audit finds dirty then, its tokens being vanilla's. windows: of each script, by what
+    became of their drafts, where a mode is named other than what all have. seconds: a script takes. drafts: the
+    drafters of all engines so far.
     """
 
     started: ClassVar[list[str]]
@@ -24,14 +28,19 @@ class FakeEngine:
     culprits: ClassVar[set[str]]
     dies: ClassVar[bool]
     dirty: ClassVar[int]
+    windows: ClassVar[dict[str, Counter[str]]]
+    seconds: ClassVar[float]
+    drafts: ClassVar[list[str]]
 
     def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
         self.mode = settings.mode
         self.started.append(self.mode)
+        self.drafts.append(spec.draft or spec.method)
 
     @classmethod
     def forget(cls) -> None:
         cls.started, cls.served, cls.culprits, cls.dies, cls.dirty = [], [], set(), False, 0
+        cls.windows, cls.seconds, cls.drafts = {}, 0.0, []
 
     def __enter__(self) -> Self:
         return self
@@ -47,6 +56,7 @@ class FakeEngine:
 
     def traffic(self, events: Sequence[Event], seed: int) -> Traffic:
         self.served.append((self.mode, seed))
+        time.sleep(self.seconds)
         asked = {event.name: event for event in events if event.prompt is not None}
         broken = self.mode == "stage" and bool(self.culprits) and self.culprits <= asked.keys()
         if broken and self.dies:
@@ -63,7 +73,9 @@ class FakeEngine:
         theirs = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 5)
         metrics = {f"nwor_{name}": value for name, value in ours.items()}
         metrics |= {f"spec_decode_num_{name}": value for name, value in theirs.items()}
-        return Traffic(answers, {name: event.prompt or [] for name, event in asked.items()}, 0, [rank], metrics)
+        windows = self.windows.get(self.mode, Counter({"some accepted": 5}))
+        prompts = {name: event.prompt or [] for name, event in asked.items()}
+        return Traffic(answers, prompts, 0, windows, [rank], metrics)
 
 
 def serve_without_restore(spec: EngineSpec, environ: dict[str, str], *rest: Any) -> None:

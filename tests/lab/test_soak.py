@@ -16,7 +16,7 @@ from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.engines import child
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.engines.traffic import Answer, Event, Traffic
+from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, Traffic
 from nwor_lab.experiments import bench
 from nwor_lab.soak import command, script
 from nwor_lab.soak.judge import judge
@@ -34,7 +34,7 @@ def results_of_its_own(monkeypatch, tmp_path):
 def fake(monkeypatch):
     FakeEngine.forget()
     monkeypatch.setattr(bench, "Engine", FakeEngine)
-    monkeypatch.setattr(script, "contrary", lambda: paths.PAIR_EAGLE)
+    monkeypatch.setattr(script, "contrary", lambda: Path("contrary"))
     return FakeEngine
 
 
@@ -140,6 +140,47 @@ def test_a_soak_without_a_fault_ends_well_and_goes_on_where_it_stopped(fake, tmp
     assert more["episode"].nunique() > 1 and len(more) > len(frame)
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "missing"),
+    [
+        ({"none accepted": 5}, ["accepted", "both"]),
+        ({"all accepted": 5}, ["rejected", "both"]),
+        ({"all accepted": 5, "none accepted": 5}, ["both"]),
+        ({}, ["accepted", "rejected", "both"]),
+    ],
+)
+def test_a_run_in_which_an_outcome_did_not_occur_under_a_mode_is_not_clean(fake, capsys, outcomes, missing):
+    fake.windows = {"stage": Counter(outcomes)}
+    assert command.main(["--minutes", "1e-6"]) == command.INCOMPLETE
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert "incomplete" in verdict and verdict.count("under stage") == len(missing) and "cow" not in verdict
+    assert all(word in verdict for word in missing)
+
+
+def test_a_fault_says_more_than_an_outcome_that_did_not_occur(fake):
+    fake.windows, fake.culprits = {"stage": Counter()}, {"r1"}
+    assert command.main(["--minutes", "1e-6"]) == 1
+
+
+def test_a_run_does_not_go_on_in_the_folder_of_another(fake, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "FOLDER", "soak")
+    assert command.main(["--minutes", "1e-6"]) == 0
+    assert command.main(["--minutes", "1e-6", "--seed", "1"]) == 2
+    assert "--resume soak" in capsys.readouterr().err
+
+
+def test_a_short_run_meets_drafters_that_are_partly_always_and_never_right(fake, capsys):
+    fake.seconds = 0.01
+    assert command.main(["--minutes", "0.05", "--scripts", "1000"]) == 0
+    assert {str(paths.PAIR_EAGLE), str(paths.PAIR_TARGET), "contrary"} <= set(fake.drafts), fake.drafts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_first_engines_of_a_run_can_accept_and_reject_in_one_window(seed):
+    first = script.configuration(seed, 0)
+    assert first.draft == str(paths.PAIR_EAGLE) and first.k > 1
+
+
 def test_a_failure_leaves_what_replays_it(fake, tmp_path, capsys):
     fake.culprits = {"r2", "r4"}
     assert command.main(["--minutes", "1e-6", "--mode", "stage"]) == 1
@@ -203,6 +244,8 @@ def test_real_engines_are_clean_and_a_mode_that_does_not_restore_is_not(monkeypa
     [run] = tmp_path.glob("soak-*")
     frame = pd.read_parquet(run / "soak.parquet").query("mode == 'stage'").groupby("metric")["value"].sum()
     assert frame["layer-steps"] > 100 and frame["drafts"] > frame["accepted"]
+    windows = [frame[f"windows {outcome}"] for outcome in OUTCOMES]
+    assert min(windows) > 0 and frame["accepted"] >= windows[0] + windows[1] and sum(windows) <= frame["drafts"]
     monkeypatch.setattr(child, "serve", serve_without_restore)
     assert command.main([*options, "--mode", "cow"]) == 1
     said = capsys.readouterr().out
