@@ -21,6 +21,17 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
+def find_shape(name: str) -> dict[str, int]:
+    """The sizes of a shape.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
 def write_shape(name: str, directory: Path, max_model_len: int) -> tuple[Path, Path]:
     """Write the two configs below `directory` and return the folders of target and head.
 
@@ -31,8 +42,6 @@ def write_shape(name: str, directory: Path, max_model_len: int) -> tuple[Path, P
     Raises:
         ValueError: no such shape.
     """
-    if name not in SHAPES:
-        raise ValueError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -46,7 +55,7 @@ def write_shape(name: str, directory: Path, max_model_len: int) -> tuple[Path, P
         "bos_token_id": 1,
         "eos_token_id": 2,
         "dtype": "bfloat16",
-        **SHAPES[name],
+        **find_shape(name),
     }
     target, head = directory / name / "target", directory / name / "eagle"
     for path in (target, head):

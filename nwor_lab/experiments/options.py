@@ -89,6 +89,7 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
     if given["profile"] and machine.on_cpu():
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
     if given["shape"]:
+        shapes.find_shape(given["shape"])
         if not given["random_prompts"]:
             raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
         folder = paths.RESULTS / "shapes" / f"{given['max_model_len']}"  # of its own: others may start beside it

@@ -9,7 +9,7 @@ to be as fast in each mode, so this is what the write policy alone makes; the bo
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from typing import Any
@@ -31,6 +31,17 @@ MODELS = {
     "gpt-oss-20b": Shape(24, 8, 64),
 }
 """Caches of published models in bf16: layers, KV heads and head size of their `config.json`."""
+
+
+def model_shape(model: str, tp: int = 1) -> Shape:
+    """One of `MODELS` on `tp` ranks.
+
+    Raises:
+        ValueError: there is no such model, or its heads do not spread evenly over the ranks.
+    """
+    if model not in MODELS:
+        raise ValueError(f"model {model!r} is not one of {', '.join(MODELS)}")
+    return replace(MODELS[model], tp=tp)
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,15 @@ H200 = Chip(
 
 
 def survival_of(acceptance: float, k: int) -> list[float]:
-    """Survival over k positions when each draft is accepted with `acceptance`, given that those before it were."""
+    """Survival over k positions when each draft is accepted with `acceptance`, given that those before it were.
+
+    Raises:
+        ValueError: `acceptance` is no share, or there is no draft.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance is a share from 0 to 1, got {acceptance:g}")
+    if k < 1:
+        raise ValueError(f"k, the drafts of a window, is at least 1, got {k}")
     return [acceptance ** (position + 1) for position in range(k)]
 
 

@@ -92,8 +92,14 @@ class Shape:
     tp: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_size", "cache_bytes", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
         if self.num_kv_heads % self.tp and self.tp % self.num_kv_heads:
-            raise ValueError(f"{self.num_kv_heads} KV heads do not spread evenly over {self.tp} ranks")
+            heads = self.num_kv_heads
+            raise ValueError(
+                f"{heads} KV heads do not spread evenly over {self.tp} ranks: tp divides {heads} or is a multiple of it"
+            )
 
     @property
     def heads(self) -> int:
@@ -148,8 +154,10 @@ class Window:
             context: mean `num_computed_tokens` of a request before the step.
 
         Raises:
-            ValueError: survival rises with position, or leaves [0, 1].
+            ValueError: survival rises with position, or leaves [0, 1]; less than one request, or a context below 0.
         """
+        if batch < 1 or context < 0:
+            raise ValueError(f"batch is at least 1 and context at least 0, got {batch:g} and {context:g}")
         if any(not 0 <= after <= before <= 1 for before, after in zip([1.0, *survival], survival, strict=False)):
             raise ValueError(f"survival falls from 1 towards 0 over positions, got {list(survival)}")
         k = len(survival)

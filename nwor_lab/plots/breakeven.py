@@ -4,7 +4,6 @@ and one widget to explore the model."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,25 +128,29 @@ def explore(chip: Chip = H200, **start: Any) -> Any:
     """One `ipywidgets.interactive`: what a step of each mode costs over vanilla's at the setting of its sliders.
 
     Args:
-        start: where the sliders start: `model` (of `MODELS`), `k`, `acceptance`, `batch`, `context`, `tp`.
+        start: where the sliders start: `model` (of `MODELS`), `k`, `acceptance`, `batch`, `context`, `tp`. They reach
+            that far at least.
     """
     import ipywidgets as widgets
 
-    late = {"continuous_update": False}
+    def whole(name: str, value: int, least: int, most: int, step: int = 1) -> widgets.IntSlider:
+        value = start.get(name, value)
+        return widgets.IntSlider(value, least, max(most, value), step, continuous_update=False)
+
     return widgets.interactive(
         lambda **setting: draw_setting(chip=chip, **setting),
         model=widgets.Dropdown(options=list(MODELS), value=start.get("model", "llama-2-7b")),
-        k=widgets.IntSlider(start.get("k", 8), 1, 16, **late),
-        acceptance=widgets.FloatSlider(start.get("acceptance", 0.7), min=0, max=1, step=0.01, **late),
-        batch=widgets.IntSlider(start.get("batch", 16), 1, 1024, **late),
-        context=widgets.IntSlider(start.get("context", 512), 0, 32768, 128, **late),
+        k=whole("k", 8, 1, 16),
+        acceptance=widgets.FloatSlider(start.get("acceptance", 0.7), min=0, max=1, step=0.01, continuous_update=False),
+        batch=whole("batch", 16, 1, 1024),
+        context=whole("context", 512, 0, 32768, 128),
         tp=widgets.Dropdown(options=sorted({1, 2, 4, 8, start.get("tp", 1)}), value=start.get("tp", 1)),
     )
 
 
 def draw_setting(model: str, k: int, acceptance: float, batch: int, context: int, tp: int, chip: Chip = H200) -> None:
     """Print what a step of each mode costs over vanilla's at a setting, and draw it over the batch."""
-    shape = replace(MODELS[model], tp=tp)
+    shape = breakeven.model_shape(model, tp)
     rows = breakeven.differences({model: shape}, [k], [acceptance], sorted({*(2**n for n in range(11)), batch}), chip)
     window = traffic.Window.expected(batch, breakeven.survival_of(acceptance, k), context)
     print(f"{batch} windows of 1 + {k} rows, {window.kept_rows / batch:.2f} of them kept; {chip.name}, {chip.source}")

@@ -145,6 +145,10 @@ def test_the_sliders_move_the_picture_and_the_words(capsys: pytest.CaptureFixtur
     assert {child.description: child.value for child in widget.children[:-1]} == {
         "model": "llama-2-7b", "k": 8, "acceptance": 0.5, "batch": 4, "context": 512, "tp": 1,
     }  # fmt: skip
+    beyond = {"k": 40, "batch": 5000, "context": 100_000, "tp": 16}
+    assert {child.description: child.value for child in breakeven_plots.explore(**beyond).children[:-1]}.items() >= (
+        beyond.items()
+    )
     for batch in (4, 64):
         breakeven_plots.draw_setting("llama-2-7b", 8, 0.5, batch, 512, 1)
         window = breakeven.Window.expected(batch, breakeven.survival_of(0.5, 8))

@@ -5,6 +5,7 @@ import ast
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,3 +91,26 @@ def test_plain_papermill_stops_at_a_misspelt_parameter(tmp_path: Path) -> None:
     with pytest.raises(PapermillExecutionError, match="has no parameter run_dri; it has"):
         papermill.execute_notebook(str(path), None, parameters=given, cwd=str(paths.ROOT), progress_bar=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"model": "llama-3-8b"}, "llama-3.1-8b"),
+        ({"acceptance": 70}, "from 0 to 1, got 70$"),
+        ({"k": 0}, "at least 1"),
+        ({"batch": 0}, "at least 1"),
+        ({"context": -1}, "at least 0"),
+        ({"tp": 0}, "at least 1"),
+        ({"tp": 3}, "divides 32"),
+        ({"copy_tb_s": 0.0}, "more than 0"),
+    ],
+)
+def test_what_cannot_be_priced_stops_in_the_first_cell_and_the_choices_are_named(given, says, tmp_path: Path) -> None:
+    parameters, first, *_ = code(paths.NOTEBOOKS / "08_break_even.ipynb")
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(parameters.source, scope)  # noqa: S102
+    scope |= {"run_dir": str(tmp_path), **given}
+    with pytest.raises(ValueError, match=says) as refused:
+        exec(first.source, scope)  # noqa: S102
+    assert "\n" not in str(refused.value)
