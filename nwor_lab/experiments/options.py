@@ -127,11 +127,15 @@ def tokenized(spec: EngineSpec, plan: Plan, texts: Sequence[str]) -> list[list[i
     """Token ids of the texts by the model's own tokenizer.
 
     Raises:
-        ValueError: acceptance is to be counted, and a prompt is missing or does not fit beside its answer.
+        ValueError: there is no such model; or acceptance is to be counted, and a prompt is missing or does not fit
+            beside its answer.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    except OSError as error:
+        raise shapes.unreadable(spec.model, error) from error
     prompts = [tokenizer.encode(text) for text in texts]
     if plan.count:
         if plan.num_prompts > len(prompts) or not prompts:

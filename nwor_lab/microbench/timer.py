@@ -62,7 +62,7 @@ def interleaved(calls: dict[str, Call], repeats: int, clean: bool = False) -> It
 
 def numbers(text: str) -> list[int]:
     """Numbers that commas divide."""
-    return [int(number) for number in text.split(",")]
+    return [_at_least_one(number) for number in text.split(",")]
 
 
 def caches(text: str) -> list[str]:
@@ -75,7 +75,14 @@ def caches(text: str) -> list[str]:
 
 def pairs(text: str) -> list[tuple[int, int]]:
     """Query heads and KV heads: 32x8,16x4."""
-    return [(int(heads), int(kv_heads)) for heads, kv_heads in (pair.split("x") for pair in text.split(","))]
+    both = (pair.split("x") for pair in text.split(","))
+    return [(_at_least_one(heads), _at_least_one(kv_heads)) for heads, kv_heads in both]
+
+
+def _at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"each number is at least 1, got {text}")
+    return int(text)
 
 
 def options(

@@ -46,7 +46,7 @@ from nwor.attention.configs import (
 )
 from nwor.settings import PREFIX, Settings
 from nwor_lab import results
-from nwor_lab.engines.shapes import SHAPES
+from nwor_lab.engines.shapes import SHAPES, unreadable
 from nwor_lab.microbench.attention import shapes
 from nwor_lab.microbench.held_out import CONTEXTS
 from nwor_lab.microbench.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
@@ -256,14 +256,17 @@ def heads_of(model: str) -> tuple[int, int, int]:
     """Query heads, KV heads and head size of a model, by a key of `SHAPES`, its folder or its name on the Hub.
 
     Raises:
-        OSError: no such model.
+        ValueError: no such model.
     """
     if model in SHAPES:
         shape = SHAPES[model]
         return shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except OSError as error:
+        raise unreadable(model, error) from error
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, head_size
@@ -284,8 +287,7 @@ def heads_of_ranks(options: argparse.Namespace) -> tuple[list[tuple[int, int]], 
     """Query and KV heads of a rank, of each model and number of ranks that was asked for, and their head size.
 
     Raises:
-        OSError: no such model.
-        ValueError: heads do not divide among the ranks, or `stage` does not serve their size.
+        ValueError: no such model, heads do not divide among the ranks, or `stage` does not serve their size.
     """
     heads, head_size = options.heads, options.head_size
     if not heads:
@@ -335,8 +337,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         ranks, head_size = heads_of_ranks(options)
-    except (OSError, ValueError) as error:
-        print(f"nwor tune: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+    except ValueError as error:
+        print(f"nwor tune: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
         print("nwor tune: no NVIDIA GPU here, and a table is of the GPU it was found on", file=sys.stderr)

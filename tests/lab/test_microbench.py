@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The microbenchmarks: bytes by hand, what is made of samples and counters, the recorded data."""
 
+import argparse
 import itertools
 import math
 
@@ -291,3 +292,9 @@ def test_what_a_layer_saves_alone_and_between_its_neighbours():
     rows = [alone[alone.op == "nwor"].assign(op=op, metric="between", value=us) for op, us in between.items()]
     (found,) = attention_plots.saved(pd.concat([alone, *rows])).to_dict("records")
     assert (found["alone"], found["between"]) == pytest.approx((30, 20))
+
+
+@pytest.mark.parametrize(("read", "text"), [(timer.numbers, "4,0"), (timer.numbers, "-1"), (timer.pairs, "8x0")])
+def test_numbers_below_one_are_refused_as_they_are_read(read, text):
+    with pytest.raises(argparse.ArgumentTypeError, match="at least 1"):
+        read(text)
