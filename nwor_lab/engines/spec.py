@@ -17,7 +17,7 @@ from nwor_lab.machine import on_cpu
 class EngineSpec:
     """One engine's configuration but for its mode; field names are vLLM's own where it has them.
 
-    model: target model, a folder or a name on the hub.
+    model: target model, a folder or a name on the hub; ``pair@SHAPE`` is the shipped pair written at another shape.
     draft: draft model, a folder or a name on the hub; empty for methods without one (``ngram``).
     method: vLLM's speculative method.
     k: drafts a request brings to a step, vLLM's ``num_speculative_tokens``.

@@ -30,6 +30,7 @@ from nwor.settings import Settings
 from nwor_lab import machine, paths, results
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
+from nwor_lab.engines.widened_pair import PAIR_AT
 from nwor_lab.experiments import options, survival
 from nwor_lab.experiments.bench_table import counted, kernel_rows, measured, summary
 from nwor_lab.experiments.parity import Parity, compare
@@ -339,7 +340,8 @@ def write_results(
     report: Mapping[str, Any],
 ) -> tuple[pd.DataFrame, Path]:
     """Write a run's table and, beside it, its report; returns the table and its path."""
-    model = given["shape"] or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
+    named = given["shape"] or (given["model"] if given["model"].startswith(PAIR_AT) else "")
+    model = named or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
     common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch, "seed": spec.seed}
     common |= {"k": spec.k, "kv_cache_dtype": spec.kv_cache_dtype}
     if shape := shapes.SHAPES.get(given["shape"]):

@@ -14,6 +14,7 @@ from nwor_lab import machine, pair, paths
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
+from nwor_lab.engines.widened_pair import PAIR_AT, write_widened
 from nwor_lab.experiments.parity import tolerance
 from nwor_lab.experiments.plan import Plan
 
@@ -95,6 +96,10 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
         folder = paths.RESULTS / "shapes" / f"{given['max_model_len']}"  # of its own: others may start beside it
         target, head = shapes.write_shape(given["shape"], folder, given["max_model_len"])
         given |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
+    elif given["model"].startswith(PAIR_AT):
+        folder = paths.RESULTS / "shapes" / f"{given['model']}-{given['dtype']}"
+        target, head = write_widened(given["model"], folder, getattr(torch, given["dtype"]))
+        given |= {"model": str(target), "draft": str(head)}
     if given["count"]:
         given |= {"modes": ("off",), "audit": False}
     usual = tolerance(given["dtype"], given["kv_cache_dtype"], given["load_format"] == FORMAT, not machine.on_cpu())

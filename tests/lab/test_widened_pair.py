@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shipped pair at larger shapes is the same function, and a shape that it does not fit into is refused by name."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from nwor_lab import pair
+from nwor_lab import pair, paths
 from nwor_lab.engines import shapes
+from nwor_lab.engines.widened_pair import write_widened
+from nwor_lab.experiments import options
 from nwor_lab.pair.model import EagleHead, hidden_states, load_pair
-from nwor_lab.pair.widened import write_widened
 
 WIDE = {
     "grouped": (512, 1024, 7, 16, 8, 128, 4096),  # as many query heads to a KV head as the pair has
@@ -57,3 +60,12 @@ def test_a_shape_that_does_not_do_is_named(shape, named, tmp_path):
     with pytest.raises(ValueError, match=named):
         write_widened(f"pair@{shape}", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_bench_takes_it_by_name(tmp_path, monkeypatch):
+    """With the pair's own tokenizer, since the text is the pair's."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    words = ["--model", "pair@multi-head", "--dtype", "float32", "--num-prompts", "2"]
+    spec, _, prompts = options.parse_config(options.parser("bench", "").parse_args(words))
+    assert (Path(spec.model) / "config.json").is_file() and (Path(spec.draft) / "config.json").is_file()
+    assert prompts[0] == pair.load_tokenizer().encode(pair.load_prompts()[0]).ids

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped pair written at a larger shape, with the same function: real text and acceptance at another model's cost.
+
+The residual stream is padded with zeros, and RMS norms are scaled for it: of d numbers among D the mean square is d / D
+of what it was. A head of 64 lies in a head of 128 so that rotary frequencies agree (dimension i becomes 2 i, and its
+partner 64 + 2 i), with queries scaled by sqrt(128 / 64). All other heads, intermediate rows and layers are random, and
+what they compute is multiplied by zeros before it is added. The vocabulary stays the pair's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nwor_lab.engines.shapes import find_shape
+from nwor_lab.pair.model import load_weights
+from nwor_lab.paths import PAIR_EAGLE, PAIR_TARGET
+from nwor_lab.results import write_json
+
+PAIR_AT = "pair@"
+"""Before the name of a shape, where a command takes a model."""
+WRITERS = 8
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> _Sizes:
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        return cls(*(config[name] for name in names))
+
+
+def write_widened(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
+    """Write target and EAGLE head at a shape, and return their folders; what is whole there already stays.
+
+    Args:
+        shape: one of `shapes.SHAPES`, alone or after ``pair@``; any that is as large as the pair in each size.
+        folder: for both, which needs two bytes (float32: four) for each weight.
+        dtype: of the weights. In float32 logits are the pair's to the last places; bfloat16 rounds scaled weights.
+
+    Raises:
+        ValueError: there is no such shape, or the pair does not fit into it.
+    """
+    name = shape.removeprefix(PAIR_AT)
+    sizes, written = find_shape(name), []
+    for source in (PAIR_TARGET, PAIR_EAGLE):
+        config = json.loads((source / "config.json").read_text())
+        layers = sizes["num_hidden_layers"] if source == PAIR_TARGET else config["num_hidden_layers"]
+        wide = {**config, **sizes, "num_hidden_layers": layers, "vocab_size": config["vocab_size"]}
+        wide["rms_norm_eps"] = config["rms_norm_eps"] * config["hidden_size"] / wide["hidden_size"]
+        wide["dtype"] = str(dtype).removeprefix("torch.")
+        _check_fits(config, wide, name)
+        written.append(_write(source, config, wide, folder / source.name, dtype))
+    return written[0], written[1]
+
+
+def _check_fits(config: Mapping[str, Any], wide: Mapping[str, Any], name: str) -> None:
+    narrow, wider = _Sizes.of(config), _Sizes.of(wide)
+    places = _places(narrow, wider)
+    small = [
+        field for field in ("hidden", "intermediate", "head_dim") if getattr(narrow, field) > getattr(wider, field)
+    ]
+    if config["num_hidden_layers"] > wide["num_hidden_layers"]:
+        small.append("num_hidden_layers")
+    if max(kv for kv, _ in places) >= wider.kv_heads:
+        small.append("num_key_value_heads")
+    if wider.head_dim % narrow.head_dim:
+        small.append(f"head_dim (no multiple of {narrow.head_dim})")
+    if small:
+        raise ValueError(f"the pair does not fit into the shape {name}, which is too small in {', '.join(small)}")
+
+
+def _places(narrow: _Sizes, wide: _Sizes) -> list[tuple[int, int]]:
+    """Of each query head of the pair its KV head and its own place in the larger model; KV heads repeat as needed."""
+    group, wider_group = narrow.heads // narrow.kv_heads, wide.heads // wide.kv_heads
+    repeats = -(-group // wider_group)
+    found = []
+    for head in range(narrow.heads):
+        kv_head = head // group * repeats + head % group // wider_group
+        found.append((kv_head, kv_head * wider_group + head % group % wider_group))
+    return found
+
+
+def _write(source: Path, config: Mapping[str, Any], wide: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.float() for name, tensor in load_weights(source).items()}
+    narrow, wider = _Sizes.of(config), _Sizes.of(wide)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator(device).manual_seed(0)
+
+    def noise(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=draw, device=device, dtype=dtype).mul_(0.02).cpu()
+
+    base = _noise_of_a_layer(wider, noise)
+    stem = "model.layers." if source == PAIR_TARGET else "layers."
+    jobs: list[tuple[str, Callable[[], dict[str, Tensor]]]] = []
+    for layer in range(wide["num_hidden_layers"]):
+        own = {
+            name.removeprefix(f"{stem}{layer}."): x for name, x in weights.items() if name.startswith(f"{stem}{layer}.")
+        }
+
+        def layer_weights(layer: int = layer, own: dict[str, Tensor] = own) -> dict[str, Tensor]:
+            made = _widen_layer(own, base, narrow, wider, dtype) if own else base
+            if own and "input_layernorm.weight" not in own:  # an EAGLE head's first layer has none
+                made = {name: tensor for name, tensor in made.items() if name != "input_layernorm.weight"}
+            return {f"{stem}{layer}.{name}": tensor for name, tensor in made.items()}
+
+        jobs.append((f"model-{layer:05d}.safetensors", layer_weights))
+    others = {name: tensor for name, tensor in weights.items() if not name.startswith(stem)}
+    jobs.append(("model-others.safetensors", lambda: _widen_others(others, narrow, wider, dtype)))
+
+    def save(job: tuple[str, Callable[[], dict[str, Tensor]]]) -> dict[str, str]:
+        file, make = job
+        made = make()
+        save_file({name: tensor.contiguous() for name, tensor in made.items()}, folder / file, {"format": "pt"})
+        return dict.fromkeys(made, file)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        places = {name: file for part in pool.map(save, jobs) for name, file in part.items()}
+    total = sum((folder / file).stat().st_size for file, _ in jobs)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    write_json(folder / "config.json", dict(wide))  # last: a folder with one is whole
+    return folder
+
+
+def _noise_of_a_layer(wide: _Sizes, noise: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
+    """A layer that computes all that one does, and adds zeros."""
+    queries, keys = wide.heads * wide.head_dim, wide.kv_heads * wide.head_dim
+    made = {
+        "self_attn.q_proj.weight": noise(queries, wide.hidden),
+        "self_attn.k_proj.weight": noise(keys, wide.hidden),
+        "self_attn.v_proj.weight": noise(keys, wide.hidden),
+        "mlp.gate_proj.weight": noise(wide.intermediate, wide.hidden),
+        "mlp.up_proj.weight": noise(wide.intermediate, wide.hidden),
+    }
+    dtype = made["self_attn.q_proj.weight"].dtype
+    made["self_attn.o_proj.weight"] = torch.zeros(wide.hidden, queries, dtype=dtype)
+    made["mlp.down_proj.weight"] = torch.zeros(wide.hidden, wide.intermediate, dtype=dtype)
+    for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        made[norm] = torch.ones(wide.hidden, dtype=dtype)
+    return made
+
+
+def _widen_layer(
+    own: Mapping[str, Tensor], base: Mapping[str, Tensor], narrow: _Sizes, wide: _Sizes, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """A layer of the pair among the random weights of `base`."""
+    d, size, wider = narrow.hidden, narrow.head_dim, wide.head_dim
+    made = {name: tensor.clone() for name, tensor in base.items()}
+    half = torch.arange(size // 2) * (wider // size)
+    rotary, values = torch.cat([half, wider // 2 + half]), torch.arange(size)
+    group = narrow.heads // narrow.kv_heads
+
+    def put(name: str, head: int, dims: Tensor, rows: Tensor) -> None:
+        """A head's rows, and zeros in what is left of it."""
+        block = made[name][head * wider : (head + 1) * wider]
+        block.zero_()
+        block[dims, :d] = rows.to(dtype)
+
+    for head, (kv_head, place) in enumerate(_places(narrow, wide)):
+        rows, kv_rows = (slice(x * size, (x + 1) * size) for x in (head, head // group))
+        put("self_attn.q_proj.weight", place, rotary, own["self_attn.q_proj.weight"][rows] * math.sqrt(wider / size))
+        put("self_attn.k_proj.weight", kv_head, rotary, own["self_attn.k_proj.weight"][kv_rows])
+        put("self_attn.v_proj.weight", kv_head, values, own["self_attn.v_proj.weight"][kv_rows])
+        made["self_attn.o_proj.weight"][:d, place * wider + values] = own["self_attn.o_proj.weight"][:, rows].to(dtype)
+    for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
+        made[name][: narrow.intermediate].zero_()
+        made[name][: narrow.intermediate, :d] = own[name].to(dtype)
+    made["mlp.down_proj.weight"][:d, : narrow.intermediate] = own["mlp.down_proj.weight"].to(dtype)
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        if name in own:
+            made[name] = _widen_norm(own[name], wide.hidden, dtype)
+    return made
+
+
+def _widen_norm(weight: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    return torch.nn.functional.pad(weight * math.sqrt(len(weight) / hidden), (0, hidden - len(weight))).to(dtype)
+
+
+def _widen_others(weights: Mapping[str, Tensor], narrow: _Sizes, wide: _Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Embedding, final norm, `lm_head` and an EAGLE head's `fc`."""
+    d, more, made = narrow.hidden, wide.hidden - narrow.hidden, dict[str, Tensor]()
+    for name, weight in weights.items():
+        if name.endswith("norm.weight"):
+            made[name] = _widen_norm(weight, wide.hidden, dtype)
+        elif name == "fc.weight":  # of a token's embedding and the target's feature, side by side
+            halves = [torch.nn.functional.pad(half, (0, more, 0, more)) for half in weight.split(d, dim=1)]
+            made[name] = torch.cat(halves, dim=1).to(dtype)
+        else:
+            made[name] = torch.nn.functional.pad(weight, (0, more)).to(dtype)
+    return made
