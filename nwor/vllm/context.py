@@ -32,7 +32,7 @@ class RunnerContext:
 
     Of the step under way:
     metadata: vLLM's `SpecDecodeMetadata` (V1), None without drafts. requests: the ids of the batch's requests.
-    log_holds: its slots hold what the step before left there: no request is new or back, and (V1) none prefills.
+    log_holds: its slots hold what the step before left there: no request is new, back or prefilling.
     writes_first: as `DraftCommitManager.begin` takes it.
     counts: of its commit, None before.
     """

@@ -94,9 +94,8 @@ def held_bytes(groups: Sequence[ServedGroup]) -> int:
     """Bytes of all tensors that the groups' managers keep beside the cache, counts too; the workspace once."""
     owners = [*(group.manager for group in groups), groups[0].manager.attention]
     tensors = [x for owner in owners if owner is not None for x in vars(owner).values() if isinstance(x, torch.Tensor)]
-    return sum(
-        {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values()
-    )  # meta has no pointers
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())  # planned ones have no address of their own
 
 
 def planned_bytes(runner: Any, mode: str) -> int:

@@ -64,12 +64,13 @@ def _make_prepare(original: Callable) -> Callable:
         if context.groups:
             context.requests = input_batch.req_ids
             if num_drafts := input_batch.num_draft_tokens:
-                log_holds = context.log_holds and has_drafts_alone(input_batch.num_scheduled_tokens, num_drafts)
+                if not has_drafts_alone(input_batch.num_scheduled_tokens, num_drafts):
+                    context.log_holds = False
                 context.begin(
                     input_batch.query_start_loc,
                     input_batch.cu_num_logits,
                     slot_mappings,
-                    context.requests if log_holds else (),
+                    context.requests if context.log_holds else (),
                     context.writes_first,
                 )
             else:

@@ -29,7 +29,21 @@ def install(settings: Settings) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    def make_initialize(original: Callable) -> Callable:
+    wrap(EngineCore, "_initialize_kv_caches", make_initialize(settings))
+    if settings.mode == "off":
+        return
+    wrap(Scheduler, "make_spec_decoding_stats", _make_spec_decoding_stats)
+    wrap(
+        Scheduler,
+        "update_from_output",
+        lambda original: _make_update(original, settings.debug_sync, settings.emit_metrics),
+    )
+
+
+def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
+    """A wrapper of the engine core's start: every rank has to serve the mode, and is told whether counts are wanted."""
+
+    def make(original: Callable) -> Callable:
         def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
             result = original(self, vllm_config)
             require_mode(settings.mode, self.model_executor.collective_rpc(status))
@@ -39,15 +53,7 @@ def install(settings: Settings) -> None:
 
         return _initialize_kv_caches
 
-    wrap(EngineCore, "_initialize_kv_caches", make_initialize)
-    if settings.mode == "off":
-        return
-    wrap(Scheduler, "make_spec_decoding_stats", _make_spec_decoding_stats)
-    wrap(
-        Scheduler,
-        "update_from_output",
-        lambda original: _make_update(original, settings.debug_sync, settings.emit_metrics),
-    )
+    return make
 
 
 def require_mode(mode: str, ranks: Sequence[dict[str, Any]]) -> None:

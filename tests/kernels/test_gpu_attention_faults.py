@@ -60,7 +60,10 @@ WRONG_LINES = {
     "arrivals are left behind": ("tl.store(arrival, 0)", "pass"),
     "values take the keys' scale": ("_quantize(tail_values, v_scale, FP8)", "_quantize(tail_values, k_scale, FP8)"),
     "stored rows are too large": ("tl.minimum(tl.maximum(scaled, -largest), largest)", "scaled * 1.5"),
-    "query heads read the next KV head": ("kv_head * page_head.to(tl.int64)", "(1 - kv_head) * page_head.to(tl.int64)"),
+    "query heads read the next KV head": (
+        "pages = kv_cache + kv_head.to(tl.int64)",
+        "pages = kv_cache + (1 - kv_head).to(tl.int64)",
+    ),
 }
 
 

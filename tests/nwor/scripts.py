@@ -242,6 +242,17 @@ def aborts_beside_a_stem(served: Served) -> Found:
     return drive(served, asked, acts)
 
 
+def asked_again_by_its_id(served: Served) -> Found:
+    """A request is aborted and asked again at once by its own id: the batch's ids are those of the step before."""
+    ask = Ask(texts()[0][: 2 * BLOCK + 1], {"max_tokens": 10})
+
+    def again(served: Served) -> None:
+        served.engine.abort_request(["0"])
+        _add(served.engine, 0, ask)
+
+    return drive(served, [ask], {3: again})
+
+
 def _abort(name: int) -> Act:
     return lambda served: served.engine.abort_request([str(name)])
 

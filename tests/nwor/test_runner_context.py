@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
 from nwor.counters import Counters
+from nwor.vllm import worker
 from nwor.vllm.context import RunnerContext, ServedGroup, make_releasing, set_served_groups
 from nwor.vllm.initialize import _log, held_bytes
 from tests.nwor.stepping import DRAFTS, Stepping
@@ -102,3 +103,25 @@ def test_each_engine_of_a_process_says_what_serves(caplog, monkeypatch):
         _log("stage", Stepping("stage").nwor)
     line = "NWOR mode stage serves 3 layers, for 4 requests of 3 drafts, and holds 0.0 MiB beside the cache"
     assert caplog.messages == 2 * [line]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize(
+    ("asked_for", "available", "planned", "left"),
+    [(None, 900, 300, 600), (None, 900, 0, 900), (500, 500, 300, 500), (None, 300, 300, None)],
+    ids=["planned", "nothing is held", "a user's own number stands", "no room"],
+)
+def test_what_a_mode_holds_is_taken_from_what_vllm_plans_with(asked_for, available, planned, left, on_gpu, monkeypatch):
+    """What vLLM advises for the size of the cache, on a GPU, counts it too."""
+    monkeypatch.setattr(worker, "planned_bytes", lambda runner, mode: planned)
+    made = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=asked_for), model_runner=None)
+    if on_gpu:
+        made.total_consumed, made.available_kv_cache_memory_bytes = 100, available
+    determine = worker._make_plan(lambda self: available, "stage")
+    if left is None:
+        with pytest.raises(RuntimeError, match="max_num_seqs"):
+            determine(made)
+        return
+    assert determine(made) == left
+    if on_gpu:
+        assert (made.total_consumed, made.available_kv_cache_memory_bytes) == (100 + available - left, left)

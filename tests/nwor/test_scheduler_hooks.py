@@ -14,6 +14,7 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
 from nwor.counters import Counters
+from nwor.settings import Settings
 from nwor.vllm import metrics, patch, worker
 from nwor.vllm import scheduler as vllm_scheduler
 from nwor.vllm.carrier import add_to_statistics, take_from_statistics
@@ -53,6 +54,32 @@ def test_a_mode_that_is_not_active_stops_the_run(ranks, message):
     """A clean baseline must not carry the treatment's name."""
     with pytest.raises(vllm_scheduler.ModeNotActive, match=message):
         vllm_scheduler.require_mode("stage", ranks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "log_stats", "sent"),
+    [
+        (Settings(mode="cow"), True, True),
+        (Settings(mode="stage"), False, False),  # as in an `LLM` of a script
+        (Settings(mode="stage", debug_sync=True), False, True),
+        (Settings(mode="stage", emit_metrics=False), True, False),
+        (Settings(mode="direct"), True, False),  # it holds nothing back
+    ],
+    ids=str,
+)
+def test_counts_are_asked_for_where_somebody_takes_them(settings, log_stats, sent):
+    """Of every rank, which knows whether its output is the one that is read."""
+    workers = [SimpleNamespace(is_driver_worker=first, model_runner=SimpleNamespace()) for first in (True, False)]
+
+    class Executor:
+        def collective_rpc(self, function, args=()):
+            if function is worker.status:
+                return [rank(number, settings.mode, settings.mode) for number in range(2)]
+            return [function(one, *args) for one in workers]
+
+    core = SimpleNamespace(model_executor=Executor(), log_stats=log_stats)
+    assert vllm_scheduler.make_initialize(settings)(lambda self, config: "caches")(core, None) == "caches"
+    assert [one.model_runner.nwor.copies_counts for one in workers] == [sent, False]
 
 
 # -- counters on their way to the front end ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from nwor_lab import paths
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.soak.script import contrary
 from tests.engines import PROMPTS, Outcome
+from tests.nwor import scripts
 from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import LENGTHS, SCHEDULES, ByBatch
 
@@ -81,3 +82,16 @@ def test_draft_lengths_that_follow_the_batch(engines, model, schedule):
     for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=PROMPTS[:4], sampling=LENGTHS):
         assert 0 < committed < staged < full["staged_tokens"]
         assert (2 < staged / windows < 4) if least else (windows < full["windows"] / 2)
+
+
+def test_a_request_that_is_asked_again_by_its_id(engines):
+    """All of its prompt but a token is cached, so no step prefills, and it is alone: only that it is new says that its
+    slots may be others'. A drafter that is never right has every slot restored."""
+    spec = EngineSpec(
+        str(paths.PAIR_TARGET), str(contrary()), method="draft_model", k=3, batch=2, dtype="float32",
+        block_size=scripts.BLOCK, num_blocks=6, max_model_len=96, prefix_caching=True,
+    )  # fmt: skip
+    call = {"script": scripts.asked_again_by_its_id}
+    for mode in ("off", "cow", "stage"):
+        outcome = engines.run(spec, Settings(mode=mode, audit=True), scripts.same_ids, calls=[call])
+        assert (outcome.audits[0]["audit"]["dirty_layer_steps"] > 0) == (mode == "off")
