@@ -26,8 +26,9 @@ class Settings:
     mode: ``off`` leaves vLLM untouched; ``cow`` logs the draft slots before the forward and restores the rejected
         ones; ``stage`` keeps drafts out of the pages until they are accepted, with an attention that finds them where
         they wait; ``direct``, the control, has that attention and writes every row to its page at once, as vLLM does.
-    emit_metrics: export the ``vllm:nwor_*`` counters, and check the worker's committed counts against the scheduler's.
-    debug_sync: check them without `emit_metrics` too, and stop at a difference.
+    emit_metrics: where vLLM keeps statistics, export the ``vllm:nwor_*`` counters, and check the worker's committed
+        counts against the scheduler's.
+    debug_sync: check them in any case, and stop at a difference.
     audit: for the lab's plugin, which compares the whole cache before and after every step, in every mode, ``off`` too.
     eagle_bias: apply an EAGLE head's biases, which vLLM drops; in no mode unless asked for, so that all modes run the
         same drafter.

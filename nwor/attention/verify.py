@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nwor.attention import configs
-from nwor.attention.configs import HEAD_SIZES, Config, Device, Plan, next_power_of_2
+from nwor.attention.configs import HEAD_SIZES, Config, Device, next_power_of_2
 from nwor.attention.kernel import verify_windows
 
 FP8 = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 2}
@@ -45,23 +45,6 @@ class Workspace:
         tiles = num_heads * (2 + max_query_len // 16)
         self.arrivals = torch.zeros(max_requests * tiles, 2, dtype=torch.int32, device=device)
         self.device = Device.of(self.arrivals.device)
-
-    def plan(
-        self,
-        requests: int,
-        heads: int,
-        kv_heads: int,
-        head_size: int,
-        cache_bytes: int,
-        max_query_len: int,
-        query_fp8: bool = False,
-        config: Config | None = None,
-    ) -> Plan:
-        """How `verify_attention` launches a batch; the arguments are those of `configs.plan`."""
-        return configs.plan(
-            self.device, len(self.partials), requests, heads, kv_heads, head_size, cache_bytes, max_query_len,
-            query_fp8, config,
-        )  # fmt: skip
 
 
 def verify_attention(
@@ -129,7 +112,10 @@ def verify_attention(
         return
     heads, head_size = query.shape[1:]
     query_fp8, cache_bytes = query.dtype == torch.float8_e4m3fn, kv_cache.element_size()
-    plan = workspace.plan(requests, heads, kv_heads, head_size, cache_bytes, max_query_len, query_fp8, config)
+    plan = configs.plan(
+        workspace.device, len(workspace.partials), requests, heads, kv_heads, head_size, cache_bytes, max_query_len,
+        query_fp8, config,
+    )  # fmt: skip
     compiled, fp8 = plan.compiled, FP8.get(kv_cache_dtype, 0)
     if fp8:  # as such the tensor cores can take keys from where they were copied to
         kind = torch.float8_e4m3fn if fp8 == 1 else torch.float8_e5m2

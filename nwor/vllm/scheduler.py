@@ -41,7 +41,7 @@ def install(settings: Settings) -> None:
 
 
 def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
-    """A wrapper of the engine core's start: every rank has to serve the mode, and is told whether counts are wanted."""
+    """A wrapper of the engine core's start: every rank has to serve the mode, and learns whether counts are wanted."""
 
     def make(original: Callable) -> Callable:
         def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor.attention.configs import Compiled, batches_of_each_kernel
+from nwor.attention.configs import Compiled, batches_of_each_kernel, plan
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.settings import ATTENDING
@@ -88,10 +88,11 @@ def _batches(manager: DraftCommitManager, layers: Sequence[Any]) -> tuple[list[i
 
 def _compiled(manager: DraftCommitManager, layer: Any, requests: int) -> Compiled:
     """What a batch of so many requests needs of the layer's attention."""
-    assert manager.attention is not None
-    impl, bytes_ = layer.impl, layer.kv_cache.element_size()
-    shape = impl.num_heads, manager.layout.num_heads, impl.head_size, bytes_, manager.max_query_len
-    return manager.attention.plan(requests, *shape, query_fp8=layer.query_quant is not None).compiled
+    workspace = manager.attention
+    assert workspace is not None
+    impl, heads, element = layer.impl, manager.layout.num_heads, layer.kv_cache.element_size()
+    shape = requests, impl.num_heads, heads, impl.head_size, element, manager.max_query_len
+    return plan(workspace.device, len(workspace.partials), *shape, layer.query_quant is not None).compiled
 
 
 class _Window:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The window that a mode runs at start-up, without an engine; with one: tests/nwor/test_vllm_modes.py."""
 
-import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nwor import ops
-from nwor.attention import configs
+from nwor.attention.configs import H200
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import self_check
@@ -69,7 +68,7 @@ def test_no_room_is_no_fault_of_the_operators(paged, monkeypatch):
 
 def gpu_manager(max_requests: int, max_drafts: int, kv_heads: int, block_size: int = 16) -> SimpleNamespace:
     """A manager of mode `stage` on an H200, as far as the choice of batches looks at it."""
-    workspace = SimpleNamespace(plan=functools.partial(configs.plan, configs.H200, 1 << 16))
+    workspace = SimpleNamespace(device=H200, partials=range(1 << 16))
     layout = SimpleNamespace(block_size=block_size, num_heads=kv_heads)
     slots = torch.zeros(max_requests, max_drafts)
     return SimpleNamespace(mode="stage", slots=slots, layout=layout, attention=workspace, max_query_len=max_drafts + 1)
