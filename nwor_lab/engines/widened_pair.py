@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nwor_lab.engines.shapes import find_shape
-from nwor_lab.pair.model import load_weights
 from nwor_lab.paths import PAIR_EAGLE, PAIR_TARGET
 from nwor_lab.results import write_json
 
@@ -101,7 +100,7 @@ def _write(source: Path, config: Mapping[str, Any], wide: Mapping[str, Any], fol
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.float() for name, tensor in load_weights(source).items()}
+    weights = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
     narrow, wider = _Sizes.of(config), _Sizes.of(wide)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = torch.Generator(device).manual_seed(0)

@@ -244,17 +244,17 @@ def test_parts_and_attempts_of_different_builds_are_not_joined(tmp_path):
 
 def test_every_attempt_counts(tmp_path):
     """Three repeats at 0.9 and three at 0.7 are six whose pairs are 0.9, 0.9, 0.7 and 0.7; neither is dropped."""
-    for kv_heads, name in enumerate(STEPS):
+    for kv_heads, name in enumerate(STEPS, start=1):
         write(tmp_path, name, bench_table({"off": 600.0, "stage": 540.0}, kv_heads, repeats=5))
-    again = bench_table({"off": 600.0, "stage": 420.0}, 0, repeats=5)
+    again = bench_table({"off": 600.0, "stage": 420.0}, 1, repeats=5)
     write(tmp_path, STEPS[0] + "@2", again)
     assert measure.attempts(tmp_path, STEPS[0]) == [STEPS[0], STEPS[0] + "@2"]
     measure.record(tmp_path, tmp_path / "recorded")
     steps = pd.read_parquet(tmp_path / "recorded" / "gpu_steps.parquet")
-    both = steps[steps["kv_heads"] == 0]
+    both = steps[steps["kv_heads"] == 1]
     assert both.groupby("attempt")["repeat"].agg(["min", "max"]).values.tolist() == [[0, 4], [6, 10]]
     kernels = pd.read_parquet(tmp_path / "recorded" / "gpu_kernels.parquet")
-    line = gpu_steps.gpu_steps(steps, kernels).query("mode == 'stage' and kv_heads == 0").iloc[0]
+    line = gpu_steps.gpu_steps(steps, kernels).query("mode == 'stage' and kv_heads == 1").iloc[0]
     assert (line["low"], line["high"]) == pytest.approx((0.7, 0.9))
     assert line["at_parity"] and not line["stable"] and pd.isna(line["step"])
     counts = [both[both["repeat"] == 0].assign(metric=metric, value=4.0) for metric in COUNTS]

@@ -220,6 +220,8 @@ MATRIX = {
 # tests/nwor/test_manager.py, test_vllm_modes.py, test_vllm_parallel.py, test_vllm_drafts.py, test_vllm_gpu.py and
 # test_gpu_hooks.py hold these.
 ELSEWHERE = {
+    "LoRA adapters",
+    "LoRA adapters beside EAGLE on a CPU",
     "a platform other than CUDA and CPUs (ROCm, XPU)",
     "a batch or a window larger than the held rows",
     "drafts behind prefill rows of one query",
