@@ -67,7 +67,7 @@ def _watch_memory(mode: str, on_cpu: bool) -> None:
         from vllm.v1.worker.gpu_worker import Worker
 
         wrap(Worker, "compile_or_warm_up_model", _make_warm_up)
-    wrap(Worker, "determine_available_memory", lambda original: _make_plan(original, mode))
+    wrap(Worker, "determine_available_memory", lambda original: _make_available(original, mode))
 
 
 def _make_warm_up(original: Callable) -> Callable:
@@ -80,7 +80,7 @@ def _make_warm_up(original: Callable) -> Callable:
     return compile_or_warm_up_model
 
 
-def _make_plan(original: Callable, mode: str) -> Callable:
+def _make_available(original: Callable, mode: str) -> Callable:
     def determine_available_memory(self: Any) -> int:
         asked_for = self.cache_config.kv_cache_memory_bytes is not None
         available = original(self)

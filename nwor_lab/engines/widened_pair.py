@@ -28,6 +28,11 @@ from nwor_lab.results import write_json
 
 PAIR_AT = "pair@"
 """Before the name of a shape, where a command takes a model."""
+DTYPES = {
+    "auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16,
+    "float32": torch.float32, "float": torch.float32,
+}  # fmt: skip
+"""By vLLM's names; auto is the pair's own."""
 WRITERS = 8
 
 
@@ -45,17 +50,20 @@ class _Sizes:
         return cls(*(config[name] for name in names))
 
 
-def write_widened(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
+def write_widened(shape: str, folder: Path, dtype: str = "auto") -> tuple[Path, Path]:
     """Write target and EAGLE head at a shape, and return their folders; what is whole there already stays.
 
     Args:
         shape: one of `shapes.SHAPES`, alone or after ``pair@``; any that is as large as the pair in each size.
         folder: for both, which needs two bytes (float32: four) for each weight.
-        dtype: of the weights. In float32 logits are the pair's to the last places; bfloat16 rounds scaled weights.
+        dtype: of the weights, one of `DTYPES`. In float32 logits are the pair's to the last places; bfloat16 rounds
+            scaled weights.
 
     Raises:
-        ValueError: there is no such shape, or the pair does not fit into it.
+        ValueError: there is no such shape or dtype, or the pair does not fit into the shape.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = shape.removeprefix(PAIR_AT)
     sizes, written = find_shape(name), []
     for source in (PAIR_TARGET, PAIR_EAGLE):
@@ -63,9 +71,9 @@ def write_widened(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16)
         layers = sizes["num_hidden_layers"] if source == PAIR_TARGET else config["num_hidden_layers"]
         wide = {**config, **sizes, "num_hidden_layers": layers, "vocab_size": config["vocab_size"]}
         wide["rms_norm_eps"] = config["rms_norm_eps"] * config["hidden_size"] / wide["hidden_size"]
-        wide["dtype"] = str(dtype).removeprefix("torch.")
+        wide["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
         _check_fits(config, wide, name)
-        written.append(_write(source, config, wide, folder / source.name, dtype))
+        written.append(_write(source, config, wide, folder / source.name, DTYPES[dtype]))
     return written[0], written[1]
 
 

@@ -98,7 +98,7 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
         given |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
     elif given["model"].startswith(PAIR_AT):
         folder = paths.RESULTS / "shapes" / f"{given['model']}-{given['dtype']}"
-        target, head = write_widened(given["model"], folder, getattr(torch, given["dtype"]))
+        target, head = write_widened(given["model"], folder, given["dtype"])
         given |= {"model": str(target), "draft": str(head)}
     if given["count"]:
         given |= {"modes": ("off",), "audit": False}

@@ -38,7 +38,7 @@ def logits(target, head: EagleHead, tokens: torch.Tensor) -> tuple[torch.Tensor,
 def test_logits_are_the_pairs(shape, tmp_path):
     tokens = torch.tensor([pair.load_tokenizer().encode(pair.load_prompts()[0]).ids[:96]])
     expected = logits(*load_pair(), tokens)
-    target, head = load_pair(*write_widened(f"pair@{shape}", tmp_path, torch.float32))
+    target, head = load_pair(*write_widened(f"pair@{shape}", tmp_path, "float32"))
     assert target.config.hidden_size == WIDE[shape][0] and target.config.num_hidden_layers == WIDE[shape][2]
     assert all(abs(weight).max() > 0 for name, weight in target.named_parameters() if "q_proj" in name)
     for found, wanted in zip(logits(target, head, tokens), expected, strict=True):
@@ -59,6 +59,8 @@ def test_what_is_whole_is_not_written_again(tmp_path):
 def test_a_shape_that_does_not_do_is_named(shape, named, tmp_path):
     with pytest.raises(ValueError, match=named):
         write_widened(f"pair@{shape}", tmp_path)
+    with pytest.raises(ValueError, match="nonsense"):
+        write_widened("multi-head", tmp_path, "nonsense")
     assert not list(tmp_path.iterdir())
 
 

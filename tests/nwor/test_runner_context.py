@@ -117,7 +117,7 @@ def test_what_a_mode_holds_is_taken_from_what_vllm_plans_with(asked_for, availab
     made = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=asked_for), model_runner=None)
     if on_gpu:
         made.total_consumed, made.available_kv_cache_memory_bytes = 100, available
-    determine = worker._make_plan(lambda self: available, "stage")
+    determine = worker._make_available(lambda self: available, "stage")
     if left is None:
         with pytest.raises(RuntimeError, match="max_num_seqs"):
             determine(made)
