@@ -16,7 +16,7 @@ inline int64_t* check_slots(const Tensor& slots, const Tensor& like, const char*
 
 inline int64_t* check_counts(const Tensor& counts, const Tensor& like, const char* like_name) {
   int64_t* data = check_vector<int64_t>(counts, "counts", ScalarType::Long, like, like_name);
-  check_length(counts, "counts", 5, "counts [kept, rejected, windows, drafts, fallbacks]");
+  check_length(counts, "counts", kCounts, "counts [kept, rejected, windows, drafts, fallbacks, 0]");
   return data;
 }
 
@@ -99,47 +99,63 @@ inline AllLayersArgs check_all_layers(const Tensor& pool, const Tensor& layer_of
   return a;
 }
 
-inline void check_decisions(AllLayersArgs& a, const Tensor& rows, const Tensor& num_drafts, const Tensor& num_rejected,
-                            const Tensor& kept, const Tensor& counts) {
-  Window& w = a.window;
+inline void check_decisions(Window& w, const Tensor& rows, const Tensor& num_drafts, const Tensor& num_rejected,
+                            const Tensor& kept) {
   w.num_drafts = check_vector<int32_t>(num_drafts, "num_drafts", ScalarType::Int, rows, "rows");
   check_length(num_drafts, "num_drafts", w.num_requests, "requests of slots");
   w.num_rejected = check_vector<int32_t>(num_rejected, "num_rejected", ScalarType::Int, rows, "rows");
   check_length(num_rejected, "num_rejected", w.num_requests, "requests of slots");
   w.kept = check_vector<int32_t>(kept, "kept", ScalarType::Int, rows, "rows");
   check_length(kept, "kept", w.num_requests, "requests of slots");
-  w.counts = check_counts(counts, rows, "rows");
+}
+
+inline void check_published(Window& w, const Tensor& rows, const Tensor& counts, const OptionalTensor& published) {
+  w.counts = w.all_counts = check_counts(counts, rows, "rows");
+  w.num_published = kCounts;
+  if (!published) return;
+  STD_TORCH_CHECK(published->is_cpu(), "published must be on the host, in pinned memory where pool is on a GPU");
+  check_dim(*published, "published", 1, "[counts and requests]");
+  check_dtype(*published, "published", ScalarType::Long);
+  STD_TORCH_CHECK(published->is_contiguous(), "published must be contiguous");
+  check_at_least(*published, "published", kCounts + w.num_requests, "counts and requests of slots");
+  w.published = static_cast<int64_t*>(published->data_ptr());
+}
+
+// What a window is opened into.
+inline OpenArgs check_targets(const Tensor& slots, const Tensor& num_drafts, const OptionalTensor& staging_rows,
+                              const OptionalTensor& page_slots) {
+  OpenArgs a{};
+  a.slots = check_slots(slots, num_drafts, "num_drafts");
+  a.max_requests = static_cast<int>(slots.size(0));
+  a.width = static_cast<int>(slots.size(1));
+  a.num_drafts = check_vector<int32_t>(num_drafts, "num_drafts", ScalarType::Int, slots, "slots");
+  check_length(num_drafts, "num_drafts", a.max_requests, "requests of slots");
+  STD_TORCH_CHECK(staging_rows.has_value() == page_slots.has_value(),
+                  "staging_rows and page_slots go together: pass both (stage) or neither (cow)");
+  if (staging_rows) {
+    a.staging_rows = check_vector<int64_t>(*staging_rows, "staging_rows", ScalarType::Long, slots, "slots");
+    a.page_slots = check_vector<int64_t>(*page_slots, "page_slots", ScalarType::Long, slots, "slots");
+    a.max_tokens = staging_rows->size(0);
+    check_length(*page_slots, "page_slots", a.max_tokens, "rows of staging_rows");
+  }
+  return a;
 }
 
 inline OpenArgs check_open_window(const Tensor& query_start_loc, const Tensor& cu_num_logits, const Tensor& slot_mapping,
                                   const Tensor& slots, const Tensor& num_drafts, const OptionalTensor& staging_rows,
                                   const OptionalTensor& page_slots, const Tensor& counts) {
-  OpenArgs a{};
-  a.slots = check_slots(slots, slot_mapping, "slot_mapping");
-  a.max_requests = static_cast<int>(slots.size(0));
-  a.width = static_cast<int>(slots.size(1));
-  const auto check = [&](const Tensor& t, const char* name, ScalarType dtype) {
-    return check_vector<void>(t, name, dtype, slots, "slots");
-  };
-  a.slot_mapping = static_cast<const int64_t*>(check(slot_mapping, "slot_mapping", ScalarType::Long));
+  OpenArgs a = check_targets(slots, num_drafts, staging_rows, page_slots);
+  a.slot_mapping = check_vector<const int64_t>(slot_mapping, "slot_mapping", ScalarType::Long, slots, "slots");
   a.num_tokens = slot_mapping.size(0);
-  a.cu_num_logits = static_cast<const int32_t*>(check(cu_num_logits, "cu_num_logits", ScalarType::Int));
+  a.cu_num_logits = check_vector<const int32_t>(cu_num_logits, "cu_num_logits", ScalarType::Int, slots, "slots");
   STD_TORCH_CHECK(1 <= cu_num_logits.size(0) && cu_num_logits.size(0) - 1 <= a.max_requests,
                   "cu_num_logits must have one entry more than requests, of which slots holds ", a.max_requests, ", got ",
                   cu_num_logits.size(0), " entries");
   a.num_requests = static_cast<int>(cu_num_logits.size(0) - 1);
-  a.num_drafts = static_cast<int32_t*>(check(num_drafts, "num_drafts", ScalarType::Int));
-  check_length(num_drafts, "num_drafts", a.max_requests, "requests of slots");
-  a.query_start_loc = static_cast<const int32_t*>(check(query_start_loc, "query_start_loc", ScalarType::Int));
+  a.query_start_loc = check_vector<const int32_t>(query_start_loc, "query_start_loc", ScalarType::Int, slots, "slots");
   check_at_least(query_start_loc, "query_start_loc", a.num_requests + 1, "entries of cu_num_logits");
-  STD_TORCH_CHECK(staging_rows.has_value() == page_slots.has_value(),
-                  "staging_rows and page_slots go together: pass both (stage) or neither (cow)");
   if (staging_rows) {
-    a.staging_rows = static_cast<int64_t*>(check(*staging_rows, "staging_rows", ScalarType::Long));
-    a.page_slots = static_cast<int64_t*>(check(*page_slots, "page_slots", ScalarType::Long));
-    a.max_tokens = staging_rows->size(0);
     check_at_least(*staging_rows, "staging_rows", a.num_tokens, "tokens of slot_mapping");
-    check_length(*page_slots, "page_slots", a.max_tokens, "rows of staging_rows");
     for (const int64_t* written : {a.staging_rows, a.page_slots})
       STD_TORCH_CHECK(written + a.max_tokens <= a.slot_mapping || a.slot_mapping + a.num_tokens <= written,
                       "staging_rows and page_slots must not share memory with slot_mapping, which is read meanwhile");

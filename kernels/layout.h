@@ -82,6 +82,8 @@ struct Packing {
   int num_elements, element_size;
 };
 
+constexpr int kCounts = 6;
+
 // What becomes of a held row, decided on the device from what vLLM's sampler left there.
 enum class RowDecision : int { kSkipped, kKept, kRejected };
 
@@ -92,12 +94,19 @@ struct Window {
   const int32_t* num_drafts;    // [num_requests]
   const int32_t* num_rejected;  // [num_requests]
   int32_t* kept;                // [num_requests]
-  int64_t* counts;              // [0] kept and [1] rejected rows
+  int64_t* counts;              // [0] kept and [1] rejected rows; [5] 0 between launches
+  int64_t* published;           // null, or [num_published + num_requests] on the host, which a GPU writes too
+  int64_t* all_counts;          // [num_published], those of other windows among them
+  int num_published;
   int64_t* logged;              // [num_requests, entries], the slot whose bytes a row holds as the pages do, or null
   int64_t num_rows;
   int num_requests, width, entries;  // entries: a power of two
   NWOR_HD int64_t row_of(int64_t row, int request, int64_t slot) const {
     return logged ? int64_t{request} * entries + (slot & (entries - 1)) : row;
+  }
+  // Two int32 in memory, kept first, on any machine that CUDA or vLLM's CPU build runs on: little-endian.
+  NWOR_HD static int64_t kept_and_held(int32_t kept, int32_t held) {
+    return static_cast<int64_t>(static_cast<uint32_t>(kept) | static_cast<uint64_t>(static_cast<uint32_t>(held)) << 32);
   }
   // vLLM keeps the rows [0, query_len - num_rejected) of a query, of which the drafts are the last.
   NWOR_HD static bool keeps(int draft, int32_t drafts, int32_t rejected) { return draft < drafts - rejected; }

@@ -56,18 +56,20 @@ void log_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::
 void restore_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
                         const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
                         const Tensor& num_drafts, const Tensor& num_rejected, const Tensor& kept,
-                        const Tensor& counts, const OptionalTensor& logged) {
+                        const Tensor& counts, const OptionalTensor& logged, const OptionalTensor& published) {
   AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, logged, false);
-  check_decisions(args, rows, num_drafts, num_rejected, kept, counts);
+  check_decisions(args.window, rows, num_drafts, num_rejected, kept);
+  check_published(args.window, rows, counts, published);
   NWOR_RUN(restore_all_layers, args, pool);
 }
 
 void commit_all_layers(const Tensor& pool, const Tensor& layer_offsets, const std::vector<int64_t>& cache_strides,
                        const Tensor& slots, const OptionalTensor& packing, const Tensor& rows,
                        const Tensor& num_drafts, const Tensor& num_rejected, const Tensor& kept,
-                       const Tensor& counts) {
+                       const Tensor& counts, const OptionalTensor& published) {
   AllLayersArgs args = check_all_layers(pool, layer_offsets, cache_strides, slots, packing, rows, std::nullopt, false);
-  check_decisions(args, rows, num_drafts, num_rejected, kept, counts);
+  check_decisions(args.window, rows, num_drafts, num_rejected, kept);
+  check_published(args.window, rows, counts, published);
   NWOR_RUN(commit_all_layers, args, pool);
 }
 
@@ -107,10 +109,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, m) {
         "Tensor(a!) rows, Tensor? logged=None) -> ()");
   m.def("restore_all_layers(Tensor(a!) pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, "
         "Tensor? packing, Tensor rows, Tensor num_drafts, Tensor num_rejected, Tensor(b!) kept, Tensor(c!) counts, "
-        "Tensor(d!)? logged=None) -> ()");
+        "Tensor(d!)? logged=None, Tensor(e!)? published=None) -> ()");
   m.def("commit_all_layers(Tensor(a!) pool, Tensor layer_offsets, int[] cache_strides, Tensor slots, "
         "Tensor? packing, Tensor rows, Tensor num_drafts, Tensor num_rejected, Tensor(b!) kept, "
-        "Tensor(c!) counts) -> ()");
+        "Tensor(c!) counts, Tensor(d!)? published=None) -> ()");
 }
 
 #define NWOR_REGISTER_OPERATORS(m)                                              \

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank has done, counted where it happens: on the device, and copied to the host without a wait."""
+"""What a rank has done, counted where it happens: on the device, which writes it where the host can read it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from nwor.layout import CacheLayout
 
-_TOTALS = 5 * 8
-"""Bytes of the totals, with which the buffer begins."""
+HOLDING = ("staged", "logged")
+"""The ways that hold rows, in the order of their totals."""
+_TOTALS = 6
+"""Numbers of a way's `counts`, as the operators take them."""
 _PLACES = 8
-"""Commits whose counts may be on their way to the host; vLLM schedules at most two steps ahead of what it has read."""
+"""Commits whose counts may wait to be read; vLLM schedules at most two steps ahead of what it has read."""
 
 
 @dataclass
@@ -20,23 +22,26 @@ class Counters:
     """What one rank has done since start-up, in tokens, rows or bytes; drafts only, where it says tokens.
 
     A held row is counted once, whatever the number of layers; `stage_operations` counts it once a layer.
+    `staged_steps` and `logged_steps` tell how steps with drafts kept the pages clean; tokens and windows are of both.
 
     Bytes are those of windows' rows in all layers, as the cache holds them: what must be moved, once each. The context
     and what the model computes, which every mode reads once, are left out. With W rows, D of them drafts, A of these
     accepted and R rejected, bytes are a row's times
 
-        mode        bytes_written   bytes_read   bytes_avoided
+        step        bytes_written   bytes_read   bytes_avoided
         vanilla     W               W
-        cow         W + D + R       W + D + R    -2 (D + R)
-        stage       W + A           A            W - 2 A
+        logged      W + D + R       W + D + R    -2 (D + R)
+        staged      W + A           A            W - 2 A
         on a CPU    W + A           W + A        -2 A
 
-    Vanilla's attention reads the window's rows back from the pages. That of `stage` has them at hand; on a CPU alone it
-    reads them back, drafts from staging. `bytes_avoided` is vanilla's bytes less the mode's, below 0 where the mode
-    moves more. `cow` logs D rows at most: in a batch that stays the same most are logged already.
+    Vanilla's attention reads the window's rows back from the pages. That of a staged step has them at hand; on a CPU
+    alone it reads them back, drafts from staging. `bytes_avoided` is vanilla's bytes less the mode's, below 0 where the
+    mode moves more. ``cow`` logs D rows at most: in a batch that stays the same most are logged already.
     """
 
     windows: int = 0
+    staged_steps: int = 0
+    logged_steps: int = 0
     staged_tokens: int = 0
     committed_tokens: int = 0
     rejected_tokens: int = 0
@@ -48,24 +53,71 @@ class Counters:
     cancelled: int = 0
 
 
-class DeviceCounters:
-    """The counts of one rank, in one buffer that a single copy brings to the host.
+class Totals(NamedTuple):
+    """What a rank has counted since start-up, as it goes to the scheduler.
 
-    totals: int64 [5], `counts` of `ops`: kept and rejected rows, windows, drafts, fallbacks.
+    commits: how many there have been. of_ways: the totals of `HOLDING`, as `counts` of the operators. steps: committed
+    ones, by way. layer_bytes: bytes of a token in all layers. layers: their number. reads_back: a staged step's
+    attention reads the window's rows back, as on a CPU.
+    """
+
+    commits: int
+    of_ways: list[list[int]]
+    steps: list[int]
+    cancelled: int
+    layers: int
+    layer_bytes: int
+    reads_back: bool
+
+    def since(self, before: "Totals | None") -> tuple[int, int, int]:
+        """Windows, drafts and kept drafts since other totals, None: since start-up."""
+        (a, b), (c, d) = self.of_ways, before.of_ways if before else 2 * [_TOTALS * [0]]
+        return a[2] + b[2] - c[2] - d[2], a[3] + b[3] - c[3] - d[3], a[0] + b[0] - c[0] - d[0]
+
+    def counters(self) -> Counters:
+        (s_kept, s_rejected, s_windows, s_drafts, *_), (l_kept, l_rejected, l_windows, l_drafts, *_) = self.of_ways
+        staged, logged = s_windows + s_drafts, l_windows + l_drafts
+        copied = s_kept + l_drafts + l_rejected
+        written, read = staged + logged + copied, logged + copied + (staged if self.reads_back else 0)
+        return Counters(
+            windows=s_windows + l_windows,
+            staged_steps=self.steps[0],
+            logged_steps=self.steps[1],
+            staged_tokens=s_drafts + l_drafts,
+            committed_tokens=s_kept + l_kept,
+            rejected_tokens=s_rejected + l_rejected,
+            stage_operations=self.layers * (s_drafts + l_drafts),
+            bytes_written=written * self.layer_bytes,
+            bytes_read=read * self.layer_bytes,
+            bytes_avoided=(2 * (staged + logged) - written - read) * self.layer_bytes,
+            fallbacks=sum(of_way[4] for of_way in self.of_ways),
+            cancelled=self.cancelled,
+        )
+
+
+class DeviceCounters:
+    """The counts of one rank.
+
+    totals: int64 [2, 6], `counts` of `ops`, of staged steps and of logged ones.
     num_drafts: int32 [max_requests], the drafts held of each request of the step.
     kept: int32 [max_requests], the drafts that the last commit kept of each request.
-    cancelled: steps that closed their windows without a commit, which the host counts. copies: made so far.
+    steps: those that were committed, by the ways of `HOLDING`, and cancelled: those that were not; the host counts.
+    publishes: each commit's counts are wanted on the host (`published`).
     """
 
     def __init__(self, mode: str, layout: CacheLayout, max_requests: int) -> None:
         self.mode, self.num_layers, self.row_bytes = mode, 0, 0
         self.add_layers(layout)
-        self._buffer = torch.zeros(_TOTALS + 2 * 4 * max_requests, dtype=torch.uint8, device=layout.pool.device)
-        self.totals = self._buffer[:_TOTALS].view(torch.int64)
-        self.num_drafts, self.kept = self._buffer[_TOTALS:].view(torch.int32).chunk(2)
-        self.cancelled = 0
+        device = layout.pool.device
+        self.totals = torch.zeros(len(HOLDING), _TOTALS, dtype=torch.int64, device=device)
+        self.num_drafts, self.kept = torch.zeros(2, max_requests, dtype=torch.int32, device=device)
+        self.on_cpu = device.type == "cpu"
+        self.publishes = False
         self._places: list[_Place] = []
-        self.copies = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.commits, self.cancelled, self.steps = 0, 0, [0 for _ in HOLDING]
 
     def add_layers(self, layout: CacheLayout) -> None:
         """Let each row count in these layers too: another cache group's, which holds the same tokens."""
@@ -74,105 +126,71 @@ class DeviceCounters:
 
     def reset(self) -> None:
         """Forget warm-up and dummy runs."""
-        self._buffer.zero_()
-        self.cancelled = 0
+        self.totals.zero_()
+        self._forget()
 
     def read(self) -> Counters:
         """The counters up to now; waits for the device."""
-        return self.counters_from(self.totals.tolist())
+        return self.as_totals(self.totals.tolist(), self.commits).counters()
 
-    def copy(self, stream: torch.cuda.Stream | None) -> "CommitCounts":
-        """The counts as the last commit left them, without waiting for it; to be called on the stream of the commit.
+    def as_totals(self, of_ways: list[list[int]], commits: int) -> Totals:
+        return Totals(commits, of_ways, [*self.steps], self.cancelled, self.num_layers, self.row_bytes, self.on_cpu)
 
-        They stay readable for the next ``_PLACES - 1`` copies: nothing is allocated in a step, and whoever does not
-        read loses nothing but these counts.
+    def next_place(self, way: int) -> torch.Tensor | None:
+        """Where the next commit is to publish its counts (`ops.commit_all_layers`); None where nobody wants them.
 
-        stream: copies to the host, which the drafter then does not wait for; None on a CPU.
+        What it publishes stays readable for the next ``_PLACES - 1`` commits: nothing is allocated in a step, and
+        whoever does not read loses nothing but these counts.
         """
-        number, self.copies = self.copies, self.copies + 1
-        self._places = self._places or [_Place(self._buffer) for _ in range(_PLACES)]
-        place = self._places[number % _PLACES]
-        place.fill(self._buffer, stream)
-        return CommitCounts(self, place, number)
+        self.commits += 1
+        self.steps[way] += 1
+        if not self.publishes:
+            return None
+        if not self._places:
+            self._places = [_Place(len(self.kept), self.kept.is_cuda) for _ in range(_PLACES)]
+        return self._places[self.commits % _PLACES].tensor
 
-    def counters_from(self, totals: list[int]) -> Counters:
-        """Counters from the five totals."""
-        kept, rejected, windows, drafts, fallbacks = totals
-        rows, copied = windows + drafts, drafts + rejected if self.mode == "cow" else kept
-        read_back = 0 if self.mode == "stage" and self._buffer.device.type != "cpu" else rows
-        written, read = rows + copied, read_back + copied
-        return Counters(
-            windows=windows,
-            staged_tokens=drafts,
-            committed_tokens=kept,
-            rejected_tokens=rejected,
-            stage_operations=self.num_layers * drafts,
-            bytes_written=written * self.row_bytes,
-            bytes_read=read * self.row_bytes,
-            bytes_avoided=(2 * rows - written - read) * self.row_bytes,
-            fallbacks=fallbacks,
-            cancelled=self.cancelled,
-        )
+    def published(self) -> "CommitCounts | None":
+        """The counts of the last commit, to be read once the device has done it; None where it published none."""
+        if not self.publishes or not self._places:
+            return None
+        return CommitCounts(self, self._places[self.commits % _PLACES], self.commits)
 
 
 class _Place:
-    """Where the counts of one commit arrive on the host; made once, it serves commit after commit.
+    """Where the counts of one commit arrive: memory of the host that the device writes, for commit after commit.
 
-    totals, num_drafts, kept: arrays, as those of `DeviceCounters`; there once `wait` has returned.
+    tensor: int64 [12 + max_requests], the totals of both ways, then of each request the drafts kept and held, int32
+        each.
     """
 
-    def __init__(self, buffer: Tensor) -> None:
-        self._on_gpu: tuple[Tensor, torch.cuda.Event, torch.cuda.Event] | None = None
+    def __init__(self, max_requests: int, on_gpu: bool) -> None:
         with torch.inference_mode(False):  # or it could be filled nowhere but in the mode that it was made in
-            self._on_host = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
-            if buffer.is_cuda:
-                self._on_gpu = torch.empty_like(buffer), torch.cuda.Event(), torch.cuda.Event(blocking=True)
-        host = self._on_host.numpy()  # to be read in a third of the time that it takes through torch
-        self.totals = host[:_TOTALS].view("int64")
-        self.num_drafts, self.kept = host[_TOTALS:].view("int32").reshape(2, -1)
-
-    def fill(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Let the counts come, on a GPU on that stream; as they are now, for the next window changes the buffer."""
-        if stream is None or self._on_gpu is None:
-            self._on_host.copy_(buffer)
-            return
-        on_device, begun, ended = self._on_gpu
-        on_device.copy_(buffer)
-        begun.record()
-        stream.wait_event(begun)
-        with torch.cuda.stream(stream):
-            self._on_host.copy_(on_device, non_blocking=True)
-            ended.record()
-
-    def wait(self) -> None:
-        """Until the counts are there."""
-        if self._on_gpu is not None:
-            self._on_gpu[2].synchronize()
+            numbers = len(HOLDING) * _TOTALS
+            self.tensor = torch.zeros(numbers + max_requests, dtype=torch.int64, pin_memory=on_gpu)
+        on_host = self.tensor.numpy()  # to be read in a third of the time that it takes through torch
+        self.totals = on_host[:numbers].reshape(len(HOLDING), _TOTALS)
+        self.by_request = on_host[numbers:].view("int32").reshape(-1, 2)
 
 
-@dataclass(frozen=True)
-class CommitCounts:
-    """The counts after one commit, on their way to the host; number: of the copy that brings them."""
+class CommitCounts(NamedTuple):
+    """The counts after one commit; number: that commit's."""
 
     source: DeviceCounters
     place: _Place
     number: int
 
-    def read(self, requests: Sequence[str]) -> tuple[Counters, dict[str, int]] | None:
-        """Wait for the counts.
-
-        Args:
-            requests: the ids of the batch's requests, in its order.
-
-        Returns:
-            The counters since start-up, and by request the drafts that it kept; without those of which none was held.
-            None where later commits have taken the place.
-        """
-        place, number = self.place, len(requests)
-        place.wait()
-        if self.source.copies - self.number > _PLACES:
+    def read(self) -> Totals | None:
+        """The totals since start-up, once the commit is done; None where a later commit has taken the place."""
+        source = self.source
+        if source.commits - self.number >= _PLACES:
             return None
-        counters = self.source.counters_from(place.totals.tolist())
-        num_drafts, kept = place.num_drafts[:number].tolist(), place.kept[:number].tolist()
-        by_request = {request: drafts for request, held, drafts in zip(requests, num_drafts, kept, strict=True) if held}
-        return counters, by_request
+        return source.as_totals(self.place.totals.tolist(), self.number)
+
+    def by_request(self, requests: Sequence[str]) -> dict[str, int]:
+        """The drafts that it kept, by request; without those of which none was held.
+
+        requests: the ids of the batch's requests, in its order.
+        """
+        numbers = self.place.by_request[: len(requests)].tolist()
+        return {request: kept for request, (kept, held) in zip(requests, numbers, strict=True) if held}

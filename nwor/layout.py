@@ -83,17 +83,10 @@ class CacheLayout:
         return rows.transpose(2, 3) if heads_inside else rows
 
 
-def log_rows_per_request(max_drafts: int, block_size: int, blocks_stay: bool) -> int:
-    """Rows of a request in a log that outlives its step, 0 where blocks are too short for one, or do not stay.
+def log_rows_per_request(max_drafts: int, block_size: int) -> int:
+    """Rows of a request in a log that outlives its step, 0 where blocks are too short for one.
 
     A power of two that divides the block size: consecutive positions have rows of their own, found by the slot alone.
     """
     rows = next_power_of_2(max_drafts)
-    return rows if blocks_stay and block_size % rows == 0 else 0
-
-
-def rows_per_request(mode: str, max_drafts: int, block_size: int, blocks_stay: bool) -> int:
-    """Rows that a manager of `mode` has room for, of each request and layer: staged ones, or logged ones."""
-    if mode == "direct":
-        return 0
-    return max_drafts if mode == "stage" else log_rows_per_request(max_drafts, block_size, blocks_stay) or max_drafts
+    return rows if block_size % rows == 0 else 0

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manager of one rank: holds a step's draft rows back from the paged cache until sampling has judged them.
 
-A window opens once before the forward (`begin`), every target layer writes through it (`stage`, or an attention that
-says so by `mark_staged`), and it closes once after rejection sampling (`commit`), or not at all (`cancel`). Of a
-request's query the rows ``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself advances
-``num_computed_tokens``.
+A window opens once before the forward (`begin`) and closes once after rejection sampling (`commit`), or not at all
+(`cancel`). Of a request's query the rows ``[0, query_len - num_rejected)`` are kept: the rule by which vLLM itself
+advances ``num_computed_tokens``. The token before the drafts, sampled last, is never rejected, and vLLM publishes the
+block that it fills to the prefix cache while it schedules the step: it is written at once.
 
-Mode ``cow`` holds the draft rows' old bytes in `rows` while vLLM writes as always, and logs a slot's bytes once,
-however many windows reach it before one of its drafts is accepted; mode ``stage`` holds the drafts' new bytes in
-`rows` while their slots stay as they were. The token before the drafts, sampled last, is never rejected, and vLLM
-publishes the block that it fills to the prefix cache while it schedules the step: it is written at once.
-
-Mode ``direct``, the control, holds nothing. Its window only says which steps NWOR's attention serves: that of
-``stage``, which stores every row in the slot that vLLM's own slot mapping names.
+There are two ways to keep the pages clean, and each step takes the cheaper one (`nwor.ways`). Under ``stage`` a step
+whose queries are all windows is *staged*: NWOR's attention puts the drafts' new rows into `rows` and reads them there,
+and the kept ones are copied to their slots. Every other step, and every step under ``cow``, is *logged*: the slots' old
+bytes go to `rows`, vLLM writes and attends as ever, and the rejected rows' are put back. Mode ``direct``, the control,
+holds nothing: NWOR's attention serves the steps that it serves under ``stage``, and writes every row to its slot.
 
 Which rows are held is worked out on the device, into tensors that live as long as the manager: a CUDA graph captured
 once reads them in every replay, and no step waits for the device. vLLM's own buffers are never changed.
@@ -27,8 +25,8 @@ from torch import Tensor
 
 from nwor import ops
 from nwor.counters import DeviceCounters
-from nwor.layout import CacheLayout, log_rows_per_request, rows_per_request
-from nwor.settings import ATTENDING, MODES
+from nwor.layout import CacheLayout, log_rows_per_request
+from nwor.ways import POLICIES, Logged, Way
 
 if TYPE_CHECKING:
     from nwor.attention.verify import Workspace
@@ -45,26 +43,25 @@ class DraftCommitManager:
         max_requests: the most requests of a batch; a larger batch falls back to vLLM's own write.
         max_drafts: W, the most drafts of a request; a request with more falls back.
         max_tokens: the most rows of a batch.
+        attends: NWOR's attention can serve the layers; ``stage`` logs every step where it cannot.
         uses_full_cudagraphs: forwards may be replays of CUDA graphs, which call no hook: a layer that went through its
             hook once, when the graph was captured, counts as staged from then on.
-        graphs_of_prefills: such a graph may be replayed for a batch with prefill rows.
         blocks_stay: a request's blocks stay its own while it runs. Of a sliding window vLLM frees those that it has
             left behind, and may hand them out again at once, even to the same request: no log outlives its step then.
         attention: the GPU attention's workspace; None where vLLM's own attention or the CPU's attends.
 
     Attributes:
+        ways: the ways of this manager, that of windows first. way: that of the open window, None where none is open.
         slots: int64 [max_requests, W], the page slot of draft d of request r at [r, d]; -1: no such draft. The draft
             is row ``r * W + d`` of `rows`, but where `logged` says.
         num_drafts: int32 [max_requests], the drafts held of each request.
-        rows: uint8 [L, B', H, N, C], old bytes (``cow``) or new ones (``stage``), as in `ops.log_all_layers`.
-        logged: int64 [max_requests, P], ``cow`` only, as in `ops.log_all_layers`: what `rows` still holds of the window
-            before. None where blocks are shorter than windows, or do not stay: then each window is logged whole.
-        staging_rows, page_slots: int64 [max_tokens], ``stage`` only, vLLM's slot mapping in two: for each row of the
-            batch its row in `rows`, written on commit, or -1; and the slot to write now, -1 for held rows. ``direct``
-            has -1 alone in `staging_rows`, and None: vLLM's own slot mapping says where rows go.
-        cu_num_logits: as given to `begin`, while a window is open.
-        writes_first: a query of this step may read a row of another (`begin`), so vLLM's writer and attention run
-            before an attention that stores rows as it attends.
+        rows: uint8 [L, B', H, N, C], new bytes of a staged step, old ones of a logged step (`ops.log_all_layers`).
+        logged: int64 [max_requests, P], as in `ops.log_all_layers`: what `rows` still holds of the window before. None
+            where a staged step may come between, or blocks are shorter than windows or do not stay: then each window
+            is logged whole.
+        staging_rows, page_slots: int64 [max_tokens], where steps may be staged, vLLM's slot mapping in two: for each
+            row of the batch its row in `rows`, written on commit, or -1; and the slot to write now, -1 for held rows.
+            ``direct`` has -1 alone in `staging_rows`, and None: vLLM's own slot mapping says where rows go.
         is_dummy_or_capture: the next forward is a dummy run or a capture, which has to launch all that a replay may
             need.
     """
@@ -77,40 +74,53 @@ class DraftCommitManager:
         max_drafts: int,
         max_tokens: int,
         *,
+        attends: bool = True,
         uses_full_cudagraphs: bool = False,
-        graphs_of_prefills: bool = False,
         blocks_stay: bool = True,
         attention: "Workspace | None" = None,
     ) -> None:
-        if mode not in MODES[1:]:
-            raise ValueError(f"a manager serves {', '.join(MODES[1:])}, not {mode!r}")
+        if mode not in POLICIES:
+            raise ValueError(f"a manager serves {', '.join(POLICIES)}, not {mode!r}")
+        policy = POLICIES[mode if attends else "cow"]
 
         def minus_ones(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int64, device=layout.pool.device)
 
-        self.layout, self.mode, self.max_drafts = layout, mode, max_drafts
-        self.uses_full_cudagraphs, self.graphs_of_prefills = uses_full_cudagraphs, graphs_of_prefills
-        self.attention = attention
+        self.layout, self.mode, self.max_requests, self.max_drafts = layout, mode, max_requests, max_drafts
+        self.uses_full_cudagraphs, self.attention = uses_full_cudagraphs, attention
         self.slots = minus_ones(max_requests, max_drafts)
-        block_size = layout.block_size
-        self.rows = layout.new_rows(max_requests * rows_per_request(mode, max_drafts, block_size, blocks_stay))
-        log_rows = log_rows_per_request(max_drafts, block_size, blocks_stay)
-        self.logged = minus_ones(max_requests, log_rows) if mode == "cow" and log_rows else None
-        self.staging_rows = minus_ones(max_tokens) if mode in ATTENDING else None
-        self.page_slots = minus_ones(max_tokens) if mode == "stage" else None
+        log_outlives_step = policy.ways == [Logged] and blocks_stay
+        needed = [way.rows_per_request(max_drafts, layout.block_size, log_outlives_step) for way in policy.ways]
+        self.rows = layout.new_rows(max_requests * max(needed))
+        log_rows = log_rows_per_request(max_drafts, layout.block_size) if log_outlives_step else 0
+        self.logged = minus_ones(max_requests, log_rows) if log_rows else None
+        self.staging_rows = minus_ones(max_tokens) if policy.windows.attends else None
+        self.page_slots = minus_ones(max_tokens) if policy.windows.attends and policy.windows.holds else None
         self.counters = DeviceCounters(mode, layout, max_requests)
         self.num_drafts = self.counters.num_drafts
-        self.is_dummy_or_capture, self.writes_first = True, False
-        self.num_requests: int | None = None
-        self.cu_num_logits: Tensor | None = None
+        self.step = ops.Step(
+            pool=layout.pool, layer_offsets=layout.layer_offsets, cache_strides=layout.strides, slots=self.slots,
+            packing=layout.packing, rows=self.rows, num_drafts=self.num_drafts, kept=self.counters.kept,
+            staging_rows=self.staging_rows if self.page_slots is not None else None, page_slots=self.page_slots,
+            logged=self.logged, counts=self.counters.totals,
+        )  # fmt: skip
+        self.ways = [way(self.step, self.counters) for way in policy.ways]
+        self._others = None if policy.others is None else self.ways[-1]
+        self.is_dummy_or_capture = True
+        self.way: Way | None = None
+        self._num_requests = 0
         self._slot_mapping: Tensor | None = None
-        self._previous_requests: Sequence[str] = ()
         self._staged = layout.num_layers * [False]
         self._warned = False
 
     @property
     def is_open(self) -> bool:
-        return self.num_requests is not None
+        return self.way is not None
+
+    @property
+    def attends(self) -> bool:
+        """NWOR's attention serves the steps whose queries are all windows."""
+        return self.staging_rows is not None
 
     @property
     def max_query_len(self) -> int:
@@ -119,8 +129,8 @@ class DraftCommitManager:
 
     @property
     def serves_attention(self) -> bool:
-        """A window is open in a mode with an attention of its own: the layers' writes and attention go through it."""
-        return self.is_open and self.mode in ATTENDING
+        """A window is open whose layers' writes and attention go through NWOR's."""
+        return self.way is not None and self.way.attends
 
     def begin(
         self,
@@ -128,14 +138,15 @@ class DraftCommitManager:
         cu_num_logits: Tensor,
         slot_mapping: Tensor,
         requests: Sequence[str] = (),
-        writes_first: bool = False,
+        *,
+        windows_alone: bool,
         most_drafts: int = 0,
     ) -> bool:
         """Open a window, before the forward.
 
         A request with d drafts brings them as the last d rows of its query, behind the token it sampled last, and has
         d + 1 logits. The drafts are held. A request without drafts (prefill, or a decode whose drafter had nothing)
-        holds no row; nor does one with drafts behind prefill rows under ``stage``.
+        holds no row.
 
         Args:
             query_start_loc: int32 [num_reqs + 1] or longer, where each request's query starts in the batch.
@@ -144,52 +155,54 @@ class DraftCommitManager:
             requests: the ids of the batch's requests where all of its rows but one a request are drafts, else none.
                 Where they are those of the step before, the log still holds: the only logged slots that were written
                 since are ones that no later window reaches.
-            writes_first: whether a request of the batch may read rows that another writes in this very step.
+            windows_alone: each query is a window, all its rows but the first are drafts, and none may read a row that
+                another writes in this very step.
             most_drafts: the most drafts of a request, where the host knows it: what falls back is warned of once.
 
         Returns:
-            False where the batch does not fit: vLLM's own write serves this step.
+            False where no window opens: vLLM's own write serves this step.
 
         Raises:
             RuntimeError: a window is open already; or what an operator raises: then none is open, and the counts may
                 have this one too many.
         """
-        if self.is_open:
+        if self.way is not None:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
         self.is_dummy_or_capture = False
         num_requests = cu_num_logits.numel() - 1
-        fits = num_requests <= len(self.slots)
-        if (not fits or most_drafts > self.max_drafts) and not self._warned:
-            self._warned = True
-            logger.warning(
-                "NWOR: %d requests with up to %d drafts each do not fit %d with %d; vLLM's own write serves what does "
-                "not fit, and leaves its rejected drafts in the cache: counted as fallbacks, and said once",
-                num_requests, max(most_drafts, 1), *self.slots.shape,
-            )  # fmt: skip
-        previous_requests, self._previous_requests = self._previous_requests, ()
-        if self.mode != "direct" or not fits:
-            ops.open_window(
-                query_start_loc,
-                cu_num_logits,
-                slot_mapping,
-                self.slots if fits else self.slots.new_empty(num_requests, 0),  # no columns: every window falls back
-                self.num_drafts if fits else self.num_drafts.new_empty(num_requests),
-                self.staging_rows if self.mode == "stage" else None,
-                self.page_slots,
-                self.counters.totals,
-            )
-        if not fits:
+        fits = num_requests <= self.max_requests
+        if not fits or most_drafts > self.max_drafts:
+            windows_alone = False
+            self._warn(num_requests, most_drafts)
+        way = self.ways[0] if windows_alone else self._others
+        if way is None or not fits:
+            self.hold_nothing(slot_mapping)
+            if way is not None and way.holds:
+                self._count_fallbacks(query_start_loc, cu_num_logits, slot_mapping, way.totals)
             return False
-        if self.mode == "cow":
-            if self.logged is not None and not (requests and requests == previous_requests):
-                self.logged.fill_(-1)
-            ops.log_all_layers(*self._cache_and_slots(num_requests), self.rows, self.logged)
-            self._previous_requests = list(requests)
-        if not self.uses_full_cudagraphs:
+        way.begin(query_start_loc, cu_num_logits, slot_mapping, requests)
+        if way.attends and not self.uses_full_cudagraphs:
             self._staged = self.layout.num_layers * [False]
-        self.num_requests, self.cu_num_logits, self.writes_first = num_requests, cu_num_logits, writes_first
-        self._slot_mapping = slot_mapping
+        self.way, self._num_requests, self._slot_mapping = way, num_requests, slot_mapping
         return True
+
+    def _count_fallbacks(
+        self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor, counts: Tensor
+    ) -> None:
+        """Of a batch with more requests than there is room for: with no columns, every window falls back."""
+        requests = cu_num_logits.numel() - 1
+        targets = self.slots.new_empty(requests, 0), self.num_drafts.new_empty(requests), None, None
+        ops.open_window(query_start_loc, cu_num_logits, slot_mapping, *targets, counts)
+
+    def _warn(self, num_requests: int, most_drafts: int) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "NWOR: %d requests with up to %d drafts each do not fit %d with %d; vLLM's own write serves what does not "
+            "fit, and leaves its rejected drafts in the cache: counted as fallbacks, and said once",
+            num_requests, max(most_drafts, 1), *self.slots.shape,
+        )  # fmt: skip
 
     def hold_nothing(self, slot_mapping: Tensor | None = None) -> None:
         """Hold nothing in the next forward: a dummy run, or with `slot_mapping` a step without drafts.
@@ -197,9 +210,11 @@ class DraftCommitManager:
         Raises:
             RuntimeError: a window is open.
         """
-        if self.is_open:
+        if self.way is not None:
             raise RuntimeError("a window is open: commit or cancel it before hold_nothing, or its rows are lost")
-        self.is_dummy_or_capture, self._previous_requests, self.writes_first = slot_mapping is None, (), False
+        self.is_dummy_or_capture = slot_mapping is None
+        for way in self.ways:
+            way.forget()
         if self.page_slots is None:
             return
         assert self.staging_rows is not None
@@ -258,42 +273,31 @@ class DraftCommitManager:
                 is as it was. Where forwards may be replays of CUDA graphs (`uses_full_cudagraphs`), a layer that staged
                 once is not asked again.
         """
-        if self.num_requests is None:
+        if self.way is None:
             raise RuntimeError("no window is open: begin one before the forward, and commit it once")
-        if self.mode in ATTENDING and not all(self._staged):
+        if self.way.attends and not all(self._staged):
             missing = [layer for layer, staged in enumerate(self._staged) if not staged]
             self.cancel()
             raise RuntimeError(
                 f"target layers {missing} staged nothing: their attention does not go through NWOR's hook"
             )
-        decisions = self.num_drafts[: self.num_requests], num_rejected, self.counters.kept[: self.num_requests]
-        if self.mode == "cow":
-            self._restore(*decisions, self.counters.totals)
-        elif self.mode == "stage":
-            cache_and_slots = self._cache_and_slots(self.num_requests)
-            ops.commit_all_layers(*cache_and_slots, self.rows, *decisions, self.counters.totals)
-        self.num_requests = self.cu_num_logits = self._slot_mapping = None
+        if num_rejected.numel() != self._num_requests:
+            raise RuntimeError(
+                f"num_rejected has {num_rejected.numel()} requests, of {self._num_requests} in the window"
+            )
+        self.way.commit(num_rejected)
+        self.way = self._slot_mapping = None
 
     def cancel(self) -> None:
         """Close the window and leave the held rows' slots as before `begin`; does nothing when none is open."""
-        if not self.is_open:
+        if self.way is None:
             return
-        drafts, totals = self.num_drafts[: self.num_requests], self.counters.totals
+        way, drafts = self.way, self.num_drafts[: self._num_requests]
         try:
-            if self.mode == "cow":
-                self._restore(drafts, drafts, torch.empty_like(drafts), torch.zeros_like(totals))
-            totals[2] -= (drafts > 0).sum()
-            totals[3] -= drafts.sum()
+            way.cancel(drafts)
+            if way.holds:
+                way.totals[2] -= (drafts > 0).sum()
+                way.totals[3] -= drafts.sum()
         finally:
             self.counters.cancelled += 1
-            self._previous_requests = ()
-            self.num_requests = self.cu_num_logits = self._slot_mapping = None
-
-    def _restore(self, num_drafts: Tensor, num_rejected: Tensor, kept: Tensor, counts: Tensor) -> None:
-        assert self.num_requests is not None
-        decisions = num_drafts, num_rejected, kept, counts
-        ops.restore_all_layers(*self._cache_and_slots(self.num_requests), self.rows, *decisions, self.logged)
-
-    def _cache_and_slots(self, num_requests: int) -> tuple[Tensor, Tensor, tuple[int, int, int], Tensor, Tensor | None]:
-        layout = self.layout
-        return layout.pool, layout.layer_offsets, layout.strides, self.slots[:num_requests], layout.packing
+            self.way = self._slot_mapping = None

@@ -40,9 +40,12 @@ mini-cache, that of `open_window`:
   request r is kept where ``d < num_drafts[r] - num_rejected[r]``: vLLM keeps the rows ``[0, query_len - num_rejected)``
   of a query, of which the drafts are the last, and advances `num_computed_tokens` by that many.
 * *kept* int32 [R], set to each request's kept rows, of those that are there.
-* *counts* int64 [5], raised by the kept rows, the rejected rows, the requests that hold rows, their drafts (n - 1 each)
+* *counts* int64 [6], raised by the kept rows, the rejected rows, the requests that hold rows, their drafts (n - 1 each)
   and the requests that fall back; the first two on closing, the others by `open_window`. One count a row, whatever L, H
-  or the launch.
+  or the launch. The last number is 0 between launches.
+* *published* None, or int64 [6 + R'] on the host, R' >= R, in pinned memory where `pool` is on a GPU, which then writes
+  it: `counts` as they are after the call, and for each request two int32, its kept and its held drafts. It may be read
+  once whatever was queued behind the call is done.
 
 The fp8 bytes are those that vLLM's own writer makes on that device, and its two writers differ: the CPU's
 (`cpu_attn_reshape_and_cache`) multiplies by ``1 / scale``, rounds towards zero, writes NaN as the largest finite value
@@ -56,6 +59,7 @@ the current stream of the tensors' device, allocates nothing, and may be capture
 between replays is read on the device.
 """
 
+import ctypes
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -112,11 +116,14 @@ def _operator(declaration: F) -> F:
     """Make a call of the C++ operator of that name; the declaration gives types, documentation and nothing else."""
     name = declaration.__name__
     OPERATORS[name] = list(inspect.signature(declaration).parameters)
+    bound: list[Callable[..., None]] = []  # torch takes longer to find an operator by its name than to call it
 
     @functools.wraps(declaration)
     def call(*args: Any, **kwargs: Any) -> None:
-        load()
-        getattr(torch.ops._C_cache_ops, name)(*args, **kwargs)
+        if not bound:
+            load()
+            bound.append(getattr(torch.ops._C_cache_ops, name).default)
+        bound[0](*args, **kwargs)
 
     return cast(F, call)
 
@@ -249,6 +256,7 @@ def restore_all_layers(
     kept: Tensor,
     counts: Tensor,
     logged: Tensor | None = None,
+    published: Tensor | None = None,
 ) -> None:
     """Copy the *rejected* rows from the mini-cache to their slots in all layers.
 
@@ -268,8 +276,108 @@ def commit_all_layers(
     num_rejected: Tensor,
     kept: Tensor,
     counts: Tensor,
+    published: Tensor | None = None,
 ) -> None:
     """Copy the *kept* rows from the mini-cache to their slots in all layers: the other half of `restore_all_layers`."""
+
+
+class Step:
+    """`open_window` and the operators of all layers, with all that stays the same from step to step bound once.
+
+    A call brings pointers, and takes a third of the host's time that it takes through torch's dispatcher. It runs
+    where the tensors are, on the current stream. They are checked, as by the operators, at the first call.
+
+    Args:
+        tensors: by the operators' names pool, layer_offsets, cache_strides, slots, packing, rows, num_drafts, kept,
+            staging_rows, page_slots (None: nothing can be staged) and logged; and counts int64 [ways, 6], of which a
+            call raises one row and publishes all. Kept alive.
+    """
+
+    def __init__(self, **tensors: Any) -> None:
+        self.tensors = tensors
+        self._on_gpu, self._max_requests = tensors["slots"].is_cuda, len(tensors["slots"])
+        self._max_tokens = 0 if tensors["staging_rows"] is None else tensors["staging_rows"].numel()
+        self._bound: Tensor | None = None
+
+    def _bind(self) -> None:
+        self._open, self._close = _step_functions()
+        bound = torch.zeros(1024, dtype=torch.uint8)
+        torch.ops._C_cache_ops.bind_step(**self.tensors, bound=bound)
+        self._bound, self._address = bound, bound.data_ptr()
+
+    def open(
+        self,
+        query_start_loc: Tensor,
+        cu_num_logits: Tensor,
+        slot_mapping: Tensor,
+        counts: Tensor,
+        *,
+        stages: bool = False,
+        logs: bool = False,
+    ) -> None:
+        """`open_window`, with staging where `stages`; and behind it `log_all_layers` where `logs`.
+
+        Raises:
+            RuntimeError: a tensor is of another dtype or device, or not contiguous, or has too few elements; or what
+                the operators raise.
+        """
+        self._check("query_start_loc", query_start_loc, torch.int32)
+        self._check("cu_num_logits", cu_num_logits, torch.int32)
+        self._check("slot_mapping", slot_mapping, torch.int64)
+        num_requests, num_tokens = cu_num_logits.numel() - 1, slot_mapping.numel()
+        if not 0 <= num_requests <= self._max_requests or query_start_loc.numel() <= num_requests:
+            raise RuntimeError(f"query_start_loc or what is bound is too short for {num_requests} requests")
+        if stages and num_tokens > self._max_tokens:
+            raise RuntimeError(f"slot_mapping has {num_tokens} tokens, staging_rows {self._max_tokens}")
+        if self._bound is None:
+            self._bind()
+        failure = self._open(
+            self._address, query_start_loc.data_ptr(), cu_num_logits.data_ptr(), slot_mapping.data_ptr(),
+            num_tokens, num_requests, counts.data_ptr(), stages, logs,
+        )  # fmt: skip
+        if failure:
+            raise RuntimeError(failure.decode())
+
+    def close(
+        self, num_rejected: Tensor, counts: Tensor, published: Tensor | None = None, *, restores: bool = False
+    ) -> None:
+        """`commit_all_layers`, or where `restores` `restore_all_layers`, of as many requests as `num_rejected` has.
+
+        published: as for the operators, with the counts of all ways: of ``6 * ways + max_requests`` numbers.
+
+        Raises:
+            RuntimeError: as `open`.
+        """
+        self._check("num_rejected", num_rejected, torch.int32)
+        if (num_requests := num_rejected.numel()) > self._max_requests:
+            raise RuntimeError(f"num_rejected has {num_requests} requests, what is bound {self._max_requests}")
+        if self._bound is None:
+            self._bind()
+        failure = self._close(
+            self._address, num_rejected.data_ptr(), num_requests, counts.data_ptr(),
+            None if published is None else published.data_ptr(), restores,
+        )  # fmt: skip
+        if failure:
+            raise RuntimeError(failure.decode())
+
+    def _check(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if tensor.dtype is not dtype or tensor.is_cuda is not self._on_gpu or not tensor.is_contiguous():
+            raise RuntimeError(
+                f"{name} must be contiguous {dtype} where slots are, got {tensor.dtype} on {tensor.device}"
+            )
+
+
+@functools.cache
+def _step_functions() -> tuple[Any, Any]:
+    """`nwor_open` and `nwor_close` of the extension."""
+    load()
+    functions = ctypes.PyDLL(str(library()))  # they are too short for others to take the interpreter meanwhile
+    place, number = ctypes.c_void_p, ctypes.c_int64
+    functions.nwor_open.argtypes = [*4 * [place], number, number, place, ctypes.c_bool, ctypes.c_bool]
+    functions.nwor_close.argtypes = [place, place, number, place, place, ctypes.c_bool]
+    for function in (functions.nwor_open, functions.nwor_close):
+        function.restype = ctypes.c_char_p
+    return functions.nwor_open, functions.nwor_close
 
 
 @_operator

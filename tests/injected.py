@@ -22,6 +22,10 @@ STAGE = {
     "one row too few": (commit_with(faults.one_more_rejected), {UNWRITTEN}),
     "a commit in the next step": (faults.late_commit, {UNWRITTEN, DIRTY}),
     "a write between two steps": (faults.write_between_steps, {STRAY}),
+    "logged: nothing": (faults.no_log, {DIRTY}),
+    "logged: bytes of another layer": (restore_with(faults.another_layer), {DIRTY}),
+    "logged: one row too many": (restore_with(faults.one_more_rejected), {UNWRITTEN}),
+    "logged: one row too few": (restore_with(faults.one_less_rejected), {DIRTY}),
 }
 COW = {
     "a stale log entry": (faults.stale_log, {DIRTY}),

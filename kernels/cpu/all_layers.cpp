@@ -101,7 +101,9 @@ void write_back(const AllLayersArgs& a, RowDecision wanted) {
       if (row == wanted) copy_row_of_all_layers(a, m, true);
       if (w.logged) w.logged[row_in_log(a, m)] = row == RowDecision::kRejected ? w.slots[m] : -1;
     }
+    if (w.published) w.published[w.num_published + request] = w.kept_and_held(w.kept[request], w.num_drafts[request]);
   }
+  if (w.published) std::copy_n(w.all_counts, w.num_published, w.published);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 namespace nwor::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kBlocksEach = 6;      // on a multiprocessor, at least
 constexpr int kManyBlocks = 10000;  // enough to keep every multiprocessor busy to the end
 
@@ -60,9 +60,10 @@ __device__ void copy_unaligned_row(const Row<kApart>& to, const Row<kApart>& fro
   for (int byte = threadIdx.x; byte < plan.row_bytes; byte += blockDim.x) *to.at(byte, plan) = *from.at(byte, plan);
 }
 
-// A warp a request: neither layers nor heads nor the launch shape enter the counts.
-__device__ void count_rows(const Window& w, int warp, int warps) {
-  const int lane = threadIdx.x % 32;
+// A warp a request: neither layers nor heads nor the launch shape enter the counts. The last block to arrive publishes
+// them; whoever waits for a later event of this stream may read them.
+__device__ void count_rows(const Window& w, int block, int blocks, int thread) {
+  const int lane = thread % 32, warp = block * kWarps + thread / 32, warps = blocks * kWarps;
   for (int request = warp; request < w.num_requests; request += warps) {
     const int32_t drafts = w.num_drafts[request], rejected_drafts = w.num_rejected[request];
     int kept = 0, rejected = 0;
@@ -76,10 +77,20 @@ __device__ void count_rows(const Window& w, int warp, int warps) {
       if (w.logged && slot >= 0) w.logged[w.row_of(0, request, slot)] = row == RowDecision::kRejected ? slot : -1;
     }
     if (lane == 0) w.kept[request] = kept;
+    if (lane == 0 && w.published) w.published[w.num_published + request] = w.kept_and_held(kept, drafts);
     const int found = lane == 0 ? kept : rejected;
     if (lane < 2 && found)  // added where the counts lie: nobody waits for the old ones
       atomicAdd(reinterpret_cast<unsigned long long*>(w.counts + lane), found);
   }
+  if (!w.published) return;
+  __threadfence();
+  __syncthreads();
+  if (thread != 0) return;
+  auto* const counts = reinterpret_cast<unsigned long long*>(w.counts);
+  if (atomicAdd(counts + kCounts - 1, 1) != blocks - 1) return;
+  counts[kCounts - 1] = 0;
+  auto* const all = reinterpret_cast<unsigned long long*>(w.all_counts);
+  for (int i = 0; i < w.num_published; ++i) w.published[i] = i % kCounts == kCounts - 1 ? 0 : atomicAdd(all + i, 0);
 }
 
 // blockDim: threads of a row, layers at once. gridDim: rows, layers, and when not logging one more to count.
@@ -90,8 +101,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach)
   const Window& w = a.window;
   const int row = blockIdx.x, groups = kLogging ? gridDim.y : gridDim.y - 1;
   if (blockIdx.y == groups) {
-    const int warps = kThreads / 32, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    return count_rows(w, row * warps + thread / 32, gridDim.x * warps);
+    const int blocks = min(static_cast<int>(gridDim.x), (w.num_requests + kWarps - 1) / kWarps);
+    if (row < blocks) count_rows(w, row, blocks, threadIdx.y * blockDim.x + threadIdx.x);
+    return;
   }
   int layer = blockIdx.y * blockDim.y + threadIdx.y;
   if (layer >= p.num_layers) return;
@@ -139,6 +151,14 @@ void launch(AllLayersArgs a, RowDecision wanted, void* stream, const char* name)
                          (apart ? p.head_stride | rows.head_stride : 0);
   const Plan plan{end_slot, (p.num_heads - 1) * p.head_stride + p.bytes, p.num_heads * p.bytes, places % 16 == 0,
                   Divisor(p.block_size), Divisor(p.bytes), Divisor(a.window.width)};
+  if (a.window.published) {
+    void* seen = nullptr;
+    if (cudaHostGetDevicePointer(&seen, a.window.published, 0) != cudaSuccess) {
+      cudaGetLastError();
+      throw std::runtime_error(std::string(name) + ": published must be in pinned memory, which the GPU can write");
+    }
+    a.window.published = static_cast<int64_t*>(seen);
+  }
   dim3 block(32);
   while (block.x < kThreads && static_cast<int>(block.x * kInFlight * sizeof(uint4)) < plan.row_bytes) block.x *= 2;
   block.y = kThreads / block.x;

@@ -2,9 +2,9 @@
 """Patch of vLLM's CPU attention for mode ``stage``: drafts go to staging, and attention is over pages and staging.
 
 Why: vLLM attends over pages alone, so a row that is not in them would not be seen.
-How: drafts are written by vLLM's own writer into staging, a mini-cache of the same packing; our operator reads them
-there, and what lies before them through the block table. Rows of other requests in the batch go vLLM's way. Mode
-``direct`` writes all rows as vLLM does, and our operator reads them all through the block table.
+How: in a step whose queries are all windows drafts are written by vLLM's own writer into staging, a mini-cache of the
+same packing; our operator reads them there, and what lies before them through the block table. Mode ``direct`` writes
+all rows as vLLM does, and our operator reads them all through the block table.
 When it can go: when the CPU backend takes keys and values beside the cache.
 """
 
@@ -63,25 +63,16 @@ def _make_forward(original: Callable) -> Callable:
             return original(*vanilla)
         manager = context.manager
         tokens, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
-        if manager.mode == "direct":  # the windows that stage would hold; all their rows are in the pages
-            rows = starts.diff()
-            is_window = (rows == manager.cu_num_logits.diff()) & (rows > 1) & (rows <= manager.max_query_len)
-            window_start, staging = is_window.int() - 1, None
-        else:
-            # The second row of a query, its first draft, says where the window lies; a query of one row has none.
-            second = torch.minimum(starts[:-1] + 1, starts[1:] - 1)
-            window_start, staging = manager.staging_rows[second].int(), manager.staging_of(context.index)
-        if not bool((window_start >= 0).all()):
-            original(*vanilla)
+        first_drafts = torch.arange(len(starts) - 1, dtype=torch.int32) * manager.max_drafts
         ops.verify_attention(
             query[:tokens],
             kv_cache,
-            staging,
+            None if manager.page_slots is None else manager.staging_of(context.index),
             output[:tokens].view(query[:tokens].shape),
             starts,
             attn_metadata.seq_lens,
             attn_metadata.block_table,
-            window_start,
+            first_drafts,
             scale=self.scale,
             softcap=self.logits_soft_cap,
             sliding_window=self.sliding_window,

@@ -2,13 +2,11 @@
 """Patch of vLLM's GPU attention for mode ``stage``: one kernel attends over pages and tail and puts each row away.
 
 Why: vLLM attends over pages alone, and writes them in a launch of its own before each layer's attention.
-How: where no query is longer than a window, `nwor.attention.verify.verify_attention` takes the place of writer and
+How: in a step whose queries are all windows, `nwor.attention.verify.verify_attention` takes the place of writer and
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
-that a captured graph serves whatever step replays it; in mode ``direct`` all rows go to the pages. Where a batch has
-longer queries (prefill), or one that may read a row which another stores in this step, vLLM's writer and attention
-run first, with held rows masked in a copy of the slots, and our kernel then serves the windows. All backends share
-one signature, and all but FlashInfer's metadata describe the batch as a whole; FlashInfer's gets that description
-where it is built.
+that a captured graph serves whatever step replays it; in mode ``direct`` all rows go to the pages. In every other step
+vLLM's own writer and attention run, and nothing of ours. All backends share one signature, and all but FlashInfer's
+metadata describe the batch as a whole; FlashInfer's gets that description where it is built.
 When it can go: when vLLM's attention takes keys and values beside the cache.
 """
 
@@ -91,7 +89,7 @@ def why_slower(layer: Any, query_len: int) -> str:
     if rows > FASTER_ROWS and version >= 3:
         return (
             f"windows of {query_len} rows for {layer.impl.num_queries_per_kv} query heads of a KV head: of more than "
-            f"{FASTER_ROWS} in all FlashAttention {version} is faster; use cow, or fewer drafts"
+            f"{FASTER_ROWS} in all FlashAttention {version} is faster"
         )
     return ""
 
@@ -121,32 +119,22 @@ def _make_update(original: Callable) -> Callable:
         self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         context = getattr(layer, "nwor", None)
-        if context is not None and (metadata := attention_metadata(layer.layer_name)) is not None:
-            manager = context.manager
-            if _serves(manager) and _serves_alone(manager, metadata):
-                return  # the attention kernel stores these rows
-            if manager.page_slots is not None:
-                slot_mapping = manager.page_slots[: slot_mapping.numel()]
-        original(self, layer, key, value, kv_cache, slot_mapping)
+        metadata = None if context is None else attention_metadata(layer.layer_name)
+        if context is None or metadata is None or not _serves(context.manager, metadata):
+            original(self, layer, key, value, kv_cache, slot_mapping)  # else our kernel stores them
 
     return do_kv_cache_update
 
 
-def _serves(manager: "DraftCommitManager") -> bool:
-    """Whether our kernel serves this batch: it has a window, or is captured for batches that will."""
-    return manager.is_open or manager.is_dummy_or_capture
-
-
-def _serves_alone(manager: "DraftCommitManager", metadata: Any) -> bool:
-    """Whether neither writer nor attention of vLLM's is needed before our kernel.
-
-    It serves no query longer than a window, and stores rows while it attends, so that a query that reads a row of
-    another would race with it. A graph for prefill and decodes alike is captured with small queries and replayed with
-    any.
-    """
-    if manager.is_dummy_or_capture and manager.graphs_of_prefills:
+def _serves(manager: "DraftCommitManager", metadata: Any) -> bool:
+    """Whether our kernel serves this batch: its queries are all windows, or it is captured for batches of such."""
+    if manager.is_dummy_or_capture:
+        return manager.attends and metadata.max_query_len <= manager.max_query_len
+    if not manager.serves_attention:
         return False
-    return metadata.max_query_len <= manager.max_query_len and not manager.writes_first
+    if metadata.max_query_len > manager.max_query_len:
+        raise RuntimeError(f"a query of {metadata.max_query_len} rows among windows of {manager.max_query_len} at most")
+    return True
 
 
 def _make_forward(original: Callable) -> Callable:
@@ -166,13 +154,9 @@ def _make_forward(original: Callable) -> Callable:
     ) -> Tensor:
         context = getattr(layer, "nwor", None)
         vanilla = (self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        if context is None or attn_metadata is None:
+        if context is None or attn_metadata is None or not _serves(context.manager, attn_metadata):
             return original(*vanilla)
         manager = context.manager
-        if not _serves(manager):
-            return original(*vanilla)
-        if not _serves_alone(manager, attn_metadata):
-            original(*vanilla)
         if manager.page_slots is None:  # mode direct stages no row
             slots, staging = attn_metadata.slot_mapping, kv_cache
         else:

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks of both model runners ask of a step's batch."""
+"""What the hooks of both model runners, and of the scheduler, ask of a step's batch."""
 
+import collections
 from typing import Any
 
 from nwor.manager import DraftCommitManager
 
+_READS = "nwor_reads_rows"  # of a scheduler's output: what `finds_rows_of_this_step` said
 
-def has_drafts_alone(num_scheduled_tokens: Any, num_drafts: int) -> bool:
-    """Whether all rows of a batch but one a request are drafts: nothing is prefilled.
 
-    num_scheduled_tokens: int32 array [num_reqs], each request's rows.
-    """
-    return int(num_scheduled_tokens.sum()) == num_drafts + len(num_scheduled_tokens)
+def admitted(scheduler_output: Any) -> dict[str, int]:
+    """The requests that are new in this step, or back, each with its positions that are computed already."""
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = {request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs}
+    if cached.resumed_req_ids:
+        computed |= {
+            request: tokens
+            for request, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if request in cached.resumed_req_ids
+        }
+    return computed
 
 
 def admits_requests(scheduler_output: Any) -> bool:
@@ -19,25 +27,49 @@ def admits_requests(scheduler_output: Any) -> bool:
     return bool(scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids)
 
 
-def reads_rows_of_this_step(manager: DraftCommitManager | None, scheduler_output: Any) -> bool:
-    """Whether a request may attend to rows that another request of this step writes, where our attention stores rows.
+def finds_rows_of_this_step(scheduler: Any, scheduler_output: Any) -> bool:
+    """Whether an admitted request shares a block whose last row is written in this very step, by another request.
 
-    vLLM publishes a block to the prefix cache while it schedules the step that fills it, so a request admitted in this
-    step may find it there. vLLM 0.33 publishes blocks once more, when it has read what was accepted: their rows are in
-    the pages by then, since each commit is queued before the step's tokens go to the host. With EAGLE no block is found
-    before that: 0.32 drops the last match, and in 0.33 a block's hash covers the token behind it. Of a query longer
-    than a window vLLM's own attention takes care, behind vLLM's own writer.
+    vLLM publishes a block to the prefix cache while it schedules the step that fills it, by the token sampled last:
+    that is the last token that the scheduler knows of the request. Tokens that it does not know yet fill no block that
+    it has published: 0.33 publishes those once it has read what was accepted, when their rows are in the pages, since
+    each commit is queued before the step's tokens go to the host. With EAGLE no block is found before that either: 0.32
+    drops the last match, and in 0.33 a block's hash covers the token behind it.
     """
-    if manager is None or manager.attention is None:
+    joiners = [request for request, tokens in admitted(scheduler_output).items() if tokens > 0]
+    if not joiners:
         return False
-    resumed = scheduler_output.scheduled_cached_reqs
-    computed = {request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs}
-    computed |= {
-        request: tokens
-        for request, tokens in zip(resumed.req_ids, resumed.num_computed_tokens, strict=True)
-        if request in resumed.resumed_req_ids
-    }
-    return any(
-        tokens > 0 and scheduler_output.num_scheduled_tokens[request] <= manager.max_query_len
-        for request, tokens in computed.items()
-    )
+    blocks_of, groups = scheduler.kv_cache_manager.get_block_ids, scheduler.kv_cache_config.kv_cache_groups
+    users = [collections.Counter[int]() for _ in groups]  # of each block, by group: joiners alone
+    for request in joiners:
+        for of_group, ids in zip(users, blocks_of(request), strict=True):
+            of_group.update(ids)
+    for request in scheduler_output.num_scheduled_tokens:
+        known, own = scheduler.requests[request].num_tokens, int(request in joiners)
+        for group, of_group, ids in zip(groups, users, blocks_of(request), strict=True):
+            full, more = divmod(known, group.kv_cache_spec.block_size)
+            if more == 0 and ids[full - 1 : full] and of_group[ids[full - 1]] > own:
+                return True
+    return False
+
+
+def make_schedule(original: Any) -> Any:
+    """A wrapper of the scheduler's `schedule`: its output says what `finds_rows_of_this_step` says."""
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        setattr(output, _READS, admits_requests(output) and finds_rows_of_this_step(self, output))
+        return output
+
+    return schedule
+
+
+def reads_rows_of_this_step(manager: DraftCommitManager | None, scheduler_output: Any) -> bool:
+    """Whether a request may attend to rows that another writes in this step, where our attention stores rows.
+
+    As the scheduler said; of a scheduler that says nothing every request that joins with computed positions may.
+    """
+    if manager is None or manager.attention is None or not admits_requests(scheduler_output):
+        return False
+    said = getattr(scheduler_output, _READS, None)
+    return any(admitted(scheduler_output).values()) if said is None else said

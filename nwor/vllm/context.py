@@ -28,22 +28,26 @@ class RunnerContext:
     groups: the cache groups that hold target layers; none where vLLM's own write serves. They open and close their
         windows together, and since each holds the same tokens, the first one's manager counts for all.
     reason: why vLLM's own write serves, where a mode was asked for.
-    copies_counts: whether each commit's counts go to the scheduler, from this rank.
+    copies_counts: whether each commit's counts go to the scheduler, from this rank; counts_by_request: by request too.
 
     Of the step under way:
     metadata: vLLM's `SpecDecodeMetadata` (V1), None without drafts. requests: the ids of the batch's requests.
     log_holds: its slots hold what the step before left there: no request is new, back or prefilling.
-    writes_first: as `DraftCommitManager.begin` takes it.
+    in_step: it is a real one, no dummy run. windows_alone: as `DraftCommitManager.begin` takes it.
+    reads_rows: `batch.reads_rows_of_this_step`.
     counts: of its commit, None before.
     """
 
     groups: Sequence[ServedGroup] = ()
     reason: str = ""
     copies_counts: bool = False
+    counts_by_request: bool = False
     metadata: Any = None
     requests: Sequence[str] = ()
     log_holds: bool = False
-    writes_first: bool = False
+    in_step: bool = False
+    windows_alone: bool = False
+    reads_rows: bool = False
     counts: CommitCounts | None = None
 
     @property
@@ -56,22 +60,31 @@ class RunnerContext:
         query_start_loc: Tensor,
         cu_num_logits: Tensor,
         slot_mappings: Mapping[int, Tensor] | Tensor,
-        requests: Sequence[str],
-        writes_first: bool,
         most_drafts: int = 0,
     ) -> None:
         """Open each group's window on its own slots; slot_mappings: by the cache group's index."""
+        requests = self.requests if self.log_holds else ()
         for group in self.groups:
             slots = slot_mappings[group.index]
-            group.manager.begin(query_start_loc, cu_num_logits, slots, requests, writes_first, most_drafts)
+            group.manager.begin(
+                query_start_loc, cu_num_logits, slots, requests,
+                windows_alone=self.windows_alone, most_drafts=most_drafts,
+            )  # fmt: skip
 
     def hold_nothing(self, slot_mappings: Mapping[int, Tensor] | Tensor | None = None) -> None:
+        """As `DraftCommitManager.hold_nothing`, for each group; slot_mappings: by the cache group's index."""
+        self.in_step = slot_mappings is not None
         for group in self.groups:
             group.manager.hold_nothing(None if slot_mappings is None else slot_mappings[group.index])
 
     def commit(self, num_rejected: Tensor) -> None:
+        """Close each group's window, if they are open."""
+        if self.manager is None or not self.manager.is_open:
+            return
+        self.manager.counters.publishes = self.copies_counts
         for group in self.groups:
             group.manager.commit(num_rejected)
+        self.counts = self.manager.counters.published()
 
     def cancel(self) -> None:
         """Cancel each group's window; that of one group does not depend on another's."""

@@ -27,7 +27,8 @@ from nwor.vllm.context import (
     target_groups,
     target_layers,
 )
-from nwor.vllm.support import why_unsupported
+from nwor.vllm.support import why_not_attending, why_unsupported
+from nwor.ways import POLICIES
 
 
 def make_load(original: Callable) -> Callable:
@@ -52,15 +53,20 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
             release(self)
             original(self, *args, **kwargs)
             context, layers = context_of(self), target_layers(self)
-            context.reason = why_unsupported(self, layers, settings.mode)
+            attends, context.reason = what_serves(self, layers, settings.mode)
             served: Sequence[ServedGroup] = ()
-            if not context.reason:
-                if settings.mode in ATTENDING and self.device.type == "cuda":
-                    from nwor.vllm import attention_gpu
+            if attends and self.device.type == "cuda":
+                from nwor.vllm import attention_gpu
 
-                    attention_gpu.install(layers.values())
+                attention_gpu.install(layers.values())
+            if attends is not None:
+                groups = target_groups(self, layers)
                 with torch.inference_mode(False):
-                    served, context.reason = build_managers(self, settings.mode, target_groups(self, layers))
+                    served, failure = build_managers(self, settings.mode, groups, attends)
+                    if failure and attends and logs(settings.mode):
+                        served, also = build_managers(self, settings.mode, groups, False)
+                        failure = also or failure
+                context.reason = failure or context.reason
             set_served_groups(self, served)
             if not kwargs.get("is_profiling"):
                 _log(settings.mode, context)
@@ -68,6 +74,22 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
         return initialize_kv_cache
 
     return make
+
+
+def logs(mode: str) -> bool:
+    """Whether `mode` keeps the pages clean in steps that NWOR's attention does not serve."""
+    return POLICIES[mode].others is not None
+
+
+def what_serves(runner: Any, layers: dict[str, Any], mode: str) -> tuple[bool | None, str]:
+    """Whether NWOR's attention can serve, None where `mode` cannot serve at all; and why not, where it would else."""
+    if reason := why_unsupported(runner, layers):
+        return None, reason
+    if mode not in ATTENDING:
+        return False, ""
+    if reason := why_not_attending(runner, layers):
+        return (False if logs(mode) else None), reason
+    return True, ""
 
 
 def _log(mode: str, context: RunnerContext) -> None:
@@ -83,16 +105,18 @@ def _log(mode: str, context: RunnerContext) -> None:
         logger.warning("NWOR mode %s: %s; vLLM's own cache write serves this model", mode, context.reason)
         return
     if is_local_first_rank():
+        every = f"; every step is logged, for {context.reason}" if context.reason else ""
         logger.info(
-            "NWOR mode %s serves %d layers, for %d requests of %d drafts, and holds %.1f MiB beside the cache",
+            "NWOR mode %s serves %d layers, for %d requests of %d drafts, and holds %.1f MiB beside the cache%s",
             mode, manager.counters.num_layers, len(manager.slots), manager.max_drafts,
-            held_bytes(context.groups) / 2**20,
+            held_bytes(context.groups) / 2**20, every,
         )  # fmt: skip
 
 
 def held_bytes(groups: Sequence[ServedGroup]) -> int:
     """Bytes of all tensors that the groups' managers keep beside the cache, counts too; the workspace once."""
-    owners = [*(group.manager for group in groups), groups[0].manager.attention]
+    managers = [group.manager for group in groups]
+    owners = [*managers, *(manager.counters for manager in managers), managers[0].attention]
     tensors = [x for owner in owners if owner is not None for x in vars(owner).values() if isinstance(x, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({one._cdata: one.nbytes() for one in storages}.values())  # planned ones have no address of their own
@@ -104,13 +128,14 @@ def planned_bytes(runner: Any, mode: str) -> int:
     before = vars(runner).get("kv_cache_config")
     runner.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     try:
-        if why_unsupported(runner, layers, mode):
+        attends, _ = what_serves(runner, layers, mode)
+        if attends is None:
             return 0
         layouts = {
             index: _planned_layout(groups[index], served) for index, served in target_groups(runner, layers).items()
         }
-        attention = _workspace(runner, layers.values(), "meta") if _attends_by_triton(runner, mode) else None
-        managers = _managers(runner, mode, layouts, attention)
+        attention = _workspace(runner, layers.values(), "meta") if attends and runner.device.type == "cuda" else None
+        managers = _managers(runner, mode, layouts, attends, attention)
     finally:
         if before is None:
             del runner.kv_cache_config
@@ -147,10 +172,12 @@ def _planned_layout(group: Any, layers: Sequence[Any]) -> CacheLayout:
     )
 
 
-def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tuple[Sequence[ServedGroup], str]:
+def build_managers(
+    runner: Any, mode: str, groups: dict[int, list[Any]], attends: bool
+) -> tuple[Sequence[ServedGroup], str]:
     """This rank's cache groups with a manager each, or none and why their layers cannot be served.
 
-    groups: the target layers of each cache group that has any, by its index.
+    groups: the target layers of each cache group that has any, by its index. attends: `DraftCommitManager`.
 
     Raises:
         RuntimeError: the GPU has no room for what the managers hold.
@@ -162,13 +189,13 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
             return (), reason
     try:
         attention = None
-        if _attends_by_triton(runner, mode):
+        if attends and runner.device.type == "cuda":
             from nwor.attention.configs import tuned
 
             attention = _workspace(runner, [layer for layers in groups.values() for layer in layers], runner.device)
             tuned(attention.device)  # a broken table stops here; in the self-check it would be a fallback
         served: list[ServedGroup] = []
-        for index, manager in _managers(runner, mode, layouts, attention).items():
+        for index, manager in _managers(runner, mode, layouts, attends, attention).items():
             if failure := self_check.failure(manager, groups[index]):
                 return (), failure
             if served:
@@ -182,10 +209,6 @@ def build_managers(runner: Any, mode: str, groups: dict[int, list[Any]]) -> tupl
     return served, ""
 
 
-def _attends_by_triton(runner: Any, mode: str) -> bool:
-    return mode in ATTENDING and runner.device.type == "cuda"
-
-
 def _workspace(runner: Any, layers: Collection[Any], device: Any) -> Any:
     from nwor.attention.verify import Workspace
 
@@ -197,7 +220,7 @@ def _workspace(runner: Any, layers: Collection[Any], device: Any) -> Any:
 
 
 def _managers(
-    runner: Any, mode: str, layouts: Mapping[int, CacheLayout], attention: Any
+    runner: Any, mode: str, layouts: Mapping[int, CacheLayout], attends: bool, attention: Any
 ) -> dict[int, DraftCommitManager]:
     """A manager for each cache group, by its index."""
     config, specs = runner.vllm_config, runner.kv_cache_config.kv_cache_groups
@@ -211,8 +234,8 @@ def _managers(
             max_requests=max_requests,
             max_drafts=config.speculative_config.num_speculative_tokens,
             max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
+            attends=attends,
             uses_full_cudagraphs=full_graphs,
-            graphs_of_prefills=full_graphs and graphs.mixed_mode().has_full_cudagraphs(),
             blocks_stay=blocks_stay(specs[index].kv_cache_spec),
             attention=attention,
         )

@@ -26,8 +26,10 @@ COUNTERS = {
     "bytes_written": "Bytes of windows' rows written to pages, staging and log, on one rank.",
     "bytes_read": "Bytes of windows' rows read from pages, staging and log, on one rank.",
     "fallbacks": "Windows that vLLM's own write served.",
+    "staged_steps": "Steps with drafts whose rows waited outside the pages until they were accepted.",
+    "logged_steps": "Steps with drafts that were written, and restored where they were rejected.",
     "scheduler_checks": "Steps in which commits were held against the scheduler's accepted drafts.",
-    "scheduler_mismatches": "Requests whose commits and accepted drafts differed.",
+    "scheduler_mismatches": "Steps whose commits and accepted drafts differed.",
 }
 GAUGES = {  # each with how several front ends are one
     "bytes_avoided": ("sum", "Bytes vanilla would have read and written for windows' rows, less the mode's; may fall."),
@@ -88,7 +90,7 @@ def _observe(logger: Any, risen: dict[str, int], engine: int) -> None:
     for name in COUNTERS.keys() & risen.keys():
         if risen[name] > 0:  # one that fell is a fault that the scheduler's check reports: no server must die of it
             metrics[name].inc(risen[name])
-    gauges = {"bytes_avoided": sums["bytes_avoided"], "unique_tokens": risen["staged_tokens"]}
+    gauges = {"bytes_avoided": sums["bytes_avoided"], "unique_tokens": risen.get("unique_tokens", 0)}
     if sums["staged_tokens"]:
         gauges["acceptance_rate"] = sums["committed_tokens"] / sums["staged_tokens"]
     for name, value in gauges.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
-from nwor.vllm.batch import admits_requests, has_drafts_alone, reads_rows_of_this_step
+from nwor.vllm.batch import admits_requests, reads_rows_of_this_step
 from nwor.vllm.carrier import make_sample_tokens
 from nwor.vllm.context import context_of, make_cancelling, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
@@ -46,9 +46,10 @@ def _make_prepare(original: Callable) -> Callable:
         num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
         context.metadata = metadata if num_drafts else None  # vLLM makes it for steps without drafts too
         context.requests = list(self.input_batch.req_ids)
-        drafts_alone = has_drafts_alone(num_scheduled_tokens, num_drafts)
+        drafts_alone = scheduler_output.total_num_scheduled_tokens == num_drafts + len(num_scheduled_tokens)
         context.log_holds = drafts_alone and not admits_requests(scheduler_output)
-        context.writes_first = reads_rows_of_this_step(context.manager, scheduler_output)
+        context.windows_alone = drafts_alone and not reads_rows_of_this_step(context.manager, scheduler_output)
+        context.in_step = True
         return result
 
     return _prepare_inputs
@@ -56,8 +57,9 @@ def _make_prepare(original: Callable) -> Callable:
 
 def _make_batch(original: Callable) -> Callable:
     def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if context_of(self).writes_first:
-            kwargs["force_eager"] = True  # a graph of decodes stores rows while it attends
+        context = context_of(self)
+        if context.in_step and context.manager is not None and context.manager.attends and not context.windows_alone:
+            kwargs["force_uniform_decode"] = False  # a graph of decodes stores rows while it attends
         return original(self, *args, **kwargs)
 
     return _determine_batch_execution_and_padding
@@ -67,7 +69,6 @@ def _make_forward(original: Callable) -> Callable:
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = context_of(self)
         metadata = context.metadata
-        writes_first, context.writes_first = context.writes_first, False
         if not context.groups:
             return original(self, *args, **kwargs)
         tables = self.input_batch.block_table
@@ -77,9 +78,8 @@ def _make_forward(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         query_start_loc = self.query_start_loc.gpu[: self.input_batch.num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-        requests = context.requests if context.log_holds else ()
         most_drafts = max(metadata.num_draft_tokens)  # this runner's drafters may bring more than they were asked for
-        context.begin(query_start_loc, cu_num_logits, slot_mappings, requests, writes_first, most_drafts)
+        context.begin(query_start_loc, cu_num_logits, slot_mappings, most_drafts)
         return original(self, *args, **kwargs)
 
     return _model_forward
@@ -99,9 +99,6 @@ def _make_sample(original: Callable) -> Callable:
         output = original(self, logits, spec_decode_metadata)
         if (manager := context.manager) is not None and manager.is_open:
             context.commit(count_rejected(output.sampled_token_ids, spec_decode_metadata.cu_num_draft_tokens))
-            if context.copies_counts:
-                stream = self._get_or_create_async_output_copy_stream() if self.device.type == "cuda" else None
-                context.counts = manager.counters.copy(stream)
         return output
 
     return _sample

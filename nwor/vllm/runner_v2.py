@@ -6,8 +6,7 @@ the device alone: the scheduler is a step ahead, and a step whose forward is one
 How: `prepare_attn` (real steps) has every tensor the window needs, `prepare_dummy_attn` (dummy runs) and
 `capture_model` hold nothing, `sample` returns `num_rejected`, before vLLM queues the copy of the tokens to the host:
 whoever learns that a request has ended finds its pages committed. Everything runs on vLLM's main stream: a commit on
-another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an H200. But the counts go to
-the host on the stream that vLLM copies its tokens on: on the main one it costs a step 25 us.
+another, beside the drafter, makes every kernel of a step start later, 0.25 ms in all on an H200.
 When it can go: when vLLM offers hooks around the forward.
 """
 
@@ -17,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
-from nwor.vllm.batch import admits_requests, has_drafts_alone, reads_rows_of_this_step
+from nwor.vllm.batch import admits_requests, reads_rows_of_this_step
 from nwor.vllm.carrier import make_sample_tokens
 from nwor.vllm.context import context_of, make_cancelling, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
@@ -47,8 +46,8 @@ def _make_gather(original: Callable) -> Callable:
         state, uniform = original(self, scheduler_output, dummy_run)
         context = context_of(self)
         context.log_holds = not dummy_run and not admits_requests(scheduler_output)
-        context.writes_first = not dummy_run and reads_rows_of_this_step(context.manager, scheduler_output)
-        if not context.writes_first:
+        context.reads_rows = not dummy_run and reads_rows_of_this_step(context.manager, scheduler_output)
+        if not context.reads_rows:
             return state, uniform
         # A graph of decodes stores rows while it attends, and is replayed where all queries are of one length. The
         # drafter asks for that length again: it must not replay one either, over metadata that nobody padded for it.
@@ -64,15 +63,12 @@ def _make_prepare(original: Callable) -> Callable:
         if context.groups:
             context.requests = input_batch.req_ids
             if num_drafts := input_batch.num_draft_tokens:
-                if not has_drafts_alone(input_batch.num_scheduled_tokens, num_drafts):
-                    context.log_holds = False
-                context.begin(
-                    input_batch.query_start_loc,
-                    input_batch.cu_num_logits,
-                    slot_mappings,
-                    context.requests if context.log_holds else (),
-                    context.writes_first,
-                )
+                drafts_alone = input_batch.num_tokens == num_drafts + len(context.requests)
+                if context.groups[0].manager.attends and not drafts_alone and input_batch.decode_graph_eligible:
+                    raise RuntimeError("a graph of decodes may serve this step, whose rows are not drafts alone")
+                context.log_holds &= drafts_alone
+                context.windows_alone = drafts_alone and not context.reads_rows
+                context.begin(input_batch.query_start_loc, input_batch.cu_num_logits, slot_mappings)
             else:
                 context.hold_nothing(slot_mappings)
         return block_tables, slot_mappings
@@ -99,11 +95,7 @@ def _make_capture(original: Callable) -> Callable:
 def _make_sample(original: Callable) -> Callable:
     def sample(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
         output = original(self, *args, **kwargs)
-        context = context_of(self)
-        if (manager := context.manager) is not None and manager.is_open:
-            context.commit(output[2])
-            if context.copies_counts:
-                context.counts = manager.counters.copy(self.output_copy_stream)
+        context_of(self).commit(output[2])
         return output
 
     return sample

@@ -2,23 +2,29 @@
 """Patch of the engine core: stop unless every rank serves the mode, and hold each step's commits to the scheduler's.
 
 Why: vLLM logs and skips a plugin that fails in a worker, and a clean baseline would then carry the treatment's name.
-How: after the caches are initialised every rank is asked for its `Status`. Where vLLM keeps statistics, or under
-``VLLM_NWOR_DEBUG_SYNC``, the drafts that a worker committed travel on each step's output, and are compared with those
-that the scheduler counts as accepted, of the requests whose drafts were held back. A difference is a warning, at most
-one a minute, or under ``VLLM_NWOR_DEBUG_SYNC`` an error.
+How: after the caches are initialised every rank is asked for its `Status`. Where vLLM keeps statistics the drafts that
+a worker committed travel on each step's output, and are compared with those that the scheduler counts as accepted, in
+all, in steps where it counts the windows that were held; a difference is a warning, at most one a minute. Under
+``VLLM_NWOR_DEBUG_SYNC`` they are compared request by request, and a difference is an error. And where attention stores
+rows, the scheduler says of each step whether a request reads what another writes in it (`batch`).
 When it can go: when vLLM makes a failing plugin an error.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nwor.settings import CLEAN, Settings
+from nwor.counters import Totals
+from nwor.settings import ATTENDING, CLEAN, Settings
+from nwor.vllm.batch import make_schedule
 from nwor.vllm.carrier import add_to_statistics, take_from_output
 from nwor.vllm.patch import wrap
 from nwor.vllm.worker import send_counts, status
 
 _SECONDS_BETWEEN_WARNINGS = 60.0
+_SECONDS_BETWEEN_STATISTICS = 0.5
 
 
 class ModeNotActive(RuntimeError):
@@ -32,7 +38,10 @@ def install(settings: Settings) -> None:
     wrap(EngineCore, "_initialize_kv_caches", make_initialize(settings))
     if settings.mode == "off":
         return
-    wrap(Scheduler, "make_spec_decoding_stats", _make_spec_decoding_stats)
+    if settings.mode in ATTENDING:
+        wrap(Scheduler, "schedule", lambda original: make_schedule(original))  # as this module's wrapper
+    if settings.debug_sync:
+        wrap(Scheduler, "make_spec_decoding_stats", _make_spec_decoding_stats)
     wrap(
         Scheduler,
         "update_from_output",
@@ -48,7 +57,8 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
             result = original(self, vllm_config)
             require_mode(settings.mode, self.model_executor.collective_rpc(status))
             wanted = settings.debug_sync or (settings.emit_metrics and self.log_stats)
-            self.model_executor.collective_rpc(send_counts, args=(wanted and settings.mode in CLEAN,))
+            counts = wanted and settings.mode in CLEAN, settings.debug_sync
+            self.model_executor.collective_rpc(send_counts, args=counts)
             return result
 
         return _initialize_kv_caches
@@ -62,7 +72,7 @@ def require_mode(mode: str, ranks: Sequence[dict[str, Any]]) -> None:
     A model that no mode can serve is served by vLLM's own write, on all ranks alike: a fallback, not an error.
     """
     asked = {rank["mode"] for rank in ranks}
-    serving = {rank["serving"] for rank in ranks}
+    serving = {(rank["serving"], *rank["ways"]) for rank in ranks}
     if asked != {mode}:
         raise ModeNotActive(f"VLLM_NWOR_MODE={mode} was asked for, but not on all ranks: {_by_rank(ranks, 'mode')}")
     if len(serving) != 1:
@@ -82,51 +92,118 @@ def _by_rank(ranks: Sequence[dict[str, Any]], *names: str) -> str:
     )
 
 
+@dataclass
+class _Commits:
+    """`scheduler.nwor`: the commits that it has been told of.
+
+    last: what the rank had counted by then. carried: the counters when statistics last took them, and carried_at: when,
+    in seconds. checks, mismatches: steps that were compared, and that differed. warned: when. accepted: drafts of the
+    step under way, by request. held: drafts of the last step.
+    """
+
+    last: Totals | None = None
+    held: int = 0
+    carried: dict[str, int] = field(default_factory=dict)
+    carried_at: float = -math.inf
+    checks: int = 0
+    mismatches: int = 0
+    warned: float = -math.inf
+    accepted: dict[str, int] = field(default_factory=dict)
+
+
+def _commits(scheduler: Any) -> _Commits:
+    if "nwor" not in vars(scheduler):
+        scheduler.nwor = _Commits()
+    return scheduler.nwor
+
+
 def _make_spec_decoding_stats(original: Callable) -> Callable:
     def make_spec_decoding_stats(self: Any, spec_decoding_stats: Any, **counts: Any) -> Any:
-        vars(self).setdefault("nwor_accepted", {})[counts["request_id"]] = counts["num_accepted_tokens"]
+        _commits(self).accepted[counts["request_id"]] = counts["num_accepted_tokens"]
         return original(self, spec_decoding_stats, **counts)
 
     return make_spec_decoding_stats
 
 
-def _make_update(original: Callable, strict: bool, emit: bool) -> Callable:
+def _make_update(original: Callable, by_request: bool, emit: bool) -> Callable:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self.nwor_accepted = {}
         outputs = original(self, scheduler_output, model_runner_output)
-        if (carried := take_from_output(model_runner_output)) is not None:
-            counters, committed = carried
-            steps, mismatches = getattr(self, "nwor_checked", (0, 0))
-            wrong = {
-                request: (committed[request], accepted)
-                for request, accepted in self.nwor_accepted.items()
-                if committed.get(request, accepted) != accepted
-            }
-            self.nwor_checked = steps + 1, mismatches + len(wrong)
-            counters["scheduler_checks"], counters["scheduler_mismatches"] = self.nwor_checked
-            if wrong and strict:
-                raise AssertionError(f"committed and accepted drafts differ, by request: {wrong}")
-            if wrong:
-                _warn(self, wrong)
-            last = getattr(self, "nwor_carried", {})
-            risen = {name: value - last.get(name, 0) for name, value in counters.items()}
-            if emit and add_to_statistics(outputs, risen):
-                self.nwor_carried = counters
+        commits, carried = _commits(self), take_from_output(model_runner_output)
+        accepted, commits.accepted = commits.accepted, {}
+        stats = _statistics(outputs)
+        if carried is not None:
+            totals, committed = carried
+            follows = totals.commits == 1 + (commits.last.commits if commits.last else 0)
+            windows, commits.held, kept = totals.since(commits.last)
+            commits.last = totals
+            if by_request:
+                _compare_requests(commits, committed, accepted)
+            elif follows and stats is not None and stats.spec_decoding_stats is not None:
+                _compare(commits, windows, kept, stats.spec_decoding_stats)
+        if emit and stats is not None and commits.last is not None:
+            _carry(commits, stats, at_once=not self.has_unfinished_requests())
         return outputs
 
     return update_from_output
 
 
-def _warn(scheduler: Any, wrong: dict[str, tuple[int, int]]) -> None:
+def _carry(commits: _Commits, stats: Any, at_once: bool) -> None:
+    """Let a step's statistics carry what counters rose by since others did, now and then: it takes as long as a step's
+    hooks. at_once: nobody knows when the next step comes."""
+    now = time.monotonic()
+    if not at_once and now - commits.carried_at < _SECONDS_BETWEEN_STATISTICS:
+        return
+    assert commits.last is not None
+    counters = asdict(commits.last.counters())
+    counters |= {"scheduler_checks": commits.checks, "scheduler_mismatches": commits.mismatches}
+    if counters != commits.carried:
+        risen = {name: value - commits.carried.get(name, 0) for name, value in counters.items()}
+        add_to_statistics(stats, risen | {"unique_tokens": commits.held})
+    commits.carried, commits.carried_at = counters, now
+
+
+def _statistics(outputs: dict[int, Any]) -> Any:
+    """The statistics of a step, which go to one front end; None where there are none."""
+    for output in outputs.values():
+        if output.scheduler_stats is not None:
+            return output.scheduler_stats
+    return None
+
+
+def _compare(commits: _Commits, windows: int, kept: int, vllms: Any) -> None:
+    """Hold a step's commits against vLLM's `SpecDecodingStats`.
+
+    Not where vLLM counts other windows: a request has ended meanwhile, or drafts fell back to vLLM's own write.
+    """
+    if windows != vllms.num_drafts:
+        return
+    commits.checks += 1
+    if kept != vllms.num_accepted_tokens:
+        commits.mismatches += 1
+        _warn(commits, kept, vllms.num_accepted_tokens)
+
+
+def _compare_requests(commits: _Commits, committed: dict[str, int], accepted: dict[str, int]) -> None:
+    """The same, request by request; of one that fell back nothing was committed."""
+    wrong = {
+        request: (committed[request], number)
+        for request, number in accepted.items()
+        if committed.get(request, number) != number
+    }
+    commits.checks += 1
+    if wrong:
+        raise AssertionError(f"committed and accepted drafts differ, by request: {wrong}")
+
+
+def _warn(commits: _Commits, committed: int, accepted: int) -> None:
     from vllm.logger import init_logger
 
     now = time.monotonic()
-    if now - getattr(scheduler, "nwor_warned", -_SECONDS_BETWEEN_WARNINGS) < _SECONDS_BETWEEN_WARNINGS:
+    if now - commits.warned < _SECONDS_BETWEEN_WARNINGS:
         return
-    scheduler.nwor_warned = now
-    request, (committed, accepted) = next(iter(wrong.items()))
+    commits.warned = now
     init_logger("vllm.nwor").warning(
-        "NWOR: %s drafts of request %s were committed, but vLLM accepted %d; %d such differences since start-up, each "
-        "of which leaves wrong rows in the cache: run with VLLM_NWOR_MODE=off, and report this",
-        committed, request, accepted, scheduler.nwor_checked[1],
+        "NWOR: %s drafts of a step were committed, but vLLM accepted %d; %d such steps since start-up, each of which "
+        "leaves wrong rows in the cache: run with VLLM_NWOR_MODE=off, and report this",
+        committed, accepted, commits.mismatches,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small window through a mode at start-up, on this device and with these layers, before any request meets it.
+"""One small window through each way of a mode at start-up, on this device and with these layers, before any request.
 
-Pages are scratch of the model's own layout, filled by vLLM's own writer, or under ``cow``, which serves writers of any
-kind, with random bytes. What the mode leaves in them is compared with what is there when the kept rows alone are
-written, or under ``direct`` all rows, and where a mode has an attention of its own that with plain PyTorch.
+Pages are scratch of the model's own layout, filled by vLLM's own writer, or for a logged step, which serves writers of
+any kind, with random bytes. What the step leaves in them is compared with what is there when the kept rows alone are
+written, or under ``direct`` all rows, and where NWOR's attention serves it that with plain PyTorch.
 """
 
 import functools
@@ -18,8 +18,8 @@ from torch import Tensor
 from nwor.attention.configs import Compiled, batches_of_each_kernel, plan
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
-from nwor.settings import ATTENDING
 from nwor.vllm.context import LayerContext
+from nwor.ways import Way
 
 # Relative error over all outputs: ten times that of sums in another order, a tenth of that of a row unseen.
 _TOLERANCE = {torch.float32: 1e-4}
@@ -39,21 +39,22 @@ def failure(manager: DraftCommitManager, layers: Sequence[Any]) -> str:
     Raises:
         torch.cuda.OutOfMemoryError: there is no room for a window.
     """
-    checked = _one_of_each_shape(layers) if manager.mode in ATTENDING else layers[:2]
     try:
-        run, compiled = _batches(manager, checked)
-        for requests in run:
-            window = _Window(manager, checked, requests)
-            if wrong := window.wrong():
-                return f"the check at start-up failed, {wrong} of {requests} requests"
-        for requests in compiled:
-            window.launch_without_rows(requests)
+        for way in manager.ways:
+            checked = _one_of_each_shape(layers) if way.attends else layers[:2]
+            run, compiled = _batches(manager, checked) if way.attends else ([min(len(manager.slots), 2)], [])
+            for requests in run:
+                window = _Window(manager, way, checked, requests)
+                if wrong := window.wrong():
+                    return f"the check at start-up failed, {wrong} of {requests} requests, {way.name}"
+            for requests in compiled:
+                window.launch_without_rows(requests)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001  (a kernel fails in ways of its own, to compile among them)
         return f"the check at start-up failed: {type(error).__name__}: {error}"
     finally:
-        for layer in checked:
+        for layer in layers:
             layer.nwor = None
     return ""
 
@@ -98,7 +99,8 @@ def _compiled(manager: DraftCommitManager, layer: Any, requests: int) -> Compile
 class _Window:
     """A batch of verify windows over scratch pages: every other request has one draft, the others `max_drafts`."""
 
-    def __init__(self, manager: DraftCommitManager, layers: Sequence[Any], requests: int) -> None:
+    def __init__(self, manager: DraftCommitManager, way: Way, layers: Sequence[Any], requests: int) -> None:
+        self.way = way
         layout, max_drafts = manager.layout, manager.max_drafts
         n, device = layout.block_size, layout.pool.device
         tails = [max_drafts + 1 if request % 2 == 0 else 2 for request in range(requests)]
@@ -119,10 +121,11 @@ class _Window:
             for request, (prefix, tail) in enumerate(zip(self.prefixes, tails, strict=True))
         ]
         self.manager = DraftCommitManager(
-            self.layout, manager.mode, requests, max_drafts, sum(tails), attention=manager.attention
-        )
+            self.layout, manager.mode, requests, max_drafts, sum(tails),
+            attends=manager.attends, attention=manager.attention,
+        )  # fmt: skip
         generator = torch.Generator().manual_seed(0)
-        if manager.mode in ATTENDING:
+        if way.attends:
             self.rows = [self._random_rows(layer, generator) for layer in layers]
         else:
             shape = len(layers), len(torch.cat(self.slots)), layout.num_heads, layout.row_bytes
@@ -145,21 +148,21 @@ class _Window:
 
     def wrong(self) -> str:
         """What does not come out right, or an empty string."""
-        mode, tail_rows, slots = self.manager.mode, self._rows_of_tails(), torch.cat(self.slots)
+        tail_rows, slots = self._rows_of_tails(), torch.cat(self.slots)
         in_tail = torch.zeros(len(slots), dtype=torch.bool, device=self.device)
         in_tail[tail_rows] = True
         self._write(self.pages, ~in_tail)
         written, expected = self.pages.clone(), self.pages.clone()
         self._write(written, in_tail)
         kept = in_tail.clone()  # under direct the rejected rows too
-        if mode != "direct":
+        if self.way.holds:
             kept[tail_rows] = torch.cat(
                 [torch.arange(t) < t - r for t, r in zip(self.tails, self.rejected, strict=True)]
             ).to(self.device)
         self._write(expected, kept)
         outputs = self._step(slots, tail_rows)
         if not self._same_pages(expected):
-            return f"the pages that {mode} left are not those with the rows it is to write: a window"
+            return f"the pages that {self.manager.mode} left are not those with the rows it is to write: a window"
         if not outputs:
             return ""
         for layer, rows, cache, output in zip(self.layers, self.rows, self._caches(written), outputs, strict=True):
@@ -176,9 +179,9 @@ class _Window:
         return torch.cat(found).to(self.device)
 
     def _write(self, pages: Tensor, rows: Tensor) -> None:
-        """The write of these positions as vLLM makes it, in all layers, or under ``cow`` of bytes."""
+        """The write of these positions as vLLM makes it, in all layers, or for a logged step of bytes."""
         slots = torch.cat(self.slots)[rows]
-        if self.manager.mode == "cow":
+        if not self.way.attends:
             for number, cache in enumerate(self._caches(pages)):
                 self._put(cache, slots, self.bytes[number][rows].view(cache.dtype))
             return
@@ -200,10 +203,10 @@ class _Window:
         manager, tails = self.manager, torch.tensor(self.tails)
         starts = torch.nn.functional.pad(tails.cumsum(0), (1, 0)).to(self.device, torch.int32)
         slot_mapping = slots[tail_rows]
-        if not manager.begin(starts, starts, slot_mapping):
+        if not manager.begin(starts, starts, slot_mapping, windows_alone=self.way.attends):
             raise RuntimeError("no window opened")
         outputs = []
-        if manager.mode == "cow":
+        if not self.way.attends:
             in_tail = torch.zeros(len(slots), dtype=torch.bool, device=self.device)
             in_tail[tail_rows] = True
             self._write(self.pages, in_tail)

@@ -9,9 +9,8 @@ from nwor.vllm.context import draft_layers, is_latent, recurrent_layers, sharing
 from nwor.vllm.masks import unknown_mask
 
 
-def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
-    """Why `mode` cannot serve this configuration and these target layers, or an empty string."""
-    from vllm import envs
+def why_unsupported(runner: Any, layers: dict[str, Any]) -> str:
+    """Why no mode can serve this configuration and these target layers, or an empty string."""
     from vllm.platforms import current_platform
 
     config = runner.vllm_config
@@ -34,14 +33,23 @@ def why_unsupported(runner: Any, layers: dict[str, Any], mode: str) -> str:
         return reason
     if recurrent_layers(runner) and (states := config.cache_config.mamba_cache_mode) != "none":
         return f"states of recurrent layers in the prefix cache ({states}): use --no-enable-prefix-caching"
-    if mode == "cow":
-        return ""
+    return ""
+
+
+def why_not_attending(runner: Any, layers: dict[str, Any]) -> str:
+    """Why NWOR's attention cannot serve these target layers, or an empty string."""
+    from vllm import envs
+
+    config = runner.vllm_config
+    parallel, graphs = config.parallel_config, config.compilation_config.cudagraph_mode
     if sharing := sorted(sharing_layers(runner)):
         return f"layers that read another layer's KV cache, which lacks the rows that stage holds: {sharing[0]}"
     if any(map(is_latent, layers.values())):
         return "MLA: stage's attention has no latent kernel"
     if envs.VLLM_BATCH_INVARIANT:
         return "batch invariance (VLLM_BATCH_INVARIANT): how stage's attention adds up depends on the batch"
+    if graphs is not None and graphs.has_full_cudagraphs() and graphs.mixed_mode().has_full_cudagraphs():
+        return "cudagraph_mode=FULL: one graph for prefill and decodes; FULL_AND_PIECEWISE has one for decodes alone"
     if parallel.use_ubatching:
         return "micro-batches: stage's attention takes a batch whole"
     if parallel.enable_elastic_ep:

@@ -22,13 +22,14 @@ from nwor.vllm.patch import wrap, wrapped
 class Status:
     """One rank's answer to: what is active here, and what has it done?
 
-    mode is what was asked for; serving is what is active, ``off`` where vLLM's own write is;
-    reason says why they differ.
+    mode is what was asked for; serving is what is active, ``off`` where vLLM's own write is; ways are those of its
+    steps. reason says why they are not the mode's own.
     """
 
     rank: int
     mode: str
     serving: str
+    ways: list[str] = field(default_factory=list)
     reason: str = ""
     target_layers: int = 0
     hooks: list[str] = field(default_factory=list)
@@ -100,9 +101,10 @@ def _make_available(original: Callable, mode: str) -> Callable:
     return determine_available_memory
 
 
-def send_counts(worker: Any, wanted: bool) -> None:
+def send_counts(worker: Any, wanted: bool, by_request: bool) -> None:
     """Let each commit's counts go to the scheduler, from the one rank whose output the engine asks for."""
-    context_of(worker.model_runner).copies_counts = wanted and worker.is_driver_worker
+    context = context_of(worker.model_runner)
+    context.copies_counts, context.counts_by_request = wanted and worker.is_driver_worker, by_request
 
 
 def status(worker: Any) -> dict[str, Any]:
@@ -116,6 +118,7 @@ def status(worker: Any) -> dict[str, Any]:
             rank=worker.rank,
             mode=settings.mode,
             serving=serving,
+            ways=[] if manager is None else [way.name for way in manager.ways],
             reason=context.reason,
             target_layers=0 if manager is None else manager.counters.num_layers,
             hooks=wrapped(),

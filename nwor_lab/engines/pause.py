@@ -13,7 +13,6 @@ When it can go: when vLLM can switch a hook off.
 from typing import Any
 
 from nwor.manager import DraftCommitManager
-from nwor.settings import ATTENDING
 from nwor.vllm.context import context_of, manager_of, set_served_groups
 
 
@@ -78,8 +77,8 @@ def _serving(worker: Any) -> DraftCommitManager:
 
 
 def _hold(manager: DraftCommitManager) -> bool:
-    """Whether FULL graphs hold the mode: all that ``cow`` launches comes before and after them."""
-    return manager.mode in ATTENDING and manager.uses_full_cudagraphs
+    """Whether FULL graphs hold the mode: all that logged steps launch comes before and after them."""
+    return manager.attends and manager.uses_full_cudagraphs
 
 
 def _graphs(runner: Any) -> dict[str, Any]:

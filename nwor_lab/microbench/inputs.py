@@ -97,7 +97,7 @@ class OperatorCase:
         self.rows = packed.view(torch.uint8).transpose(2, 3)
         self.num_rejected, self.kept = torch.zeros(2, requests, dtype=torch.int32, device="cuda")
         self.num_drafts = torch.full_like(self.kept, self.query)
-        self.counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+        self.counts = torch.zeros(6, dtype=torch.int64, device="cuda")
 
     def writes(self, layers: int, slots: Tensor, caches: Tensor | None = None, triton: bool = False) -> Call:
         """One of vLLM's writers on the first `layers` layers of the pool, or of `caches`, a launch each."""

@@ -135,7 +135,7 @@ class Pool:
             elements = self.slot_bytes // self.element_size
             index = torch.randperm(self.block_size * elements, generator=torch.Generator().manual_seed(9))
             self.packing = index.view(self.block_size, elements).to(torch.int32)
-        self.counts = torch.tensor([5, 7, 11, 13, 17], device=self.device)
+        self.counts = torch.tensor([5, 7, 11, 13, 17, 0], device=self.device)
 
     def arguments(self, slots: Tensor) -> tuple[Any, ...]:
         return self.pool, self.layer_offsets, self.cache_strides, slots, self.packing, self.rows

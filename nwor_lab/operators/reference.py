@@ -212,6 +212,10 @@ def write_back(a: SimpleNamespace, rejected_ones: bool) -> None:
             a.counts[int(rejected)] += 1
             if a.logged is not None:
                 a.logged[request, slot % a.logged.shape[1]] = slot if rejected else -1
+    if a.published is not None:
+        a.published[: len(a.counts)] = a.counts
+        both = torch.stack([a.kept, a.num_drafts], dim=1).contiguous()
+        a.published[len(a.counts) :][: len(both)] = both.view(torch.int64)[:, 0]
 
 
 # -- side by side ------------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ ALL_LAYERS: list[Wrong] = [
     (BOTH, "kept", lambda t: t.long(), "kept must be Int"),
     (BOTH, "kept", lambda t: t.repeat(2), "kept must have one entry"),
     (BOTH, "counts", lambda t: t.int(), "counts must be Long"),
-    (BOTH, "counts", lambda t: t[:2], "counts [kept, rejected, windows, drafts, fallbacks]"),
+    (BOTH, "counts", lambda t: t[:2], "counts"),
 ]
 ALL_LAYERS_VALUES: list[Wrong] = [
     (EVERY, "slots", at((1, 2), 16), "slots[1, 2] is 16 but the layers end at slot 15"),
@@ -159,7 +159,7 @@ BATCH: list[Wrong] = [
     (OPEN, "cu_num_logits", lambda t: t.long(), "cu_num_logits must be Int"),
     (OPEN, "cu_num_logits", lambda t: t[:0], "cu_num_logits must have one entry more"),
     (OPEN, "slot_mapping", lambda t: t.int(), "slot_mapping must be Long"),
-    (OPEN, "slots", lambda t: t[:1], "of which slots holds 1, got 5"),
+    (OPEN, "slots", lambda t: t[:1], "num_drafts"),
     (OPEN, "slots", lambda t: t[0], "slots must have shape [requests"),
     (OPEN, "slots", lambda t: t[:, 1:], "slots must be contiguous"),
     (OPEN, "num_drafts", lambda t: t.long(), "num_drafts must be Int"),
@@ -167,9 +167,9 @@ BATCH: list[Wrong] = [
     (OPEN, "page_slots", lambda t: None, "pass both (stage) or neither (cow)"),
     (OPEN, "staging_rows", lambda t: None, "pass both (stage) or neither (cow)"),
     (OPEN, "staging_rows", lambda t: t.int(), "staging_rows must be Long"),
-    (OPEN, "staging_rows", lambda t: t[3:], "staging_rows must have a row for each"),
+    (OPEN, "staging_rows", lambda t: t[3:], "page_slots"),
     (OPEN, "page_slots", lambda t: t[1:], "page_slots must have one entry"),
-    (OPEN, "counts", lambda t: t[:4], "counts [kept, rejected, windows, drafts, fallbacks]"),
+    (OPEN, "counts", lambda t: t[:4], "counts"),
 ]
 BATCH_VALUES: list[Wrong] = [
     (OPEN, "query_start_loc", at(2, 1), "query_start_loc[2] is 1 but must ascend"),

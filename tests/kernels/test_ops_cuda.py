@@ -167,7 +167,7 @@ def test_offsets_beyond_two_billion_elements():
     rows = poison((2, 1, heads, block_size, head_size), torch.uint8, "cuda", 3)
     far = torch.tensor([[last - 64]], device="cuda")
     num_drafts, rejected, kept = torch.tensor([[1], [0], [0]], dtype=torch.int32, device="cuda")
-    counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+    counts = torch.zeros(6, dtype=torch.int64, device="cuda")
     ops.commit_all_layers(pool, offsets, strides, far, None, rows, num_drafts, rejected, kept, counts)
     block, at = divmod(last - 64, block_size)
     for layer in range(2):
@@ -218,7 +218,7 @@ def test_batches_that_make_no_sense(starts):
         query_start_loc = torch.tensor(starts, dtype=torch.int32, device="cuda")
         cu_num_logits = torch.tensor(logits, dtype=torch.int32, device="cuda")
         slot_mapping = torch.arange(100, 109, device="cuda")
-        counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+        counts = torch.zeros(6, dtype=torch.int64, device="cuda")
         for staging in ((staging_rows, page_slots), (None, None)):
             ops.open_window(query_start_loc, cu_num_logits, slot_mapping, slots, num_drafts, *staging, counts)
             torch.cuda.synchronize()

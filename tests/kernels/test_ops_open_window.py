@@ -17,7 +17,7 @@ pytestmark = each_device
 
 def open_both(batch, requests: int, width: int, device: str, tokens: int = 0) -> tuple:
     """Both modes against the reference; slots, drafts and counts of `cow`, then all of `stage`."""
-    counts = torch.tensor([1, 2, 3, 4, 5], device=device), torch.tensor([1, 2, 3, 4, 5], device=device)
+    counts = torch.tensor([1, 2, 3, 4, 5, 0], device=device), torch.tensor([1, 2, 3, 4, 5, 0], device=device)
     targets = make_targets(requests, width, tokens or batch[2].numel(), device)
     slots, num_drafts = make_targets(requests, width, 0, device)[:2]
     check("open_window", *batch, slots, num_drafts, None, None, counts[0])
@@ -40,11 +40,11 @@ def test_a_mixed_batch_in_words(device):
     (cow, num_drafts, counted), (slots, _, staging_rows, page_slots, staged) = open_both(batch, 5, 4, device, tokens=13)
     assert cow.tolist() == [[41, 42, -1, -1], [-1] * 4, [-1] * 4, [-1] * 4, [-1] * 4]
     assert num_drafts.tolist() == [2, 0, 0, 1, 0], "a draft without a slot is a draft"
-    assert counted.tolist() == [1, 2, 5, 7, 5]
+    assert counted.tolist() == [1, 2, 5, 7, 5, 0]
     assert slots.tolist() == cow.tolist()
     assert staging_rows.tolist() == [-1, 0, 1, -1, -1, -1, -1, -1, -1, 12, -1, -1, -1]
     assert page_slots.tolist() == [40, -1, -1, 50, 51, 52, 53, 60, 70, -1, -1, -1, -1]
-    assert staged.tolist() == [1, 2, 5, 7, 5]
+    assert staged.tolist() == [1, 2, 5, 7, 5, 0]
 
 
 def test_what_does_not_fit_falls_back(device):
@@ -53,7 +53,7 @@ def test_what_does_not_fit_falls_back(device):
     (cow, num_drafts, counted), (slots, _, staging_rows, page_slots, staged) = open_both(batch, 3, 2, device)
     assert cow.tolist() == [[-1, -1], [25, -1], [-1, -1]]
     assert num_drafts.tolist() == [0, 1, 0]
-    assert counted.tolist() == [1, 2, 4, 5, 7]  # 3 drafts of the first and of the last request
+    assert counted.tolist() == [1, 2, 4, 5, 7, 0]  # 3 drafts of the first and of the last request
     assert slots.tolist() == cow.tolist()
     assert staging_rows.tolist() == [-1, -1, -1, -1, -1, 2, -1, -1]
     assert page_slots.tolist() == [20, 21, 22, 23, 24, -1, 26, 27]
@@ -64,7 +64,7 @@ def test_a_window_without_columns_holds_nothing(device):
     """How a whole batch falls back: every verify step is counted, and every row goes to its page."""
     batch = of(device, [0, 3, 7, 8], [0, 3, 4, 7], list(range(30, 38)))
     (_, num_drafts, counted), (slots, _, staging_rows, page_slots, staged) = open_both(batch, 3, 0, device, tokens=9)
-    assert counted.tolist() == [1, 2, 3, 4, 7]
+    assert counted.tolist() == [1, 2, 3, 4, 7, 0]
     assert slots.numel() == 0 and not num_drafts.any() and staging_rows.eq(-1).all()
     assert page_slots.tolist() == [*range(30, 38), -1]
     assert staged.tolist() == counted.tolist()
@@ -74,16 +74,16 @@ def test_drafts_behind_prefill_rows(device):
     """Whose rows are recomputed behind a failed load: `cow` holds the drafts, `stage` counts a fallback."""
     batch = of(device, [0, 4], [0, 3], [40, 41, 42, 43])
     (cow, _, counted), (slots, num_drafts, staging_rows, page_slots, staged) = open_both(batch, 1, 2, device)
-    assert cow.tolist() == [[42, 43]] and counted.tolist() == [1, 2, 4, 6, 5]
+    assert cow.tolist() == [[42, 43]] and counted.tolist() == [1, 2, 4, 6, 5, 0]
     assert slots.eq(-1).all() and staging_rows.eq(-1).all() and not num_drafts.any()
-    assert page_slots.tolist() == [40, 41, 42, 43] and staged.tolist() == [1, 2, 3, 4, 6]
+    assert page_slots.tolist() == [40, 41, 42, 43] and staged.tolist() == [1, 2, 3, 4, 6, 0]
 
 
 def test_a_window_as_wide_as_the_drafts(device):
     """Exactly full is full, not over."""
     batch = make_batch([5, 5], [5, 5], 16, device)
     (_, _, counted), (_, _, staging_rows, _, staged) = open_both(batch, 2, 4, device)
-    assert counted.tolist() == [1, 2, 5, 12, 5] == staged.tolist()
+    assert counted.tolist() == [1, 2, 5, 12, 5, 0] == staged.tolist()
     assert staging_rows.tolist()[:10] == [-1, 0, 1, 2, 3, -1, 4, 5, 6, 7]
 
 
@@ -92,7 +92,7 @@ def test_no_requests(device):
     batch = of(device, [0], [0], [5, 6])
     (cow, num_drafts, _), (slots, _, staging_rows, page_slots, counts) = open_both(batch, 2, 3, device)
     assert {int(number) for tensor in (cow, slots, staging_rows, page_slots) for number in tensor.flatten()} == {-1}
-    assert counts.tolist() == [1, 2, 3, 4, 5] and not num_drafts.any()
+    assert counts.tolist() == [1, 2, 3, 4, 5, 0] and not num_drafts.any()
 
 
 def test_prefills_longer_than_a_thread_block(device):

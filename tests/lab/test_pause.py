@@ -91,10 +91,11 @@ def test_what_cannot_be_paused_is_refused_and_left_as_it_was():
     assert worker.state == before and not worker.captured
 
     worker = Worker("cow")
-    manager_of(worker.model_runner).num_requests = 1
+    manager = manager_of(worker.model_runner)
+    manager.way = manager.ways[0]
     with pytest.raises(RuntimeError, match="between requests"):
         pause.pause(worker)
-    manager_of(worker.model_runner).num_requests = None
+    manager.way = None
     with pytest.raises(RuntimeError, match="no mode is paused"):
         pause.resume(worker)
     pause.pause(worker)

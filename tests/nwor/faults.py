@@ -25,14 +25,43 @@ def no_commit(patch: pytest.MonkeyPatch) -> None:
     _behind_the_check(patch)
 
     def close_without_commit(self: DraftCommitManager, num_rejected: object) -> None:
-        self.num_requests = None
+        self.way = None
 
     patch.setattr(DraftCommitManager, "commit", close_without_commit)
 
 
+def _instead_of(operator: str, do: Callable[[Callable, dict[str, Any]], None], patch: pytest.MonkeyPatch) -> None:
+    """Let ``do(operator, arguments by name)`` stand for the operator of all layers in each step that runs it."""
+    run, opens, closes = getattr(ops, operator), ops.Step.open, ops.Step.close
+
+    def named(step: ops.Step, requests: int) -> dict[str, Any]:
+        some = {name: step.tensors[name][:requests] for name in ("slots", "num_drafts", "kept")}
+        return {name: given for name, given in (step.tensors | some).items() if name in ops.OPERATORS[operator]}
+
+    def opened(self: ops.Step, *batch: Tensor, stages: bool = False, logs: bool = False) -> None:
+        opens(self, *batch, stages=stages)
+        if logs:
+            do(run, named(self, batch[1].numel() - 1))
+
+    def closed(
+        self: ops.Step, num_rejected: Tensor, counts: Tensor, published: Tensor | None = None, restores: bool = False
+    ) -> None:
+        if restores is not (operator == "restore_all_layers"):
+            return closes(self, num_rejected, counts, published, restores=restores)
+        given = {"num_rejected": num_rejected, "counts": counts, "published": published}
+        do(run, named(self, len(num_rejected)) | given)
+
+    patch.setattr(ops.Step, *(("open", opened) if operator == "log_all_layers" else ("close", closed)))
+
+
 def no_restore(patch: pytest.MonkeyPatch) -> None:
     _behind_the_check(patch)
-    patch.setattr(ops, "restore_all_layers", lambda *args: None)
+    _instead_of("restore_all_layers", lambda restore, arguments: None, patch)
+
+
+def no_log(patch: pytest.MonkeyPatch) -> None:
+    _behind_the_check(patch)
+    _instead_of("log_all_layers", lambda log, arguments: None, patch)
 
 
 def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
@@ -42,7 +71,8 @@ def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
 
     def mask(self, query_start_loc, cu_num_logits, slot_mapping, *rest, **named):  # type: ignore[no-untyped-def]
         opened = begin(self, query_start_loc, cu_num_logits, slot_mapping, *rest, **named)
-        slot_mapping.copy_(self.page_slots[: slot_mapping.numel()])
+        if self.serves_attention:
+            slot_mapping.copy_(self.page_slots[: slot_mapping.numel()])
         return opened
 
     patch.setattr(DraftCommitManager, "begin", mask)
@@ -50,12 +80,11 @@ def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
 
 def commit_one_layer(patch: pytest.MonkeyPatch) -> None:
     _behind_the_check(patch)
-    commit = ops.commit_all_layers
 
-    def first_only(pool, offsets, strides, slots, packing, rows, *rest):  # type: ignore[no-untyped-def]
-        commit(pool, offsets[:1], strides, slots, packing, rows[:1], *rest)
+    def first_only(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {name: arguments[name][:1] for name in ("layer_offsets", "rows")}
 
-    patch.setattr(ops, "commit_all_layers", first_only)
+    moved_with("commit_all_layers", first_only, patch)
 
 
 def blind_attention(patch: pytest.MonkeyPatch) -> None:
@@ -83,13 +112,12 @@ def attention_fails(patch: pytest.MonkeyPatch) -> None:
 
 def one_byte_too_many(operator: str, patch: pytest.MonkeyPatch) -> None:
     """The operator does its work, and flips a byte of a slot that is nobody's."""
-    move = getattr(ops, operator)
 
-    def moved(pool, *rest):  # type: ignore[no-untyped-def]
-        move(pool, *rest)
-        pool[-1] ^= 1
+    def do(move: Callable, arguments: dict[str, Any]) -> None:
+        move(**arguments)
+        arguments["pool"][-1] ^= 1
 
-    patch.setattr(ops, operator, moved)
+    _instead_of(operator, do, patch)
 
 
 def small_capacity(patch: pytest.MonkeyPatch) -> None:
@@ -247,14 +275,8 @@ def none(patch: pytest.MonkeyPatch) -> None:
 
 
 def moved_with(operator: str, change: Callable[[dict[str, Any]], dict[str, Any]], patch: pytest.MonkeyPatch) -> None:
-    """The operator of `nwor.ops` works with some arguments changed."""
-    move = getattr(ops, operator)
-
-    def changed(*arguments: Any) -> None:
-        named = dict(zip(ops.OPERATORS[operator], arguments, strict=False))
-        move(**(named | change(named)))
-
-    patch.setattr(ops, operator, changed)
+    """The operator of all layers works with some arguments changed."""
+    _instead_of(operator, lambda move, arguments: move(**(arguments | change(arguments))), patch)
 
 
 def _laid_out_as(rows: Tensor, changed: Tensor) -> Tensor:
@@ -299,13 +321,13 @@ def requantised(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part_committed(part: str, patch: pytest.MonkeyPatch) -> None:
-    commit = ops.commit_all_layers
 
-    def of_a_part(
-        pool: Tensor, offsets: Tensor, strides: Any, slots: Tensor, packing: Tensor | None, rows: Tensor, *rest: Any
-    ):  # type: ignore[no-untyped-def]
-        before = pool.clone()
-        commit(pool, offsets, strides, slots, packing, rows, *rest)
+    def of_a_part(commit: Callable, arguments: dict[str, Any]) -> None:
+        pool, offsets, slots, packing, rows = (
+            arguments[name] for name in ("pool", "layer_offsets", "slots", "packing", "rows")
+        )
+        strides, before = arguments["cache_strides"], pool.clone()
+        commit(**arguments)
         _, _, heads, size, width = rows.shape
         blocks = int(slots.max()) // size + 1
         if packing is None:  # a slot's bytes lie together, keys first
@@ -322,7 +344,7 @@ def _part_committed(part: str, patch: pytest.MonkeyPatch) -> None:
             else:
                 now[:, 1:] = then[:, 1:]
 
-    patch.setattr(ops, "commit_all_layers", of_a_part)
+    _instead_of("commit_all_layers", of_a_part, patch)
 
 
 keys_without_values = partial(_part_committed, "keys")
@@ -331,18 +353,19 @@ one_head_only = partial(_part_committed, "head 0")
 
 def late_commit(patch: pytest.MonkeyPatch) -> None:
     """In the next step, once that one has begun."""
-    commit, begin, waiting = ops.commit_all_layers, DraftCommitManager.begin, []
+    begin, waiting = DraftCommitManager.begin, []
 
-    def later(pool: Tensor, *rest: Any) -> None:
-        waiting.append([pool, *(given.clone() if isinstance(given, Tensor) else given for given in rest)])
+    def later(commit: Callable, arguments: dict[str, Any]) -> None:
+        copied = {name: given.clone() for name, given in arguments.items() if isinstance(given, Tensor)}
+        waiting.append(arguments | copied | {"pool": arguments["pool"], "published": None})
 
     def begin_and_commit(self, *arguments, **named):  # type: ignore[no-untyped-def]
         opened = begin(self, *arguments, **named)
         while waiting:
-            commit(*waiting.pop())
+            ops.commit_all_layers(**waiting.pop())
         return opened
 
-    patch.setattr(ops, "commit_all_layers", later)
+    _instead_of("commit_all_layers", later, patch)
     patch.setattr(DraftCommitManager, "begin", begin_and_commit)
 
 
@@ -374,10 +397,10 @@ def write_between_steps(patch: pytest.MonkeyPatch) -> None:
 
 def stale_log(patch: pytest.MonkeyPatch) -> None:
     """The log says that it holds a slot's bytes, and holds those of the first step."""
-    log, logged_once = ops.log_all_layers, []
+    logged_once: list[bool] = []
 
-    def log_once(pool, offsets, strides, slots, packing, rows, logged):  # type: ignore[no-untyped-def]
-        log(pool, offsets, strides, slots, packing, rows.clone() if logged_once else rows, logged)
+    def log_once(log: Callable, arguments: dict[str, Any]) -> None:
+        log(**(arguments | ({"rows": arguments["rows"].clone()} if logged_once else {})))
         logged_once.append(True)
 
-    patch.setattr(ops, "log_all_layers", log_once)
+    _instead_of("log_all_layers", log_once, patch)

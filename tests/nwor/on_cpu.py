@@ -66,9 +66,16 @@ def assert_clean_and_counted(
     assert kept == metrics["spec_decode_num_accepted_tokens"] > 0 and rejected > 0
     assert counters["stage_operations"] == layers * staged, "layers x rows, once each"
     assert counters["fallbacks"] == counters["cancelled"] == 0
-    copied, row = kept + 2 * rejected if mode == "cow" else kept, layers * width * element
-    assert counters["bytes_written"] == (counters["windows"] + staged + copied) * row
-    assert counters["bytes_avoided"] == -2 * copied * row, "a CPU saves nothing: both modes move more"
+    row = layers * width * element
+    copied = counters["bytes_written"] // row - counters["windows"] - staged
+    assert counters["bytes_written"] % row == 0 and counters["bytes_avoided"] == -2 * copied * row, "both move more"
+    logged = counters["logged_steps"]
+    if mode == "cow" or rank["ways"] == ["logged"]:
+        assert copied == kept + 2 * rejected and counters["staged_steps"] == 0 < logged
+    else:
+        assert counters["staged_steps"] > 0
+        assert kept <= copied <= kept + 2 * rejected and (copied - kept) % 2 == 0, "twice what logged steps rejected"
+        assert logged > 0 or copied == kept
     for name in counters.keys() - UNSEEN:
         assert metrics[f"nwor_{name}"] == counters[name], f"the front end must see the worker's {name}"
     assert metrics["nwor_scheduler_checks"] > checks and metrics["nwor_scheduler_mismatches"] == 0

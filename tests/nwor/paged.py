@@ -63,24 +63,25 @@ class Paged:
     num_layers: int = 4
     num_blocks: int = NUM_BLOCKS
     block_size: int = BLOCK_SIZE
+    width: int = WIDTH
 
     def __post_init__(self) -> None:
         self.sizes = {"L": self.num_layers, "B": self.num_blocks, "H": NUM_HEADS, "N": self.block_size}
-        shape = (*(self.sizes[dim] for dim in self.order), WIDTH)
+        shape = (*(self.sizes[dim] for dim in self.order), self.width)
         memory = poison(shape, self.dtype, self.device)
         self.pool = torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory.untyped_storage())
-        self.packing = random_packing(self.block_size, WIDTH) if self.packed else None
+        self.packing = random_packing(self.block_size, self.width) if self.packed else None
 
     def targets(self, pool: Tensor | None = None) -> list[Tensor]:
         """The target layers' views, each [B, H, N, width], of the pool or of a copy of it."""
-        shape = (*(self.sizes[dim] for dim in self.order), WIDTH)
+        shape = (*(self.sizes[dim] for dim in self.order), self.width)
         memory = (self.pool if pool is None else pool).view(self.dtype).view(shape)
         layers = memory.permute(*(self.order.index(dim) for dim in "LBHN"), 4)
         return [layer for index, layer in enumerate(layers) if index != DRAFTER]
 
     def new_rows(self, count: int, seed: int) -> Tensor:
         """[count, H, width] of random bits."""
-        return poison((count, NUM_HEADS, WIDTH), self.dtype, self.device, seed)
+        return poison((count, NUM_HEADS, self.width), self.dtype, self.device, seed)
 
 
 @dataclass

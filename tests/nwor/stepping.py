@@ -3,7 +3,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from nwor.vllm import runner_v1
@@ -11,14 +10,20 @@ from nwor.vllm.context import RunnerContext, ServedGroup, make_cancelling
 from tests.nwor.paged import Batch
 from tests.nwor.steps import Step
 
-QUERIES, DRAFTS = (5, 4, 3), (0, 3, 2)
+DRAFTS = (0, 3, 2)
+MIXED, DECODES = (5, 4, 3), (1, 4, 3)
+
+
+def queries_of(way: str) -> tuple[int, ...]:
+    """The rows of a step that takes this way (`tests.nwor.steps.WAYS`): a prefill beside windows, or windows alone."""
+    return DECODES if way == "staged" else MIXED
 
 
 class Stepping:
     """A stand-in for the V1 runner whose forward writes three layers, and whose sampler accepts as given."""
 
-    def __init__(self, mode: str = "stage", max_requests: int = 4) -> None:
-        self.step = Step("HND", mode, "cpu", Batch(QUERIES, DRAFTS), max_requests=max_requests, max_drafts=3)
+    def __init__(self, way: str = "staged", max_requests: int = 4) -> None:
+        self.step = Step("HND", way, "cpu", Batch(queries_of(way), DRAFTS), max_requests=max_requests, max_drafts=3)
         self.batch, self.manager, self.device = self.step.batch, self.step.manager, torch.device("cpu")
         batch = self.batch
         self.query_start_loc = SimpleNamespace(gpu=torch.tensor([*batch.query_start_loc, 99, 99], dtype=torch.int32))
@@ -28,12 +33,14 @@ class Stepping:
         self.nwor = RunnerContext(
             groups=[ServedGroup(0, (), self.manager)],
             copies_counts=True,
+            counts_by_request=True,
             metadata=SimpleNamespace(
                 num_draft_tokens=list(DRAFTS),
                 cu_num_sampled_tokens=(drafts + 1).cumsum(0, dtype=torch.int32),
                 cu_num_draft_tokens=drafts.cumsum(0, dtype=torch.int32),
             ),
             requests=["p", "q", "r"],
+            windows_alone=way == "staged",
         )
 
     def forward(self, fail: bool = False) -> None:
@@ -45,7 +52,7 @@ class Stepping:
     def run(self, sampled: list[list[int]] | None, **options) -> SimpleNamespace:
         """One step through the hooks; `sampled` None: the sampler raises."""
         make_cancelling(runner_v1._make_forward(Stepping.forward))(self, **options)
-        self.open_during = self.manager.is_open
+        self.way_during = None if self.manager.way is None else self.manager.way.name
 
         def sample(self, logits, metadata):
             if sampled is None:
@@ -58,18 +65,18 @@ class Stepping:
 class SteppingV2:
     """A stand-in for the V2 runner as far as its slots: a padded batch of the three requests above."""
 
-    def __init__(self, mode: str = "stage") -> None:
-        self.step = Step("HND", mode, "cpu", Batch(QUERIES, DRAFTS), max_requests=4, max_drafts=3)
+    def __init__(self, way: str = "staged") -> None:
+        self.step = Step("HND", way, "cpu", Batch(queries_of(way), DRAFTS), max_requests=4, max_drafts=3)
         self.batch, self.manager = self.step.batch, self.step.manager
         self.nwor = RunnerContext(groups=[ServedGroup(0, (), self.manager)])
 
-    def input_batch(self, num_draft_tokens: int) -> SimpleNamespace:
-        starts = torch.tensor([*self.batch.query_start_loc, 12], dtype=torch.int32)  # a padded request behind
+    def input_batch(self, num_draft_tokens: int, **changes) -> SimpleNamespace:
+        rows = self.batch.num_tokens
+        starts = torch.tensor([*self.batch.query_start_loc, rows], dtype=torch.int32)  # a padded request behind
         logits = torch.tensor([0, 1, 5, 8] if num_draft_tokens else [0, 1, 2, 3], dtype=torch.int32)
-        return SimpleNamespace(
-            num_draft_tokens=num_draft_tokens, query_start_loc=starts, cu_num_logits=logits,
-            req_ids=["p", "q", "r"], num_scheduled_tokens=np.array(QUERIES),
-        )  # fmt: skip
+        eligible = rows == sum(DRAFTS) + len(DRAFTS)
+        given = {"num_draft_tokens": num_draft_tokens, "num_tokens": rows, "decode_graph_eligible": eligible}
+        return SimpleNamespace(**given | changes, query_start_loc=starts, cu_num_logits=logits, req_ids=["p", "q", "r"])
 
     def prepare_attn(self, input_batch):
         return ("tables",), self.batch.slot_mapping[None]

@@ -8,23 +8,25 @@ from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from tests.nwor.paged import MEMORY, Batch, Paged, write_rows
 
-# A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch.
+# A prefill chunk, and decodes with 3, 0, 1 and 2 drafts: every way a query can lie in a batch; and decodes alone.
 QUERIES, DRAFTS = (5, 4, 1, 2, 3), (0, 3, 0, 1, 2)
+DECODES = (1, 4, 1, 2, 3)
 REJECTED = {"none rejected": (0, 0, 0, 0, 0), "all rejected": (0, 3, 0, 1, 2), "some rejected": (0, 1, 0, 1, 0)}
-MODES = ("cow", "stage")
+# By what a step is: its mode, and the queries for which the mode takes that way.
+WAYS = {"cow": ("cow", QUERIES), "logged": ("stage", QUERIES), "staged": ("stage", DECODES)}
 memory = pytest.mark.parametrize("kind", MEMORY)
-modes = pytest.mark.parametrize("mode", MODES)
+ways = pytest.mark.parametrize("way", WAYS)
 
 
 class Step:
     """One forward through a manager; `expected` is the pool as plain Python says it must become."""
 
-    def __init__(self, kind: str, mode: str, device: str, batch: Batch | None = None, **options: int) -> None:
+    def __init__(self, kind: str, way: str, device: str, batch: Batch | None = None, **options: int) -> None:
         if device == "cuda" and MEMORY[kind].get("packed"):
             pytest.skip("a packing describes vLLM's CPU caches")
         self.paged = Paged(**MEMORY[kind], device=device)
-        self.batch = batch or Batch(QUERIES, DRAFTS, device=device)
-        self.mode = mode
+        self.mode, queries = WAYS.get(way, (way, DECODES))
+        self.batch = batch or Batch(queries, DRAFTS, device=device)
         self.manager = DraftCommitManager(
             CacheLayout.from_kv_caches(self.paged.targets(), self.paged.packing),
             self.mode,
@@ -79,4 +81,6 @@ def begin(manager: DraftCommitManager, batch: Batch) -> bool:
     for drafts in batch.num_drafts:
         logits.append(logits[-1] + drafts + 1)
     cu_num_logits = torch.tensor(logits, dtype=torch.int32, device=batch.device)
-    return manager.begin(starts, cu_num_logits, batch.slot_mapping)
+    decodes = all(rows == drafts + 1 for rows, drafts in zip(batch.queries, batch.num_drafts, strict=True))
+    most = max(batch.num_drafts)
+    return manager.begin(starts, cu_num_logits, batch.slot_mapping, windows_alone=decodes, most_drafts=most)

@@ -114,8 +114,8 @@ def test_flashinfers_own_objects(stood_in, monkeypatch, is_open):
     metadata = flashinfers(SimpleNamespace(**described), monkeypatch)
     impl = module.FlashInferImpl(**GIVEN, kv_cache_dtype="bfloat16")
     manager = SimpleNamespace(
-        max_query_len=5, is_open=is_open, is_dummy_or_capture=not is_open, graphs_of_prefills=False,
-        writes_first=False, page_slots=torch.zeros(8), staging_rows=None, attention=None,
+        max_query_len=5, serves_attention=is_open, is_dummy_or_capture=not is_open, attends=True,
+        page_slots=torch.zeros(8), staging_rows=None, attention=None,
         staging_of=lambda index: None, mark_staged=lambda index: calls.append(index),
     )  # fmt: skip
     scale = torch.ones(1)

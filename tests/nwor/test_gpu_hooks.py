@@ -7,17 +7,26 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from nwor import ways
+from nwor.layout import CacheLayout
+from nwor.manager import DraftCommitManager
 from nwor.vllm import attention_gpu
+from nwor.ways import Way
+from tests.nwor.paged import Paged
 
 WIDTH = 4
 
 
 class Layer:
-    """One attention layer behind its hooks, and what it called."""
+    """One attention layer behind its hooks, and what it called.
+
+    way: of the window that is open, a class of `nwor.ways`; None where none is. mode: as a manager's; "logs" is `stage`
+    where our attention does not serve.
+    """
 
     layer_name = "layers.0"
 
-    def __init__(self, monkeypatch, is_open: bool, capture: bool, direct: bool = False) -> None:
+    def __init__(self, monkeypatch, mode: str, way: type[Way] | None, dummy: bool) -> None:
         self.calls: list[str] = []
         ours = ModuleType("nwor.attention.verify")
         self.masks: list[tuple] = []
@@ -28,12 +37,15 @@ class Layer:
 
         ours.verify_attention = verify_attention
         monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
-        manager = SimpleNamespace(
-            max_query_len=WIDTH, is_open=is_open, is_dummy_or_capture=capture,
-            page_slots=None if direct else torch.full((64,), 7),
-            staging_rows=None, staging_of=lambda index: None, mark_staged=lambda index: None, attention=None,
-            writes_first=False, graphs_of_prefills=False,
+        manager = DraftCommitManager(
+            CacheLayout.from_kv_caches(Paged().targets()), "stage" if mode == "logs" else mode, 4, WIDTH - 1, 64,
+            attends=mode != "logs",
         )  # fmt: skip
+        manager.is_dummy_or_capture = dummy
+        if way is not None:
+            (manager.way,) = [one for one in manager.ways if type(one) is way]
+        if manager.page_slots is not None:
+            manager.page_slots.fill_(7)
         self.nwor = SimpleNamespace(manager=manager, index=0)
         self._q_scale = self._k_scale = self._v_scale = None
         self.impl = SimpleNamespace(
@@ -57,44 +69,51 @@ class Layer:
         return self.calls
 
 
-# A capture or a real step, a window open or not, its longest query, and what is called.
+STAGED, DIRECT, VLLMS = ["ours 7"], ["ours 3"], ["write 3", "vLLM"]
+# The mode, the way of the open window, whether it is a dummy run or a capture, its longest query, and what is called.
 CASES = {
-    "windows": (False, True, 4, ["ours 7"]),
-    "no window": (False, False, 4, ["write 7", "vLLM"]),
-    "no drafts": (False, False, 1, ["write 7", "vLLM"]),
-    "prefill beside windows": (False, True, 30, ["write 7", "vLLM", "ours 7"]),
-    "prefill alone": (False, False, 30, ["write 7", "vLLM"]),
-    "a captured decode": (True, False, 4, ["ours 7"]),
-    "a captured mixed batch": (True, False, 30, ["write 7", "vLLM", "ours 7"]),
+    "windows": ("stage", ways.Staged, False, WIDTH, STAGED),
+    "windows of one row": ("stage", ways.Staged, False, 1, STAGED),
+    "windows beside a prefill": ("stage", ways.Logged, False, 30, VLLMS),
+    "windows beside a short prefill, or a reader": ("stage", ways.Logged, False, WIDTH, VLLMS),
+    "no window": ("stage", None, False, WIDTH, VLLMS),
+    "a prefill alone": ("stage", None, False, 30, VLLMS),
+    "a captured decode": ("stage", None, True, WIDTH, STAGED),
+    "a captured decode of one row": ("stage", None, True, 1, STAGED),
+    "a captured batch of any queries": ("stage", None, True, WIDTH + 1, VLLMS),
+    "windows of the control": ("direct", ways.WrittenThrough, False, WIDTH, DIRECT),
+    "no window of the control": ("direct", None, False, WIDTH, VLLMS),
+    "a captured decode of the control": ("direct", None, True, WIDTH, DIRECT),
+    "a captured batch of any queries of the control": ("direct", None, True, 30, VLLMS),
+    "windows where every step is logged": ("logs", ways.Logged, False, WIDTH, VLLMS),
+    "a capture where every step is logged": ("logs", None, True, WIDTH, VLLMS),
+    "windows of cow": ("cow", ways.Logged, False, WIDTH, VLLMS),
+    "a capture of cow": ("cow", None, True, WIDTH, VLLMS),
 }
 
 
-@pytest.mark.parametrize(("mode", "slot"), [("stage", "7"), ("direct", "3")])
 @pytest.mark.parametrize("case", CASES)
-def test_what_serves_a_batch(case, mode, slot, monkeypatch):
-    """Every row is written once, by the slots of the window and under direct vLLM's, and attended to once it is."""
-    capture, is_open, max_query_len, called = CASES[case]
-    layer = Layer(monkeypatch, is_open, capture, direct=mode == "direct")
-    assert layer.run(monkeypatch, max_query_len) == [call.replace("7", slot) for call in called]
+def test_what_serves_a_batch(case, monkeypatch):
+    """Ours or vLLM's writes and attends, never both: by the slots of the window, or by vLLM's, which stay as they are.
+
+    Where vLLM's runs, a row that is to be restored has to be in its page: held rows were masked out of its write once.
+    """
+    mode, way, dummy, max_query_len, called = CASES[case]
+    layer = Layer(monkeypatch, mode, way, dummy)
+    assert layer.run(monkeypatch, max_query_len) == called
+    assert layer.nwor.manager._staged[0] is (called is not VLLMS), "or the commit must not be"
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-def test_rows_are_stored_before_a_query_that_reads_them(is_open, monkeypatch):
-    """Our kernel stores rows while it attends, so where one may read another's, vLLM's writer runs first."""
-    layer = Layer(monkeypatch, is_open, capture=False)
-    layer.nwor.manager.writes_first = True
-    assert layer.run(monkeypatch, 4) == ["write 7", "vLLM", "ours 7"][: 3 if is_open else 2]
-
-
-@pytest.mark.parametrize(("capture", "called"), [(True, ["write 7", "vLLM", "ours 7"]), (False, ["ours 7"])])
-def test_a_graph_that_any_batch_may_replay(capture, called, monkeypatch):
-    """It is captured with small queries, and has to serve long ones."""
-    layer = Layer(monkeypatch, not capture, capture)
-    layer.nwor.manager.graphs_of_prefills = True
-    assert layer.run(monkeypatch, 4) == called
+@pytest.mark.parametrize(("mode", "way"), [("stage", ways.Staged), ("direct", ways.WrittenThrough)])
+def test_a_query_longer_than_a_window_stops_a_step_of_windows(mode, way, monkeypatch):
+    """Our kernel would leave its last rows out; nothing has been written by then."""
+    layer = Layer(monkeypatch, mode, way, dummy=False)
+    with pytest.raises(RuntimeError, match="query"):
+        layer.run(monkeypatch, WIDTH + 1)
+    assert not layer.calls
 
 
 def test_slopes_and_sinks_reach_the_kernel(monkeypatch):
-    layer = Layer(monkeypatch, is_open=True, capture=False)
-    layer.run(monkeypatch, 4)
+    layer = Layer(monkeypatch, "stage", ways.Staged, dummy=False)
+    layer.run(monkeypatch, WIDTH)
     assert layer.masks == [("the slopes", "the sinks")]

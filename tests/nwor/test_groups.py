@@ -21,7 +21,7 @@ from nwor.vllm.context import (
     target_groups,
     target_layers,
 )
-from nwor.vllm.initialize import blocks_stay
+from nwor.vllm.initialize import blocks_stay, what_serves
 from nwor.vllm.self_check import attend
 from tests.nwor.paged import Paged
 from tests.nwor.runners import SHARING, gpu_layer, groups_of, make_runner
@@ -58,7 +58,9 @@ def test_recurrent_layers_are_left_alone(mode, groups, why):
     layers = {"a": gpu_layer(), "b": gpu_layer()}
     context = layers | {"state": object.__new__(ShortConv), "other": object()}
     made = make_runner(kv_cache_config=groups, compilation_config__static_forward_context=context)
-    assert support.why_unsupported(made, layers, mode) == why
+    assert support.why_unsupported(made, layers) == why
+    serves = {"cow": False, "stage": True, "direct": True}[mode]
+    assert what_serves(made, layers, mode) == ((None, why) if why else (serves, ""))
     found = [layer for group in target_groups(made, layers).values() for layer in group]
     assert context["state"] not in found and context["other"] not in found
 
@@ -67,7 +69,7 @@ def test_recurrent_layers_alone_are_not_served():
     state = {"state": object.__new__(ShortConv)}
     groups = groups_of(["draft"], MambaSpec=["state"])
     made = make_runner(kv_cache_config=groups, compilation_config__static_forward_context=state)
-    assert support.why_unsupported(made, {}, "cow") == "no attention layers"
+    assert support.why_unsupported(made, {}) == "no attention layers"
 
 
 def test_each_cache_group_has_its_own_layers():
@@ -103,7 +105,7 @@ class TwoGroups:
     logits = torch.tensor([0, 3, 5, 6], dtype=torch.int32)
     slots = torch.tensor([[8, 9, 10, 16, 17, 20], [0, 0, 0, 0, 0, 0], [28, 29, 30, 24, 25, 4]])
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, windows_alone: bool = True) -> None:
         self.paged = {0: Paged(), 2: Paged()}
         layouts = {index: CacheLayout.from_kv_caches(paged.targets()[:2]) for index, paged in self.paged.items()}
         self.layers = {index: [SimpleNamespace(), SimpleNamespace()] for index in layouts}
@@ -112,9 +114,10 @@ class TwoGroups:
         self.runner = SimpleNamespace()
         set_served_groups(self.runner, [ServedGroup(i, self.layers[i], manager) for i, manager in managers.items()])
         self.context = context_of(self.runner)
+        self.context.windows_alone = windows_alone
 
     def begin(self, slots) -> None:
-        self.context.begin(self.starts, self.logits, slots, (), False)
+        self.context.begin(self.starts, self.logits, slots, 2)
 
     def step(self, slots) -> None:
         """One step in which every layer of both groups goes through its manager."""
@@ -146,15 +149,16 @@ def test_each_window_opens_on_its_own_groups_slots(mode, by_index):
     assert all(layer.nwor is None for layers in made.layers.values() for layer in layers)
 
 
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_a_token_counts_once_and_its_bytes_in_every_group(mode):
-    made = TwoGroups(mode)
+@pytest.mark.parametrize(("mode", "staged"), [("cow", False), ("stage", False), ("stage", True)])
+def test_a_token_counts_once_and_its_bytes_in_every_group(mode, staged):
+    made = TwoGroups(mode, windows_alone=staged)
     made.step(made.slots)
     counters = made.context.manager.counters.read()
     assert (counters.windows, counters.staged_tokens, counters.rejected_tokens) == (2, 3, 1)
     assert counters.stage_operations == 4 * 3
+    assert (counters.staged_steps, counters.logged_steps) == (staged, not staged)
     row = 4 * made.context.manager.layout.slot_bytes
-    copied = 2 if mode == "stage" else 4  # kept drafts to their pages; all to the log, and the rejected one back
+    copied = 2 if staged else 4  # kept drafts to their pages; all to the log, and the rejected one back
     assert (counters.bytes_written, counters.bytes_avoided) == ((5 + copied) * row, -2 * copied * row)
 
 
@@ -180,7 +184,7 @@ def test_a_block_that_comes_back_to_its_request_is_logged_anew(stay):
         """One window over `slots`; returns whether the pages are as they were where all drafts are rejected."""
         count = torch.tensor([0, len(slots)], dtype=torch.int32)
         before = pool.clone()
-        manager.begin(count, count, torch.tensor(slots), ["a"])
+        manager.begin(count, count, torch.tensor(slots), ["a"], windows_alone=True)
         for cache in paged.targets():
             for slot in slots[1:]:
                 cache[slot // layout.block_size, :, slot % layout.block_size] += 1

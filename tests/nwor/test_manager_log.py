@@ -9,7 +9,7 @@ import pytest
 import torch
 from devices import each_device
 
-from nwor.layout import CacheLayout, rows_per_request
+from nwor.layout import CacheLayout, log_rows_per_request
 from nwor.manager import DraftCommitManager
 from tests.nwor.paged import Paged, write_rows
 
@@ -56,7 +56,8 @@ class Serving:
         alone = sum(queries) == sum(drafts) + len(queries)
         rows = self.paged.new_rows(len(slots), self.draw.randrange(10**6))
         if any(drafts):
-            self.manager.begin(starts, logits, mapping, list(self.running) if alone else ())
+            requests = list(self.running) if alone else ()
+            self.manager.begin(starts, logits, mapping, requests, windows_alone=alone)
             there, held = (set(slots.flatten().tolist()) for slots in (self.manager.logged, self.manager.slots))
             self.logged += len((there & held) - {-1})
         else:
@@ -111,8 +112,8 @@ def test_a_log_that_is_kept_too_long_is_dirty(device, monkeypatch):
     """The test above can fail: requests that go are forgotten in time because their names are asked."""
     begin = DraftCommitManager.begin
 
-    def same(self, starts, logits, mapping, requests):
-        return begin(self, starts, logits, mapping, ["always"])
+    def same(self, starts, logits, mapping, requests, **named):
+        return begin(self, starts, logits, mapping, ["always"], **named)
 
     monkeypatch.setattr(DraftCommitManager, "begin", same)
     monkeypatch.setattr(DraftCommitManager, "hold_nothing", lambda *args: None)
@@ -128,7 +129,7 @@ def test_a_cancelled_step_is_logged_anew(device):
     assert (manager.logged >= 0).any()
     slots = torch.tensor([blocks[at // 16] * 16 + at % 16 for at in range(computed, computed + 7)], device=device)
     starts = torch.tensor([0, 7], dtype=torch.int32, device=device)
-    assert manager.begin(starts, starts, slots, list(serving.running))
+    assert manager.begin(starts, starts, slots, list(serving.running), windows_alone=True)
     manager.cancel()
     assert torch.equal(serving.paged.pool, before)
     serving.free = serving.free[1:]
@@ -141,7 +142,7 @@ def test_rows_of_a_log(k, rows, device):
     """A power of two that divides a block of 16, or as many as there are drafts and no memory of the step before."""
     paged = Paged(block_size=16, device=device)
     manager = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 2, k, 64)
-    assert rows_per_request("cow", k, 16, blocks_stay=True) == rows
+    assert log_rows_per_request(k, 16) == (rows if rows <= 16 else 0)
     assert (manager.logged is None) == (rows == 17)
     assert manager.rows.shape[1] == -(-2 * rows // 16)
     freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, blocks_stay=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The masks that `stage` knows, held to vLLM's own classes: whatever else a layer brings refuses the mode."""
+"""The masks that `stage` knows, held to vLLM's own classes: of a layer with any other every step is logged."""
 
 import ast
 import inspect
@@ -76,9 +76,11 @@ def test_masks_that_stage_does_not_know(layer, why, monkeypatch):
     layer.attn_backend.is_mla = lambda: False
     found = masks.unknown_mask(layer, make_runner().vllm_config)
     assert found.startswith(why) and bool(found) == bool(why)
-    with_stage = support.why_unsupported(make_runner(), {"a": gpu_layer(), "b": layer}, "stage")
-    assert bool(with_stage) == bool(why)
-    assert support.why_unsupported(make_runner(), {"a": gpu_layer(), "b": layer}, "cow") == ""
+    layers = {"a": gpu_layer(), "b": layer}
+    assert support.why_not_attending(make_runner(), layers) == found
+    assert support.why_unsupported(make_runner(), layers) == "", (
+        "vLLM's own attention knows its masks: steps are logged"
+    )
 
 
 @pytest.mark.parametrize(

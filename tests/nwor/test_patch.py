@@ -177,7 +177,7 @@ def test_every_hook_fits_the_installed_vllm_and_the_known_releases():
     from nwor.vllm import attention_cpu, metrics, runner_v1, runner_v2, scheduler, worker
     from nwor.vllm.workarounds import cpu_sampling, eagle_bias
 
-    settings = Settings(mode="stage", audit=True)
+    settings = Settings(mode="stage", audit=True, debug_sync=True)
     for module in (worker, scheduler, runner_v1, runner_v2):
         module.install(settings)
     for module in (attention_cpu, cpu_sampling, metrics):

@@ -9,7 +9,8 @@ from nwor.vllm import patch
 pytestmark = pytest.mark.usefixtures("unpatched")
 
 FRONT_AND_CORE = ["EngineCore._initialize_kv_caches", "WorkerWrapperBase.init_device"]
-COUNTS = ["Scheduler.make_spec_decoding_stats", "Scheduler.update_from_output"]
+COUNTS = ["Scheduler.update_from_output"]
+BY_REQUEST, READERS = ["Scheduler.make_spec_decoding_stats"], ["Scheduler.schedule"]
 METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
 
 
@@ -22,8 +23,10 @@ METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
         ({"EAGLE_BIAS": "1"}, FRONT_AND_CORE),
         ({"FIX_CPU_SAMPLING": "1"}, FRONT_AND_CORE),
         ({"MODE": "cow"}, FRONT_AND_CORE + COUNTS + METRICS),
-        ({"MODE": "stage"}, FRONT_AND_CORE + COUNTS + METRICS),
-        ({"MODE": "stage", "EMIT_METRICS": "0"}, FRONT_AND_CORE + COUNTS),
+        ({"MODE": "cow", "DEBUG_SYNC": "1"}, FRONT_AND_CORE + COUNTS + METRICS + BY_REQUEST),
+        ({"MODE": "stage"}, FRONT_AND_CORE + COUNTS + METRICS + READERS),
+        ({"MODE": "direct"}, FRONT_AND_CORE + COUNTS + METRICS + READERS),
+        ({"MODE": "stage", "EMIT_METRICS": "0"}, FRONT_AND_CORE + COUNTS + READERS),
     ],
     ids=str,
 )
@@ -74,11 +77,12 @@ def make_engine(environment, monkeypatch, tmp_path):
 def test_each_engine_of_a_process_has_its_own_settings(make_engine):
     """vLLM calls a plugin once a process: what the first engine had must not be another's, unsaid."""
     assert make_engine(MODE="off") == []
-    every = sorted(FRONT_AND_CORE + COUNTS + METRICS)
-    assert make_engine(MODE="stage") == every
+    of_cow = sorted(FRONT_AND_CORE + COUNTS + METRICS)
+    of_stage = sorted(of_cow + READERS)
+    assert make_engine(MODE="stage") == of_stage
     methods = vllm_methods()
-    assert make_engine(MODE="stage") == every and vllm_methods() == methods, "once for the same"
-    assert make_engine(MODE="cow") == every and vllm_methods() != methods
+    assert make_engine(MODE="stage") == of_stage and vllm_methods() == methods, "once for the same"
+    assert make_engine(MODE="cow") == of_cow and vllm_methods() != methods
     assert make_engine(EMIT_METRICS="0") == sorted(FRONT_AND_CORE + COUNTS)
     assert make_engine(MODE="off") == []
 
@@ -104,7 +108,7 @@ def test_a_worker_of_this_process_keeps_its_settings(make_engine):
 def test_a_mistake_can_be_mended_in_the_process(make_engine):
     with pytest.raises(ValueError, match="'stgae' is not a mode"):
         make_engine(MODE="stgae")
-    assert make_engine(MODE="stage") == sorted(FRONT_AND_CORE + COUNTS + METRICS)
+    assert make_engine(MODE="stage") == sorted(FRONT_AND_CORE + COUNTS + METRICS + READERS)
 
 
 def test_a_registration_that_fails_half_way_leaves_no_hook(make_engine, monkeypatch):
@@ -188,5 +192,5 @@ def vllm_methods() -> dict[str, object]:
         owner.__qualname__: owner
         for owner in (EngineCore, PrometheusStatLogger, Scheduler, StatLoggerManager, WorkerWrapperBase)
     }
-    names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS]
+    names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS + BY_REQUEST + READERS]
     return {f"{owner}.{name}": vars(owners[owner])[name] for owner, name in names}

@@ -14,14 +14,16 @@ from nwor.counters import Counters
 from nwor.vllm import worker
 from nwor.vllm.context import RunnerContext, ServedGroup, make_releasing, set_served_groups
 from nwor.vllm.initialize import _log, held_bytes
+from tests.nwor import faults
 from tests.nwor.stepping import DRAFTS, Stepping
+from tests.nwor.steps import ways
 
 
-@pytest.mark.parametrize("mode", ["cow", "stage"])
+@ways
 @pytest.mark.parametrize("where", ["forward", "sampler"])
-def test_a_step_that_fails_is_cancelled(where, mode):
+def test_a_step_that_fails_is_cancelled(where, way):
     """The error goes on to vLLM; no window stays open, the drafts' slots are as they were."""
-    made = Stepping(mode)
+    made = Stepping(way)
     with pytest.raises(MemoryError, match=where.replace("forward", "third layer")):
         made.run(None, **({"fail": True} if where == "forward" else {}))
     assert not made.manager.is_open
@@ -30,15 +32,16 @@ def test_a_step_that_fails_is_cancelled(where, mode):
     made.step.assert_pool()
 
 
+@pytest.mark.parametrize("way", ["cow", "logged"])
 @pytest.mark.parametrize("failing", ["log_all_layers", "restore_all_layers"])
-def test_what_fails_in_a_window_of_cow_leaves_none_open(failing, monkeypatch):
+def test_what_fails_in_a_logged_window_leaves_none_open(failing, way, monkeypatch):
     """Neither a log that was never taken nor one that cannot be restored hides the error, or stops the next step."""
 
-    def fail(*_: object) -> None:
+    def fail(run: object, arguments: object) -> None:
         raise RuntimeError(f"{failing} failed")
 
-    made = Stepping("cow")
-    monkeypatch.setattr(f"nwor.ops.{failing}", fail)
+    made = Stepping(way)
+    faults._instead_of(failing, fail, monkeypatch)
     said = failing if failing == "log_all_layers" else "third layer"
     with pytest.raises((MemoryError, RuntimeError), match=said) as error:
         made.run(None, fail=True)
@@ -54,7 +57,7 @@ def test_what_fails_in_a_window_of_cow_leaves_none_open(failing, monkeypatch):
 
 
 def test_all_groups_are_cancelled_though_one_fails():
-    open_groups = [Stepping("cow"), Stepping("cow"), Stepping("stage")]
+    open_groups = [Stepping("cow"), Stepping("logged"), Stepping("staged")]
 
     def fail() -> None:
         raise RuntimeError("the second")
@@ -68,14 +71,16 @@ def test_all_groups_are_cancelled_though_one_fails():
     assert [made.manager.is_open for made in open_groups] == [False, True, False]
 
 
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_caches_that_vllm_gives_back_are_given_back(mode):
+@ways
+def test_caches_that_vllm_gives_back_are_given_back(way):
     """Before vLLM drops its views of the caches: a view of ours would keep all of their memory."""
-    made, layers = Stepping(mode), [SimpleNamespace(), SimpleNamespace()]
+    made, layers = Stepping(way), [SimpleNamespace(), SimpleNamespace()]
+    made.run([[7, -1, -1, -1]] * 3)
     manager = weakref.ref(made.manager)
     set_served_groups(made, [ServedGroup(0, layers, made.manager)])
     assert all(layer.nwor.manager is made.manager for layer in layers)
-    made.nwor.counts, seen = made.manager.counters.copy(None), []
+    assert made.nwor.counts is not None and made.nwor.metadata is not None
+    seen = []
     del made.manager, made.step
     make_releasing(lambda self: seen.append((self.nwor.groups, [layer.nwor for layer in layers])))(made)
     gc.collect()
@@ -85,11 +90,11 @@ def test_caches_that_vllm_gives_back_are_given_back(mode):
 
 def test_what_is_held_beside_the_cache_is_counted_once():
     """Rows, slots, counts and the workspace that groups share; no view twice, and not the cache."""
-    made = Stepping("stage")
+    made = Stepping("staged")
     manager = made.manager
     manager.attention = SimpleNamespace(partials=torch.empty(1000, dtype=torch.float32), some=manager.rows[:1])
     held = manager.rows, manager.slots, manager.staging_rows, manager.page_slots, manager.attention.partials
-    counts = 5 * 8 + 2 * 4 * len(manager.slots)
+    counts = 2 * 6 * 8 + 2 * 4 * len(manager.slots)
     group = ServedGroup(0, (), manager)
     assert held_bytes([group, group]) == sum(tensor.nbytes for tensor in held) + counts
 
@@ -100,9 +105,25 @@ def test_each_engine_of_a_process_says_what_serves(caplog, monkeypatch):
     caplog.set_level("INFO", "vllm.nwor")
     for first in (True, True, False):
         monkeypatch.setattr(parallel_state, "is_local_first_rank", lambda first=first: first)
-        _log("stage", Stepping("stage").nwor)
+        _log("stage", Stepping("staged").nwor)
     line = "NWOR mode stage serves 3 layers, for 4 requests of 3 drafts, and holds 0.0 MiB beside the cache"
     assert caplog.messages == 2 * [line]
+
+
+def test_what_does_not_serve_is_said_with_its_reason(caplog, monkeypatch):
+    """By one rank that logs every step for want of our attention, and as a warning by each that serves nothing."""
+    parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
+    caplog.set_level("INFO", "vllm.nwor")
+    logging, nothing = Stepping("logged").nwor, RunnerContext(reason="a reason of the second")
+    logging.reason = "a reason of the first"
+    for first in (True, False):
+        monkeypatch.setattr(parallel_state, "is_local_first_rank", lambda first=first: first)
+        _log("stage", logging)
+        _log("stage", nothing)
+    said = [(line.levelname, line.getMessage()) for line in caplog.records]
+    assert [level for level, _ in said] == ["INFO", "WARNING", "WARNING"]
+    assert "logged" in said[0][1] and "a reason of the first" in said[0][1]
+    assert all("a reason of the second" in line for _, line in said[1:])
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

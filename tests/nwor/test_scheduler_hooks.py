@@ -12,8 +12,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to h
 
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from nwor.counters import Counters
+from nwor.counters import HOLDING, Counters, Totals
 from nwor.settings import Settings
 from nwor.vllm import metrics, patch, worker
 from nwor.vllm import scheduler as vllm_scheduler
@@ -22,17 +23,21 @@ from nwor.vllm.carrier import add_to_statistics, take_from_statistics
 # -- every rank serves the mode ----------------------------------------------------------------------------------------
 
 
-def rank(number: int, mode: str = "stage", serving: str = "stage", reason: str = "") -> dict:
-    return asdict(worker.Status(number, mode, serving, reason))
+BOTH, LOGGED = ["staged", "logged"], ["logged"]
+
+
+def rank(number: int, mode: str = "stage", serving: str = "stage", ways=(), reason: str = "") -> dict:
+    return asdict(worker.Status(number, mode, serving, list(ways), reason))
 
 
 @pytest.mark.parametrize(
     "ranks",
     [
-        [rank(0), rank(1)],
+        [rank(0, ways=BOTH), rank(1, ways=BOTH)],
+        [rank(0, ways=LOGGED, reason="MLA"), rank(1, ways=LOGGED, reason="MLA")],
         [rank(0, serving="off", reason="a KV connector"), rank(1, serving="off", reason="a KV connector")],
     ],
-    ids=["active", "fallback with a reason"],
+    ids=["active", "every step is logged", "fallback with a reason"],
 )
 def test_require_mode(ranks):
     vllm_scheduler.require_mode("stage", ranks)
@@ -44,11 +49,20 @@ def test_require_mode(ranks):
         ([rank(0), rank(1, mode="off", serving="off")], "but not on all ranks: rank 0 stage; rank 1 off$"),
         ([rank(0, mode="cow", serving="cow")], "MODE=stage was asked for, but not on all ranks: rank 0 cow$"),
         ([rank(0), rank(1, serving="off", reason="a hybrid")], "disagree .*: rank 0 stage; rank 1 off: a hybrid$"),
+        ([rank(0, ways=BOTH), rank(1, ways=LOGGED, reason="MLA")], "disagree .*: rank 0 stage; rank 1 stage: MLA$"),
         ([rank(0, serving="off"), rank(1, serving="off")], r"not active on ranks \[0, 1\]; see whether .* doctor"),
         ([rank(0, serving="off", reason="x"), rank(1, serving="off")], r"not active on ranks \[1\]"),
         ([], "was asked for, but not on all ranks"),
     ],
-    ids=["a rank lacks the plugin", "another mode", "ranks disagree", "not active", "one unexplained", "no rank"],
+    ids=[
+        "a rank lacks the plugin",
+        "another mode",
+        "ranks disagree",
+        "on the ways",
+        "not active",
+        "one unexplained",
+        "no rank",
+    ],
 )
 def test_a_mode_that_is_not_active_stops_the_run(ranks, message):
     """A clean baseline must not carry the treatment's name."""
@@ -80,6 +94,7 @@ def test_counts_are_asked_for_where_somebody_takes_them(settings, log_stats, sen
     core = SimpleNamespace(model_executor=Executor(), log_stats=log_stats)
     assert vllm_scheduler.make_initialize(settings)(lambda self, config: "caches")(core, None) == "caches"
     assert [one.model_runner.nwor.copies_counts for one in workers] == [sent, False]
+    assert [one.model_runner.nwor.counts_by_request for one in workers] == 2 * [settings.debug_sync]
 
 
 # -- counters on their way to the front end ----------------------------------------------------------------------------
@@ -89,8 +104,7 @@ def test_carried_counters_arrive_and_leave_no_trace():
     """Out of the worker, along with vLLM's own statistics, and off them again before vLLM counts them."""
     counters = asdict(Counters(windows=3, staged_tokens=12, bytes_written=2**40))
     stats = SimpleNamespace(num_kv_fetch_reqs_by_stage={"prefill": 2})
-    silent, speaking = SimpleNamespace(scheduler_stats=None), SimpleNamespace(scheduler_stats=stats)
-    add_to_statistics({0: silent, 1: speaking}, counters)
+    add_to_statistics(stats, counters)
     assert stats.num_kv_fetch_reqs_by_stage.keys() > {"prefill"}
     assert take_from_statistics(stats) == counters
     assert stats.num_kv_fetch_reqs_by_stage == {"prefill": 2}
@@ -114,7 +128,7 @@ def test_no_logger_of_the_front_end_sees_a_carried_counter(monkeypatch):
         metrics.install()
         for number in (1, 2):  # two data-parallel engines
             stats = SchedulerStats(num_kv_fetch_reqs_by_stage={"waiting": 3})
-            add_to_statistics({0: SimpleNamespace(scheduler_stats=stats)}, {"windows": number})
+            add_to_statistics(stats, {"windows": number})
             manager.record(stats, None, engine_idx=number)
     finally:
         patch.undo_all()
@@ -122,77 +136,195 @@ def test_no_logger_of_the_front_end_sees_a_carried_counter(monkeypatch):
     assert observed == [(prometheus, {"windows": number}, number) for number in (1, 2)]
 
 
-def test_nothing_is_carried_where_nobody_takes_it_off():
-    """With metrics off, the scheduler's check still runs; its counts stayed in vLLM's own dict."""
-    stats = SchedulerStats()
-    hook = vllm_scheduler._make_update(lambda *_: {0: SimpleNamespace(scheduler_stats=stats)}, strict=True, emit=False)
-    scheduler = SimpleNamespace()
-    hook(scheduler, None, SimpleNamespace(nwor_commit=(asdict(Counters(windows=1)), {})))
-    assert stats.num_kv_fetch_reqs_by_stage == {}
-    assert scheduler.nwor_checked == (1, 0)
+class Core:
+    """A stand-in of vLLM's scheduler behind our hooks, and the worker's totals up to now.
 
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(("committed", "mismatches"), [({"p": 0, "q": 2}, 0), ({"p": 0, "q": 1}, 1), ({"p": 0}, 0)])
-def test_commits_are_held_against_the_scheduler(committed, mismatches, strict):
-    """In every step, each request's commits are what the scheduler accepts; a difference is counted, or stops.
-
-    A request that fell back has none: vLLM's own write stored its drafts.
+    Each step brings a commit: what the worker counted in it, and what vLLM did. now: the time in seconds.
     """
-    scheduler, counters, accepted = SimpleNamespace(), Counters(windows=1), {"q": 2}
-    if strict and mismatches:
-        with pytest.raises(AssertionError, match="committed and accepted drafts differ, by request: {'q'"):
-            commit_step(scheduler, counters, committed, accepted, strict=True)
+
+    now = 1.0
+
+    def __init__(self, by_request: bool = False, emit: bool = True) -> None:
+        self.by_request, self.emit = by_request, emit
+        self.commits, self.of_ways, self.steps = 0, [6 * [0], 6 * [0]], [0, 0]
+        self.unfinished = True
+        self.scheduler = SimpleNamespace(has_unfinished_requests=lambda: self.unfinished)
+
+    def counted(self, windows: int = 0, kept: int = 0, drafts: int = 0, way: str = "staged") -> None:
+        """A commit of the worker's, which nobody has been told of."""
+        way = HOLDING.index(way)
+        self.commits += 1
+        self.steps[way] += 1
+        risen = kept, drafts - kept, windows, drafts, 0, 0
+        self.of_ways[way] = [before + by for before, by in zip(self.of_ways[way], risen, strict=True)]
+
+    def step(
+        self,
+        vllms: tuple[int, int] | None = None,
+        by_request: dict[str, int] | None = None,
+        accepted: dict[str, int] | None = None,
+        statistics: bool = True,
+        seconds: float = 1.0,
+        **risen,
+    ) -> dict[str, int]:
+        """What the step's statistics carry.
+
+        vllms: vLLM's windows and accepted drafts, None where it had none. by_request, accepted: committed by the
+        worker, and accepted by vLLM. statistics: vLLM makes some in this step. seconds: since the step before.
+        risen: as `counted`; nothing for a step without a window.
+        """
+        Core.now += seconds
+        spec = None if vllms is None else SpecDecodingStats(8, num_drafts=vllms[0], num_accepted_tokens=vllms[1])
+        stats = SchedulerStats(spec_decoding_stats=spec)
+        note = vllm_scheduler._make_spec_decoding_stats(lambda self, spec_decoding_stats, **counts: None)
+
+        def update(core, scheduler_output, model_runner_output):
+            for request, number in (accepted or {}).items():
+                note(core, None, request_id=request, num_accepted_tokens=number)
+            silent = SimpleNamespace(scheduler_stats=None)
+            return {0: silent, 1: SimpleNamespace(scheduler_stats=stats if statistics else None)}
+
+        output = SimpleNamespace()
+        if risen:
+            self.counted(**risen)
+            totals = Totals(self.commits, [*self.of_ways], [*self.steps], 0, 2, 10, reads_back=False)
+            output.nwor_commit = totals, by_request or {}
+        vllm_scheduler._make_update(update, self.by_request, self.emit)(self.scheduler, None, output)
+        assert not vars(output), "nothing of ours is left for vLLM"
+        carried = take_from_statistics(stats)
+        assert not stats.num_kv_fetch_reqs_by_stage
+        return carried
+
+    @property
+    def checked(self) -> tuple[int, int]:
+        """Steps that were compared, and that differed."""
+        commits = vllm_scheduler._commits(self.scheduler)
+        return commits.checks, commits.mismatches
+
+
+@pytest.fixture(autouse=True)
+def warnings(monkeypatch) -> Mock:
+    """vLLM's logger; and the time is that of `Core`."""
+    log = Mock()
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: log)
+    monkeypatch.setattr(vllm_scheduler, "time", SimpleNamespace(monotonic=lambda: Core.now))
+    return log.warning
+
+
+@pytest.mark.parametrize("emit", [True, False])
+def test_nothing_is_carried_where_nobody_takes_it_off(emit):
+    """With metrics off, the scheduler's check still runs; its counts stayed in vLLM's own dict."""
+    core = Core(emit=emit)
+    carried = core.step(vllms=(3, 5), windows=3, kept=5)
+    assert bool(carried) is emit and core.checked == (1, 0)
+
+
+# What the worker counted in a step, vLLM's windows and accepted drafts, and what it is of them.
+STEPS = {
+    "equal": ((3, 5), (3, 5), "right"),
+    "a draft too few": ((3, 4), (3, 5), "wrong"),
+    "a draft too many": ((3, 6), (3, 5), "wrong"),
+    "none was accepted": ((3, 0), (3, 0), "right"),
+    "a request has ended meanwhile": ((3, 5), (2, 3), "not compared"),
+    "a request's drafts fell back": ((2, 3), (3, 5), "not compared"),
+    "vLLM keeps no statistics of drafts": ((3, 5), None, "not compared"),
+}
+
+
+@pytest.mark.parametrize("way", HOLDING)
+@pytest.mark.parametrize("case", STEPS)
+def test_commits_are_held_against_the_scheduler(case, way, warnings):
+    """In all, of each step alone: a difference that another made good would stay unseen in totals since start-up.
+
+    Whichever way the step went, and the one before it.
+    """
+    (windows, committed), vllms, expected = STEPS[case]
+    core = Core()
+    core.step(vllms=(4, 7), windows=4, kept=7)
+    assert core.checked == (1, 0)
+    carried = core.step(vllms=vllms, windows=windows, kept=committed, way=way)
+    checks, wrong = expected != "not compared", expected == "wrong"
+    assert core.checked == (1 + checks, wrong) and warnings.call_count == wrong
+    assert (carried["scheduler_checks"], carried["scheduler_mismatches"]) == (checks, wrong), "what they rose by"
+    core.step(vllms=(2, 2), windows=2, kept=2)
+    assert core.checked == (2 + checks, wrong), "the next step is compared by itself"
+
+
+def test_a_step_behind_one_that_was_not_told_of_is_not_compared(warnings):
+    """Its counts are those of two steps; the one after it is a step's again."""
+    core = Core()
+    core.step(vllms=(2, 1), windows=2, kept=1)
+    core.counted(kept=3)  # overtaken, or failed behind the commit
+    core.step(vllms=(2, 1), windows=2, kept=1)
+    assert core.checked == (1, 0) and not warnings.called
+    core.step(vllms=(2, 1), windows=2, kept=1)
+    core.step()
+    core.step(vllms=(2, 1), windows=2, kept=1)
+    assert core.checked == (3, 0), "steps without a window lie between, and count nothing"
+    core.step(vllms=(2, 1), windows=2, kept=1, statistics=False)
+    core.step(vllms=(2, 1), windows=2, kept=1)
+    assert core.checked == (4, 0), "nor does one of which vLLM makes no statistics hinder the next"
+
+
+@pytest.mark.parametrize(
+    ("committed", "right"),
+    [({"p": 0, "q": 2}, True), ({"p": 0, "q": 1}, False), ({"p": 0, "q": 3}, False), ({"p": 0}, True)],
+)
+def test_to_debug_requests_are_compared_one_by_one(committed, right):
+    """And a difference stops the engine. Of a request that fell back, vLLM's own write stored the drafts.
+
+    Totals agree in all of these, as where one request has what another lacks.
+    """
+    core = Core(by_request=True)
+    step = {"vllms": (2, 2), "windows": 2, "kept": 2, "by_request": committed, "accepted": {"q": 2}}
+    if not right:
+        with pytest.raises(AssertionError, match="q"):
+            core.step(**step)
         return
-    carried = commit_step(scheduler, counters, committed, accepted, strict=strict)
-    assert carried == asdict(counters) | {"scheduler_checks": 1, "scheduler_mismatches": mismatches}
-    assert hasattr(scheduler, "nwor_warned") == bool(mismatches)
-    assert commit_step(scheduler, None, {}, accepted, strict=strict) == {}, (
-        "a step without a window has nothing to hold"
-    )
-
-
-def commit_step(
-    scheduler, counters: Counters | None, committed: dict, accepted: dict, statistics: bool = True, strict: bool = False
-) -> dict:
-    """What a step's statistics carry, of a worker that has counted `counters` since start-up; None: no window."""
-    stats = SimpleNamespace(num_kv_fetch_reqs_by_stage={})
-    note = vllm_scheduler._make_spec_decoding_stats(lambda self, spec_decoding_stats, **counts: None)
-
-    def update(self, scheduler_output, model_runner_output):
-        for request, number in accepted.items():
-            note(self, None, request_id=request, num_accepted_tokens=number)
-        return {0: SimpleNamespace(scheduler_stats=stats if statistics else None)}
-
-    output = SimpleNamespace(**({"nwor_commit": (asdict(counters), committed)} if counters else {}))
-    vllm_scheduler._make_update(update, strict, emit=True)(scheduler, None, output)
-    assert not vars(output)
-    return take_from_statistics(stats)
+    assert core.step(**step)["scheduler_checks"] == 1
+    assert core.step(accepted={"q": 9}) == {}, "a step without a window has nothing to hold"
+    core.step(**step)
+    core.step(**step | {"by_request": {"p": 1, "q": 1}, "accepted": {"p": 1}})  # q has ended meanwhile
+    assert core.checked == (3, 0), "what it accepted in the step before is nothing to hold this one against"
 
 
 def test_a_step_carries_what_counters_rose_by():
     """Of several front ends each is sent some steps alone: totals would be counted again by each."""
-    scheduler = SimpleNamespace()
-    first = commit_step(scheduler, Counters(windows=2, staged_tokens=8, bytes_avoided=-64), {}, {})
-    assert (first["windows"], first["staged_tokens"], first["bytes_avoided"]) == (2, 8, -64)
-    assert commit_step(scheduler, Counters(windows=3, staged_tokens=12), {}, {}, statistics=False) == {}
-    later = commit_step(scheduler, Counters(windows=5, staged_tokens=20, bytes_avoided=-32), {}, {})
-    assert (later["windows"], later["staged_tokens"], later["bytes_avoided"]) == (3, 12, 32), "and what nobody was sent"
-    assert later["scheduler_checks"] == 2
+    core = Core()
+    first = core.step(windows=2, drafts=8, kept=5, way="logged")
+    assert (first["windows"], first["staged_tokens"], first["committed_tokens"], first["logged_steps"]) == (2, 8, 5, 1)
+    assert first["bytes_avoided"] == -2 * (8 + 3) * 10 and first["unique_tokens"] == 8
+    assert core.step(windows=1, drafts=4, statistics=False) == {}
+    later = core.step(vllms=(2, 0), windows=2, drafts=6)
+    assert (later["windows"], later["staged_tokens"], later["staged_steps"]) == (3, 10, 2), "and what nobody was sent"
+    assert later["logged_steps"] == 0 and later["bytes_avoided"] == 10 * 13, "of this part alone"
+    assert later["unique_tokens"] == 6 and later["scheduler_checks"] == 1
+    assert core.step(vllms=(2, 0), windows=2)["scheduler_checks"] == 1
 
 
-def test_a_difference_warns_at_most_once_a_minute(monkeypatch):
-    """A log says that something is wrong, as `/metrics` does, and is not flooded."""
-    warnings, now, scheduler = Mock(), [1.0], SimpleNamespace()
-    monkeypatch.setattr("vllm.logger.init_logger", lambda name: warnings)
-    monkeypatch.setattr(vllm_scheduler.time, "monotonic", lambda: now[0])
-    commit_step(scheduler, Counters(windows=1), {"q": 2}, {"q": 2})
-    assert warnings.warning.call_count == 0
-    for now[0], said in ((2.0, 1), (3.0, 1), (61.9, 1), (62.0, 2)):
-        commit_step(scheduler, Counters(windows=1), {"q": 1}, {"q": 2})
-        assert warnings.warning.call_count == said, now[0]
-    text, *values = warnings.warning.call_args.args
-    assert (text % tuple(values)).startswith("NWOR: 1 drafts of request q were committed, but vLLM accepted 2; 4 such")
+def test_counters_are_carried_now_and_then_and_behind_the_last_request():
+    """Not in every step, which would take as long as a step's hooks; and none is left behind where steps end."""
+    core = Core()
+    assert core.step(windows=1)["windows"] == 1
+    assert [core.step(windows=1, seconds=0.1) for _ in range(3)] == 3 * [{}]
+    assert core.step(windows=1, seconds=0.3)["windows"] == 4
+    core.step(windows=1, seconds=0.1)
+    core.unfinished = False
+    assert core.step(seconds=0.1)["windows"] == 1, "a step without a window, behind which none may come"
+    assert core.step(seconds=0.1) == {}, "nothing rose"
+
+
+def test_a_difference_warns_at_most_once_a_minute(warnings):
+    """A log says that something is wrong, as `/metrics` does, and is not flooded; what it counts are steps."""
+    core = Core()
+    core.step(vllms=(1, 2), windows=1, kept=2)
+    assert warnings.call_count == 0
+    for seconds, said in ((1.0, 1), (1.0, 1), (58.9, 1), (0.2, 2)):
+        core.step(vllms=(3, 9), windows=3, kept=5, seconds=seconds)
+        assert warnings.call_count == said, seconds
+    assert core.checked == (5, 4)
+    text, *values = warnings.call_args.args
+    assert values == [5, 9, 4] and text % tuple(values)
 
 
 # -- what a front end shows --------------------------------------------------------------------------------------------
@@ -224,12 +356,11 @@ def front_end(monkeypatch, engines=(0,)) -> SimpleNamespace:
 
 def test_two_front_ends_together_show_what_was_counted(monkeypatch):
     """Each adds what it was sent, so that Prometheus may sum them; what may fall is a gauge."""
-    scheduler, ends = SimpleNamespace(), [front_end(monkeypatch), front_end(monkeypatch)]
+    core, ends = Core(), [front_end(monkeypatch), front_end(monkeypatch)]
     for step in range(1, 7):
-        counters = Counters(windows=step, staged_tokens=4 * step, committed_tokens=3 * step, bytes_avoided=-10 * step)
-        sent = commit_step(scheduler, counters, {}, {})
+        sent = core.step(windows=1, drafts=4, kept=3, way="logged")
         metrics._observe(ends[step % 3 == 0].logger, sent, 0)
-    for name, total in (("windows_total", 6), ("staged_tokens_total", 24), ("bytes_avoided", -60)):
+    for name, total in (("windows_total", 6), ("staged_tokens_total", 24), ("bytes_avoided", -600)):
         assert sum(end.value(name) for end in ends) == total, name
         assert all(end.value(name) for end in ends), "both were sent some"
     assert [end.value("unique_tokens") for end in ends] == [4, 4]

@@ -1,31 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """The window that a mode runs at start-up, without an engine; with one: tests/nwor/test_vllm_modes.py."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
+
 from nwor import ops
 from nwor.attention.configs import H200
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
-from nwor.vllm import self_check
-from tests.nwor.paged import Paged
+from nwor.settings import Settings
+from nwor.vllm import attention_cpu, initialize, self_check, worker
+from nwor.vllm.context import LayerContext, context_of
+from tests.nwor import faults
+from tests.nwor.paged import Paged, write_rows
+from tests.nwor.runners import gpu_layer, make_runner
+
+CPUS = type("CPUAttentionBackend", (), {})
 
 
-@pytest.fixture(params=["LBHN", "LBNH", "BLHN", "BLNH", "packed"])
+class Impl:
+    """An attention of vLLM's on a CPU, behind our hooks: it writes where it is told, and is not to attend itself."""
+
+    num_heads, head_size, scale, kv_cache_dtype = 4, 8, 0.5, "auto"
+    logits_soft_cap, sliding_window, alibi_slopes, sinks = 0.0, -1, None, None
+
+    def __init__(self, packing: torch.Tensor | None) -> None:
+        def write(self, layer, key, value, cache, slots):
+            write_rows(cache, slots, torch.cat([key, value], dim=-1), packing)
+
+        def attend(*arguments):
+            pytest.fail("vLLM's attention has run")
+
+        self.do_kv_cache_update = partial(attention_cpu._make_update(write), self)
+        self.forward = partial(attention_cpu._make_forward(attend), self)
+
+
+ORDERS = ("LBHN", "LBNH", "BLHN", "BLNH")
+
+
+@pytest.fixture(params=[*ORDERS, "packed"])
 def paged(request) -> Paged:
-    return Paged(packed=True) if request.param == "packed" else Paged(order=request.param)
+    return packed() if request.param == "packed" else Paged(order=request.param)
 
 
-def check(paged: Paged, max_drafts: int = 3, max_requests: int = 4) -> str:
+def packed() -> Paged:
+    """As vLLM's caches on a CPU are: our attention there reads no others."""
+    return Paged(packed=True, width=2 * Impl.head_size)
+
+
+def layers_of(paged: Paged) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(
+            kv_cache=cache, impl=Impl(paged.packing), layer_name=f"layers.{number}", dtype=torch.bfloat16,
+            query_quant=None, _k_scale_float=1.0, _v_scale_float=1.0, nwor=None,
+        )
+        for number, cache in enumerate(paged.targets())
+    ]  # fmt: skip
+
+
+def check(paged: Paged, max_drafts: int = 3, max_requests: int = 4, mode: str = "cow", attends: bool = True) -> str:
     layout = CacheLayout.from_kv_caches(paged.targets(), paged.packing)
-    manager = DraftCommitManager(layout, "cow", max_requests, max_drafts, 64)
-    before = paged.pool.clone()
-    found = self_check.failure(manager, [SimpleNamespace(kv_cache=cache) for cache in paged.targets()])
+    manager = DraftCommitManager(layout, mode, max_requests, max_drafts, 64, attends=attends)
+    before, layers = paged.pool.clone(), layers_of(paged)
+    found = self_check.failure(manager, layers)
     assert torch.equal(paged.pool, before), "no page of the model's is touched"
     assert not manager.is_open and manager.counters.read().windows == 0
+    assert all(layer.nwor is None for layer in layers)
     return found
 
 
@@ -33,37 +78,144 @@ def check(paged: Paged, max_drafts: int = 3, max_requests: int = 4) -> str:
 @pytest.mark.parametrize("max_requests", [1, 4])
 def test_what_works_is_served(paged, max_drafts, max_requests):
     assert check(paged, max_drafts, max_requests) == ""
+    assert check(paged, max_drafts, max_requests, "stage", attends=False) == ""
 
 
-@pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
-def test_what_does_not_is_said(paged, operator, monkeypatch):
-    monkeypatch.setattr(ops, operator, lambda *arguments: None)
-    assert check(paged).startswith("the check at start-up failed, the pages that cow left are not those with the rows")
+@pytest.mark.parametrize("max_drafts", [1, 3, 8])
+@pytest.mark.parametrize("max_requests", [1, 4])
+@pytest.mark.parametrize("mode", ["stage", "direct"])
+def test_an_attention_that_works_is_served(mode, max_drafts, max_requests):
+    assert check(packed(), max_drafts, max_requests, mode) == ""
 
-    def fail(*arguments):
+
+LOGGING, STAGING = ("log_all_layers", "restore_all_layers"), ("commit_all_layers", "verify_attention")
+# By the mode that is checked, and whether our attention can serve: what it does with the pages in its ways.
+USED = {
+    ("cow", True): LOGGING,
+    ("stage", False): LOGGING,
+    ("stage", True): LOGGING + STAGING,
+    ("direct", True): ("verify_attention",),
+}
+USES = pytest.mark.parametrize(("mode", "attends"), USED, ids=["cow", "stage that logs", "stage", "direct"])
+OPERATORS = pytest.mark.parametrize("operator", LOGGING + STAGING)
+
+
+def replace(operator: str, do, monkeypatch) -> None:
+    """``do(operator, arguments by name)`` stands for the operator."""
+    if operator == "verify_attention":
+        attend = ops.verify_attention
+        monkeypatch.setattr(ops, operator, lambda *arguments, **more: do(attend, {}))
+    else:
+        faults._instead_of(operator, do, monkeypatch)
+
+
+@USES
+@OPERATORS
+def test_what_does_not_is_said(mode, attends, operator, monkeypatch):
+    """Whichever way of a mode is at fault: a step of another kind than the check's would leave wrong rows."""
+    used, paged = operator in USED[mode, attends], packed()
+    replace(operator, lambda run, arguments: None, monkeypatch)
+    found = check(paged, mode=mode, attends=attends)
+    assert bool(found) is used
+    if used and mode == "stage":
+        assert ("logged" if operator in LOGGING else "staged") in found, "and which"
+
+    def fail(run, arguments):
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(ops, operator, fail)
-    assert check(paged) == "the check at start-up failed: RuntimeError: no kernel image is available"
+    monkeypatch.undo()
+    replace(operator, fail, monkeypatch)
+    assert ("RuntimeError: no kernel image is available" in check(paged, mode=mode, attends=attends)) is used
 
 
-@pytest.mark.parametrize("operator", ["log_all_layers", "restore_all_layers"])
-def test_one_layer_left_out_is_said(paged, operator, monkeypatch):
+@pytest.mark.parametrize("operator", LOGGING)
+def test_one_layer_left_out_of_the_log_is_said(paged, operator, monkeypatch):
     """One layer's cache only."""
-    move = getattr(ops, operator)
-    monkeypatch.setattr(ops, operator, lambda pool, offsets, *rest: move(pool, offsets[:1].expand(2), *rest))
-    assert check(paged)
+    leave_one_out(operator, monkeypatch)
+    assert check(paged) and check(paged, mode="stage", attends=False)
 
 
-def test_no_room_is_no_fault_of_the_operators(paged, monkeypatch):
+@pytest.mark.parametrize("operator", [*LOGGING, "commit_all_layers"])
+def test_one_layer_left_out_is_said(operator, monkeypatch):
+    leave_one_out(operator, monkeypatch)
+    assert check(packed(), mode="stage")
+
+
+def leave_one_out(operator: str, monkeypatch) -> None:
+    def leave(run, arguments):
+        offsets = arguments["layer_offsets"]
+        run(**arguments | {"layer_offsets": offsets[:1].expand_as(offsets)})
+
+    replace(operator, leave, monkeypatch)
+
+
+def test_an_attention_that_sees_no_draft_is_said(monkeypatch):
+    """The second generation's flaw: the pages come out right, and the tokens do not."""
+    attend = ops.verify_attention
+
+    def blind(query, kv_cache, staging, *rest, **named):
+        attend(query, kv_cache, staging.new_zeros(staging.shape), *rest, **named)
+
+    monkeypatch.setattr(ops, "verify_attention", blind)
+    assert "attention" in check(packed(), mode="stage") and check(packed(), mode="stage", attends=False) == ""
+
+
+@pytest.mark.parametrize(("mode", "operator"), [("cow", "log_all_layers"), ("stage", "commit_all_layers")])
+def test_no_room_is_no_fault_of_the_operators(mode, operator, monkeypatch):
     """It is an error that says what would make room, where the manager is built."""
 
-    def fail(*arguments):
+    def fail(run, arguments):
         raise torch.cuda.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(ops, "log_all_layers", fail)
+    replace(operator, fail, monkeypatch)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        check(paged)
+        check(packed(), mode=mode)
+
+
+# -- what comes of a failure -------------------------------------------------------------------------------------------
+
+
+# The mode, the ways in which its check fails, and the ways that serve then and whose reason is given.
+FAILURES = {
+    "nothing fails": ("stage", (), ["staged", "logged"], ""),
+    "our attention fails": ("stage", ("staged",), ["logged"], "staged"),
+    "both ways fail": ("stage", ("staged", "logged"), None, "logged"),
+    "the log fails": ("stage", ("logged",), None, "logged"),
+    "the control's attention fails": ("direct", ("written through",), None, "written through"),
+    "the control needs no log": ("direct", ("logged",), ["written through"], ""),
+    "cow needs no attention": ("cow", ("staged",), ["logged"], ""),
+    "cow's log fails": ("cow", ("logged",), None, "logged"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_where_our_attention_fails_its_check_every_step_is_logged(case, monkeypatch):
+    """A fallback to vLLM's own write would leave rejected drafts in the pages, which a log can still keep out."""
+    mode, failing, serving, reason = FAILURES[case]
+
+    def failure(manager, layers):
+        return next((f"the {way.name} one fails" for way in manager.ways if way.name in failing), "")
+
+    monkeypatch.setattr(self_check, "failure", failure)
+    monkeypatch.setattr(attention_cpu, "find_packing", lambda layer: Paged(packed=True).packing)
+    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+    paged, layers = Paged(packed=True), {"a": gpu_layer(attn_backend=CPUS), "b": gpu_layer(attn_backend=CPUS)}
+    for number, (layer, cache) in enumerate(zip(layers.values(), paged.targets(), strict=False)):
+        layer.kv_cache, layer.number = cache, number
+    runner = make_runner(compilation_config__static_forward_context=layers)
+    runner.vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64)
+    made = initialize.make_initialize(Settings(mode=mode))(lambda self, *arguments, **more: None)
+    made(runner, is_profiling=True)
+    said = worker.status(SimpleNamespace(rank=0, model_runner=runner))
+    assert said["serving"] == ("off" if serving is None else mode) and said["ways"] == (serving or [])
+    assert said["reason"] == (f"the {reason} one fails" if reason else "")
+    manager = context_of(runner).manager
+    for layer in layers.values():
+        assert vars(layer).get("nwor") == (manager and LayerContext(manager, layer.number))
+    assert manager is None or manager.attends == (serving[0] != "logged")
+
+
+# -- which batches -----------------------------------------------------------------------------------------------------
 
 
 def gpu_manager(max_requests: int, max_drafts: int, kv_heads: int, block_size: int = 16) -> SimpleNamespace:

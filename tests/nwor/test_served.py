@@ -15,8 +15,19 @@ from vllm.platforms import current_platform
 
 from nwor.vllm import attention_gpu, connectors, own_write, support
 from nwor.vllm.context import target_layers
+from nwor.vllm.initialize import what_serves
 from nwor_lab import paths
 from tests.nwor.runners import FUSED, RECURRENT, SHARING, connector, gpu_layer, groups_of, make_runner
+
+
+def assert_attends(runner, layers, why: str) -> None:
+    """NWOR's attention serves, or does not, for this reason: then every step of stage is logged, and direct is not."""
+    assert support.why_unsupported(runner, layers) == ""
+    found = support.why_not_attending(runner, layers)
+    assert found.startswith(why) and bool(found) == bool(why), found
+    assert what_serves(runner, layers, "stage") == (not why, found)
+    assert what_serves(runner, layers, "direct") == (None if why else True, found)
+    assert what_serves(runner, layers, "cow") == (False, ""), "vLLM's own attention is as good as ever"
 
 
 @pytest.mark.parametrize(("capability", "serves"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
@@ -47,44 +58,39 @@ def test_long_windows_are_left_to_a_faster_attention(drafts, backend, version, s
     why = (
         f"windows of 17 rows for 4 query heads of a KV head: of more than 64 in all FlashAttention {version} is faster"
     )
-    found = support.why_unsupported(made, layers, "stage")
-    assert found.startswith("" if serves else why) and bool(found) != serves
-    assert support.why_unsupported(made, layers, "cow") == ""
+    assert_attends(made, layers, "" if serves else why)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_batch_invariance_is_cows_alone(device, monkeypatch):
-    """Stage's splits of a prefix are chosen by the batch; cow leaves attention to vLLM."""
+def test_batch_invariance_is_left_to_vllms_attention(device, monkeypatch):
+    """Splits of a prefix are chosen by the batch in ours."""
     made, layers = make_runner(device=torch.device(device)), {"a": gpu_layer(), "b": gpu_layer()}
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert support.why_unsupported(made, layers, "stage").startswith("batch invariance (VLLM_BATCH_INVARIANT)")
-    assert support.why_unsupported(made, layers, "cow") == ""
+    assert_attends(made, layers, "batch invariance (VLLM_BATCH_INVARIANT)")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    assert support.why_unsupported(made, layers, "stage") == ""
+    assert_attends(made, layers, "")
 
 
-@pytest.mark.parametrize(("key", "mode", "serves"), [(None, "stage", False), (1, "stage", True), (None, "cow", True)])
-def test_a_model_that_writes_its_own_keys_and_values(key, mode, serves):
+@pytest.mark.parametrize(("key", "why"), [(None, "the model writes keys and values itself, or reads"), (1, "")])
+def test_a_model_that_writes_its_own_keys_and_values(key, why):
     """It is known from the run before the cache is made, or, on a CPU, from one row; one call of many is enough."""
     layers = {"a": gpu_layer(), "b": gpu_layer()}
     made = make_runner()
     attend = own_write._make_forward(lambda *arguments: arguments[3])
     del vars(layers["b"])["nwor_given_rows"]
     made._dummy_run = lambda rows: [attend(None, layers["b"], None, given, None) for given in (1, key, 1)]
-    assert (support.why_unsupported(made, layers, mode) == "") == serves
+    assert_attends(made, layers, why)
     made._dummy_run = None  # noted, and not asked again
-    assert (support.why_unsupported(made, layers, mode) == "") == serves
+    assert_attends(made, layers, why)
 
 
-@pytest.mark.parametrize(("mode", "serves"), [("stage", False), ("direct", False), ("cow", True)])
-def test_a_layer_that_vllm_marks_as_written_by_its_model(mode, serves):
+def test_a_layer_that_vllm_marks_as_written_by_its_model():
     """From vLLM 0.33 on; no run is needed to know it."""
     layers, made = {"a": gpu_layer(), "b": gpu_layer()}, make_runner()
     layers["b"].kv_cache_update_bypass = False
-    assert support.why_unsupported(made, layers, mode) == ""
+    assert_attends(made, layers, "")
     layers["b"].kv_cache_update_bypass = True
-    why = "" if serves else "the model writes keys and values itself (kv_cache_update_bypass)"
-    assert support.why_unsupported(made, layers, mode) == why
+    assert_attends(made, layers, "the model writes keys and values itself (kv_cache_update_bypass)")
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +113,7 @@ PARALLEL = "vllm_config__parallel_config__"
 DRAFTS = "vllm_config__speculative_config__num_speculative_tokens"
 ON_A_GPU = {"device": torch.device("cuda")}
 GROUPS = "kv_cache_config"
+GRAPHS = "vllm_config__compilation_config__cudagraph_mode"
 # Of each line of the table: changes of the runner, of a layer, and how stage's reason begins; empty where it serves.
 MATRIX = {
     "no speculative decoding": [({"vllm_config__speculative_config": None}, {}, "no speculative decoding")],
@@ -179,6 +186,12 @@ MATRIX = {
             "splitting_ops": ["vllm::unified_attention_with_output"],
         }.items()
     ],
+    "one CUDA graph for prefills and decodes (`cudagraph_mode=FULL`)": [
+        ({GRAPHS: CUDAGraphMode.FULL}, {}, "cudagraph")
+    ],
+    "any other mode of CUDA graphs": [
+        ({GRAPHS: mode}, {}, "") for mode in (None, *CUDAGraphMode) if mode is not CUDAGraphMode.FULL
+    ],
     "attention sinks (gpt-oss), ALiBi (Bloom)": [
         (where, layer, "")
         for where in ({}, ON_A_GPU)
@@ -224,7 +237,7 @@ ELSEWHERE = {
     "LoRA adapters beside EAGLE on a CPU",
     "a platform other than CUDA and CPUs (ROCm, XPU)",
     "a batch or a window larger than the held rows",
-    "drafts behind prefill rows of one query",
+    "drafts behind prefill rows, in one query or in one batch",
     "prefix caching, several answers to a prompt (`n` > 1), requests that join as a block is filled",
     "sleep mode (GPU)",
     "a CPU packing that is no permutation",
@@ -252,23 +265,28 @@ def test_the_documents_say_where_a_mode_serves():
     assert said.keys() == MATRIX.keys() | ELSEWHERE
     for name, cases in MATRIX.items():
         for changes, layer, why in cases:
-            layers = {"a": gpu_layer(), "b": gpu_layer(**layer)}
-            for mode, words in zip(("cow", "stage"), said[name], strict=True):
-                found = support.why_unsupported(make_runner(**changes), layers, mode)
-                assert (found == "") == (words == "serves"), (name, mode, found)
+            made, layers = make_runner(**changes), {"a": gpu_layer(), "b": gpu_layer(**layer)}
+            of_cow, of_stage = said[name]
+            assert of_cow == ("vLLM's write" if what_serves(made, layers, "cow")[0] is None else "serves"), name
+            attends, found = what_serves(made, layers, "stage")
+            assert of_stage == {True: "serves", False: "logs every step", None: "vLLM's write"}[attends], (name, found)
             assert found.startswith(why) and bool(found) == bool(why), (name, found)
-            assert support.why_unsupported(make_runner(**changes), layers, "direct") == found, "the control is stage's"
+            if attends is not None:
+                assert_attends(made, layers, why)
+                continue
+            for mode in ("cow", "direct", "stage"):
+                assert what_serves(made, layers, mode) == (None, found), "no mode serves, for one reason"
 
 
-@pytest.mark.parametrize("mode", ["cow", "stage"])
+@pytest.mark.parametrize("mode", ["cow", "direct", "stage"])
 @pytest.mark.parametrize("name", ["rocm", "xpu"])
 def test_no_mode_serves_on_another_platform(name, mode, monkeypatch):
     """Said at the start, and not by an operator that fails in the first step."""
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "device_name", name)
     layers = {"a": gpu_layer(), "b": gpu_layer()}
-    said = support.why_unsupported(make_runner(**ON_A_GPU), layers, mode)
-    assert said == f"{name}: the operators are built for CUDA and for CPUs"
+    said = f"{name}: the operators are built for CUDA and for CPUs"
+    assert what_serves(make_runner(**ON_A_GPU), layers, mode) == (None, said)
 
 
 def test_target_layers_are_attention_and_not_the_drafters():
@@ -304,7 +322,7 @@ class MLAOfOneModel(layer_classes.MLAAttention):
 @pytest.mark.parametrize(
     "other", [MLAOfOneModel, layer_classes.CrossAttention, layer_classes.StaticSinkAttention, OfOneModel]
 )
-@pytest.mark.parametrize("mode", ["cow", "stage"])
+@pytest.mark.parametrize("mode", ["cow", "direct", "stage"])
 def test_a_group_is_served_whole_or_not_at_all(mode, other):
     """Layers of another class in the target's cache group were neither served nor audited."""
     context = {"a": gpu_layer(), "b": object.__new__(other), "draft": gpu_layer()}
@@ -312,10 +330,10 @@ def test_a_group_is_served_whole_or_not_at_all(mode, other):
     layers = target_layers(made)
     assert list(layers) == ["a"]
     why = f"a hybrid model: 1 of its layers are not served, b ({other.__name__}) among them"
-    assert support.why_unsupported(made, layers, mode) == why
+    assert what_serves(made, layers, mode) == (None, why)
     del context["b"]
     made.kv_cache_config = groups_of(["a", "draft"])
-    assert support.why_unsupported(made, target_layers(made), mode) == ""
+    assert what_serves(made, target_layers(made), mode) == (mode != "cow", "")
 
 
 def test_mla_layers_are_found_beside_a_drafters():
@@ -323,4 +341,4 @@ def test_mla_layers_are_found_beside_a_drafters():
     context = {name: gpu_layer("FlashMLAImpl", layer_classes.MLAAttention) for name in ("a", "b", "draft")}
     made = make_runner(compilation_config__static_forward_context=context)
     layers = target_layers(made)
-    assert list(layers) == ["a", "b"] and support.why_unsupported(made, layers, "cow") == ""
+    assert list(layers) == ["a", "b"] and what_serves(made, layers, "cow") == (False, "")

@@ -209,21 +209,16 @@ def splits_every_batch(patch: Any) -> None:
     patch.setattr(GPUModelRunner, "_model_forward", _model_forward)
 
 
-def test_a_batch_in_two_halves_under_cow(engines, model):
+def test_a_batch_in_two_halves(engines, model):
     """The split falls into windows, too: their slots are logged and restored whole, whichever half writes them."""
     spec = in_two(spec_of(model))
     plain = engines.run(spec, Settings(audit=True), splits_every_batch)
-    outcome = engines.run(spec, settings_of("cow"), splits_every_batch)
-    assert outcome.libraries.count("a query") > 5, "the split falls into a window"
-    assert outcome.tokens == plain.tokens
-    assert_clean(outcome.ranks[0], "cow")
     assert plain.audit["dirty_slots"] > 0, "without a mode rejected rows stay"
-    assert outcome.metrics["nwor_scheduler_mismatches"] == 0
-
-
-def test_a_batch_in_two_halves_under_stage_is_vllms(engines, model):
-    outcome = engines.run(in_two(spec_of(model)), settings_of("stage"), splits_every_batch)
-    assert (outcome.ranks[0]["serving"], outcome.ranks[0]["reason"]) == (
-        "off",
-        "micro-batches: stage's attention takes a batch whole",
-    )
+    for mode in ("cow", "stage"):
+        outcome = engines.run(spec, settings_of(mode), splits_every_batch)
+        assert outcome.libraries.count("a query") > 5, "the split falls into a window"
+        assert outcome.tokens == plain.tokens
+        [rank] = outcome.ranks
+        assert_clean(rank, mode)
+        assert rank["ways"] == ["logged"] and ("micro-batches" in rank["reason"]) == (mode == "stage")
+        assert outcome.metrics["nwor_scheduler_mismatches"] == 0

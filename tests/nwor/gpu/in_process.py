@@ -2,8 +2,10 @@
 """What tests watch inside an engine's own process on a GPU: functions for a child (`tests.engines.in_child`)."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import pytest
 
 from nwor.settings import Settings
 from nwor_lab.engines.child import Served
@@ -39,13 +41,18 @@ def kernels_compiled_in_service(spec: EngineSpec, settings: Settings, batches: S
 
 
 def drafts_of_each_step(
-    spec: EngineSpec, settings: Settings, prompts: Sequence[list[int]], answers: Sequence[int]
+    spec: EngineSpec,
+    settings: Settings,
+    prompts: Sequence[list[int]],
+    answers: Sequence[int],
+    fault: Callable[[pytest.MonkeyPatch], None] | None = None,
 ) -> Drafts:
-    """What the V2 runner's drafter proposes, by request and length, and whether NWOR alone kept the step from a graph:
-    all queries were as long as a decode's.
+    """What the V2 runner's drafter proposes, by request and length, and whether NWOR alone kept the step from a graph.
 
     answers: tokens of each request; where one ends the next is admitted.
     """
+    if fault:
+        fault(pytest.MonkeyPatch())
     served, worker = started(spec, settings)
     runner, found = worker.model_runner, Drafts()
     propose = runner.speculator.propose
@@ -53,7 +60,7 @@ def drafts_of_each_step(
     def proposing(input_batch: Any, *more: Any, **named: Any) -> Any:
         drafts = propose(input_batch, *more, **named)
         lengths = input_batch.seq_lens[: input_batch.num_reqs].tolist()
-        left = runner.nwor.writes_first and len(set(input_batch.num_scheduled_tokens.tolist())) == 1
+        left = runner.nwor.reads_rows and len(set(input_batch.num_scheduled_tokens.tolist())) == 1
         for name, length, tokens in zip(input_batch.req_ids, lengths, drafts.tolist(), strict=False):
             found["-".join(name.split("-")[:2]), length] = left, tokens
         return drafts

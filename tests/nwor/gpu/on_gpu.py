@@ -60,6 +60,7 @@ def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS, 
     assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
     assert counters["stage_operations"] == layers * counters["staged_tokens"], "layers x rows, once each"
     assert counters["fallbacks"] == counters["cancelled"] == 0
+    assert counters["logged_steps"] > 0 and (counters["staged_steps"] > 0) == ("staged" in rank["ways"])
     unheard = counters["committed_tokens"] - metrics["nwor_committed_tokens"]
     assert 0 <= unheard <= 8 * ahead, "the front end must see all else"
     assert 0 <= counters["stage_operations"] - metrics["nwor_stage_operations"] <= layers * 9 * ahead

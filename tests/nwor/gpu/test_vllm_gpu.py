@@ -68,7 +68,7 @@ def test_a_mode_is_exact_and_leaves_the_cache_clean(engines, model, vanilla, sta
         assert outcome.tokens == vanilla(stack).tokens
 
 
-@pytest.mark.parametrize("stack", [name for name in STACKS if "FlashInfer" not in name])
+@pytest.mark.parametrize("stack", [name for name in STACKS if "FlashInfer" not in name and "one graph" not in name])
 def test_direct_leaves_what_vanilla_leaves(engines, model, vanilla, stack):
     """The control: stage's attention, and every row written, so that rejected rows stay."""
     outcome = treated(engines, model, "direct", stack)
@@ -88,14 +88,24 @@ def test_stage_serves_within_the_limits_of_a_smaller_device(engines, model, vani
     assert_parity(vanilla("v2 FA graphs"), outcome)
 
 
-@pytest.mark.parametrize(("stack", "serving"), [("v2 FA eager", "off"), ("v2 Triton graphs", "stage")])
-def test_long_windows_are_left_to_flash_attention_3(engines, model, stack, serving):
+@pytest.mark.parametrize(("stack", "logs"), [("v2 FA eager", True), ("v2 Triton graphs", False)])
+def test_long_windows_are_left_to_flash_attention_3(engines, model, stack, logs):
     """32 drafts and a token for two query heads of a KV head: 66 rows."""
     outcome = treated(engines, model, "stage", stack, k=32, max_num_batched_tokens=512)
     [rank] = outcome.ranks
-    assert rank["serving"] == serving
-    assert rank["reason"].startswith("windows of 33 rows for 2 query heads" if serving == "off" else "")
-    assert (outcome.audit["dirty_layer_steps"] > 0) == (serving == "off")
+    assert rank["ways"] == (["logged"] if logs else ["staged", "logged"])
+    assert rank["reason"].startswith("windows of 33 rows for 2 query heads" if logs else "")
+    assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
+
+
+@pytest.mark.parametrize("mode", ["stage", "direct"])
+def test_one_graph_for_prefill_and_decodes_is_vllms_own(engines, model, mode):
+    """It is replayed for queries of any length: stage logs every step beside it, and the control steps back."""
+    outcome = treated(engines, model, mode, "v2 FA one graph")
+    [rank] = outcome.ranks
+    assert "cudagraph_mode" in rank["reason"]
+    assert rank["ways"] == (["logged"] if mode == "stage" else [])
+    assert (outcome.audit["dirty_layer_steps"] > 0) == (mode == "direct")
 
 
 @both
@@ -139,13 +149,13 @@ def test_a_runner_whose_graphs_cannot_be_captured_again_refuses_to_pause(engines
 
 @both
 def test_under_batch_invariance_a_request_is_the_same_alone_and_in_company(model, monkeypatch, mode):
-    """Under cow because vLLM attends, under stage because it steps back. vLLM's CPU build has none."""
+    """Since vLLM attends: stage logs every step. vLLM's CPU build has none."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with Engine(spec_of(model), Settings(mode=mode)) as engine:
         company = engine.generate(PROMPTS, 40).tokens
         assert [engine.generate([prompt], 40).tokens[0] for prompt in PROMPTS[:4]] == company[:4]
         [rank] = engine.report()
-    assert rank["serving"] == ("cow" if mode == "cow" else "off")
+    assert rank["ways"] == ["logged"]
     assert ("batch invariance" in rank["reason"]) == (mode == "stage")
 
 
@@ -164,6 +174,7 @@ def test_no_step_waits_for_the_device(model, monkeypatch, mode):
         ("cow", faults.no_restore, "dirty_layer_steps"),
         ("stage", faults.no_commit, "unwritten_rows"),
         ("stage", faults.commit_one_layer, "unwritten_rows"),
+        ("stage", faults.no_log, "dirty_layer_steps"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
