@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nwor.vllm import attention_gpu
+from nwor.vllm.context import LayerContext
 
 WIDTH = 4
 
@@ -22,11 +23,11 @@ class Layer:
         ours = ModuleType("nwor.attention.verify")
         self.masks: list[tuple] = []
 
-        def verify_attention(*arguments, **more):
-            self.calls.append(f"ours {more['page_slots'][0]:.0f}")
-            self.masks.append((more["alibi_slopes"], more["sinks"]))
+        def make(**fixed):
+            self.masks.append((fixed["alibi_slopes"], fixed["sinks"]))
+            return lambda *step: self.calls.append(f"ours {step[-1][0]:.0f}")
 
-        ours.verify_attention = verify_attention
+        ours.LayerAttention = make
         monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
         manager = SimpleNamespace(
             max_query_len=WIDTH, is_open=is_open, is_dummy_or_capture=capture,
@@ -34,7 +35,7 @@ class Layer:
             staging_rows=None, staging_of=lambda index: None, mark_staged=lambda index: None, attention=None,
             writes_first=False, graphs_of_prefills=False,
         )  # fmt: skip
-        self.nwor = SimpleNamespace(manager=manager, index=0)
+        self.nwor = LayerContext(manager, 0)
         self._q_scale = self._k_scale = self._v_scale = None
         self.impl = SimpleNamespace(
             scale=1.0, logits_soft_cap=0.0, sliding_window=(-1, -1), kv_cache_dtype="auto",
@@ -95,6 +96,10 @@ def test_a_graph_that_any_batch_may_replay(capture, called, monkeypatch):
 
 
 def test_slopes_and_sinks_reach_the_kernel(monkeypatch):
+    """The layer's attention is made once, and anew where the layer is served anew."""
     layer = Layer(monkeypatch, is_open=True, capture=False)
-    layer.run(monkeypatch, 4)
-    assert layer.masks == [("the slopes", "the sinks")]
+    for made in (1, 1, 2):
+        if made == 2:
+            layer.nwor = LayerContext(layer.nwor.manager, 0)
+        layer.run(monkeypatch, 4)
+        assert layer.masks == made * [("the slopes", "the sinks")]
