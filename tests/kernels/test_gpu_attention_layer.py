@@ -151,10 +151,9 @@ def test_batches_grow_and_come_back(checks, compiling):
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """The same rows, an element further in memory than a multiple of 16 bytes."""
-    memory = torch.empty(tensor.numel() + 64, dtype=tensor.dtype, device=tensor.device)
-    first = -memory.data_ptr() // tensor.element_size() % 16 + 1
-    return memory[first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
+    """The same rows as far apart, an element further in memory than a multiple of 16 bytes."""
+    memory = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size() + 1, dtype=tensor.dtype)
+    return memory.to(tensor.device).as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
 def spread(tensor: Tensor) -> Tensor:
@@ -176,16 +175,23 @@ def test_what_lies_otherwise_is_checked_and_bound_anew(name, change, checks, com
     assert len(checks) == 2
 
 
+def dense(problem: Windows) -> Windows:
+    """Rows that keep their strides where some are added or left out, or where their dtype or device is another."""
+    problem.query, problem.key, problem.value = (t.contiguous() for t in (problem.query, problem.key, problem.value))
+    return problem
+
+
 # What is wrong with a step after a right one, and the error.
 WRONG = {
     "query dtype": ("query", lambda t: t.half(), "query is torch.float16"),
-    "query head": ("query", lambda t: t[:, :3], "3 query heads do not divide"),
+    "query heads": ("query output", lambda t: t[:, :3], "3 query heads do not divide"),
     "query dimensions": ("query", lambda t: t.flatten(1), "query, key and value must be"),
     "query elements apart": ("query", lambda t: t.mT.contiguous().mT, "query must have a dense last dimension"),
     "more rows than keys": ("query", lambda t: torch.cat([t, t]), "key has shape"),
     "fewer keys than rows": ("key value", lambda t: t[:-1], "key has shape"),
     "fewer values than keys": ("value", lambda t: t[:-1], "key and value must have one shape"),
     "key dtype": ("key value", lambda t: t.float(), "key must be bfloat16 or float16"),
+    "key heads": ("key value", lambda t: t[:, :1], "key has shape"),
     "value dtype": ("value", lambda t: t.half(), "key and value must have one"),
     "fewer rows of output": ("output", lambda t: t[:-1], "output must have query's shape"),
     "output dtype": ("output", lambda t: t.half(), "output must have query's shape"),
@@ -218,12 +224,23 @@ WRONG |= {
 def test_a_wrong_step_after_a_right_one_is_refused(wrong, checks, compiling):
     """As the first one would be; nothing is touched, and the next right one is served."""
     names, change, complaint = WRONG[wrong]
-    problem = Windows(FEW, config=Config(tile=32), destinations="pn").to_device()
+    problem = dense(Windows(FEW, config=Config(tile=32), destinations="pn").to_device())
     attend = run(problem, compiling=compiling)
-    other = following(problem, attend)
+    other = dense(following(problem, attend))
     step = other.layer()[1]
     with pytest.raises(ValueError, match=complaint):
         attend(**step | {name: change(step[name]) for name in names.split()})
     assert len(checks) == 2
     run(other, attend, compiling)
+    assert len(checks) == 2
+
+
+def test_slots_of_one_stride_may_be_dense_or_apart(checks, compiling):
+    """One number is dense whatever its stride is."""
+    problem = Windows(((5, 1),), config=Config(tile=32), destinations="p").to_device()
+    slots = problem.page_slots.repeat_interleave(2)[::2]
+    problem.page_slots = slots[:1]
+    attend = run(problem, compiling=compiling)
+    with pytest.raises(ValueError, match="page_slots must be contiguous"):
+        attend(**problem.layer()[1] | {"page_slots": slots[:2]})
     assert len(checks) == 2
