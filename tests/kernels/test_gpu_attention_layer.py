@@ -26,16 +26,17 @@ CHANGED = "output", "kv_cache", "staging"
 class Compiling:
     """`verify_windows` as where it is compiled: what it returns is launched with addresses, which must be as aligned.
 
-    alive: the tensors whose addresses it may be given.
+    alive: the tensors whose addresses it may be given. bindings: how often arguments were bound, on a GPU too.
     """
 
     def __init__(self) -> None:
-        self.interpreted, self.alive, self.launches = verify.verify_windows, list[Tensor](), 0
+        self.interpreted, self.alive, self.bindings = verify.verify_windows, list[Tensor](), 0
 
     def __getitem__(self, grid):
         return lambda *given, **named: self.bind(grid, given, named)
 
     def bind(self, grid, given, named):
+        self.bindings += 1
         names = self.interpreted.arg_names
         constants = [named[name] for name in names[len(given) :]]
         self.interpreted[grid](*given, **named)
@@ -47,7 +48,6 @@ class Compiling:
             found = [arg if kind is None else self.at(arg).view(kind) for arg, kind in zip(again, kinds, strict=False)]
             assert [arg.data_ptr() % 16 == 0 for arg in found if isinstance(arg, Tensor)] == aligned
             assert all(type(arg) is type(other) for arg, other in zip(found, given, strict=True))
-            self.launches += 1
             self.interpreted[grid](*found, **named)
 
         return {grid: run}
@@ -57,12 +57,19 @@ class Compiling:
 
 
 @pytest.fixture
-def compiling(monkeypatch) -> Compiling | None:
-    """None on a GPU, where Triton compiles itself."""
-    if not INTERPRETED:
-        return None
-    monkeypatch.setattr(verify, "verify_windows", Compiling())
-    return verify.verify_windows
+def compiling(monkeypatch) -> Compiling:
+    found = Compiling()
+    if INTERPRETED:
+        monkeypatch.setattr(verify, "verify_windows", found)
+        return found
+    bind = verify.verify_windows.run
+
+    def counted(*given, **named):
+        found.bindings += 1
+        return bind(*given, **named)
+
+    monkeypatch.setattr(verify.verify_windows, "run", counted)
+    return found
 
 
 @pytest.fixture
@@ -77,12 +84,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().view(torch.uint8)
 
 
-def run(problem: Windows, attend=None, compiling: Compiling | None = None) -> LayerAttention:
+def run(problem: Windows, compiling: Compiling, attend: LayerAttention | None = None) -> LayerAttention:
     """One step, and all that it changes as it must be; attend: of a step before, over the same staging."""
     layer, step = problem.layer()
     attend = attend or layer
-    if compiling is not None:
-        compiling.alive = [given for given in (*step.values(), *attend._tensors()) if given is not None]
+    compiling.alive = [given for given in (*step.values(), *attend._tensors()) if given is not None]
     expected = problem.expected()
     attend(**step)
     problem.compare(*expected)
@@ -105,8 +111,7 @@ def test_later_calls_are_those_of_the_function(kv_cache_dtype, query_fp8, checks
     before = {name: getattr(problem, name).clone() for name in CHANGED}
     left = []
     layer, step = problem.layer()
-    if compiling:
-        compiling.alive = [given for given in (*step.values(), *layer._tensors()) if given is not None]
+    compiling.alive = [given for given in (*step.values(), *layer._tensors()) if given is not None]
     for attend in (layer, layer, layer, None):
         for name, tensor in before.items():
             getattr(problem, name).copy_(tensor)
@@ -118,26 +123,26 @@ def test_later_calls_are_those_of_the_function(kv_cache_dtype, query_fp8, checks
             verify_attention(**problem.arguments())
         left.append([bits(getattr(problem, name)) for name in CHANGED])
     assert all(torch.equal(*pair) for found in left[1:] for pair in zip(left[0], found, strict=True))
-    assert len(checks) == 2 and (not compiling or compiling.launches == 2)
+    assert len(checks) == compiling.bindings == 2
 
 
 def test_layers_alike_share_their_launches(checks, compiling):
     """Another layer's cache, staging and scales lie elsewhere; one of another mask is planned anew."""
     problem = Windows(kv_cache_dtype="fp8", config=SPLIT).to_device()
-    run(problem, compiling=compiling)
+    run(problem, compiling)
     for seed, (masks, checked) in enumerate([({}, 1), ({"softcap": 2.0}, 2), ({"sinks": True}, 3), ({}, 3)], 1):
         other = replace(
             problem, seed=seed, scales={"q_scale": 0.5, "k_scale": 0.5, "v_scale": 2.0}, **masks
         ).to_device()
         other.workspace = problem.workspace
-        run(other, compiling=compiling)
-        assert len(checks) == checked
+        run(other, compiling)
+        assert len(checks) == compiling.bindings == checked
 
 
 def test_batches_grow_and_come_back(checks, compiling):
     """Each number of requests is checked once, whatever its rows are; a cache may lie elsewhere each time."""
     problem = Windows(RAGGED, config=SPLIT, destinations="pn").to_device()
-    attend, checked = run(problem, compiling=compiling), {len(RAGGED)}
+    attend, checked = run(problem, compiling), {len(RAGGED)}
     kept = []
     for requests in (1, 2, 3, 2, 1, len(RAGGED), 4):
         for rows in (9, 3):
@@ -145,9 +150,9 @@ def test_batches_grow_and_come_back(checks, compiling):
             other = following(problem, attend, requests=batch)
             other.page_slots = torch.cat([other.page_slots, problem.page_slots.new_full((50,), -1)])
             kept.append(other.kv_cache)
-            run(other, attend, compiling)
+            run(other, compiling, attend)
             checked.add(requests)
-            assert len(checks) == len(checked)
+            assert len(checks) == compiling.bindings == len(checked)
 
 
 def moved(tensor: Tensor) -> Tensor:
@@ -165,14 +170,14 @@ def spread(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["query", "key", "value", "output", "kv_cache", "block_table"])
 def test_what_lies_otherwise_is_checked_and_bound_anew(name, change, checks, compiling):
     problem = Windows(FEW, config=Config(tile=32), destinations="pn").to_device()
-    attend = run(problem, compiling=compiling)
+    attend = run(problem, compiling)
     for checked in (2, 2):
         other = following(problem, attend)
         setattr(other, name, change(getattr(other, name)))
-        run(other, attend, compiling)
-        assert len(checks) == checked
-    run(following(problem, attend), attend, compiling)
-    assert len(checks) == 2
+        run(other, compiling, attend)
+        assert len(checks) == compiling.bindings == checked
+    run(following(problem, attend), compiling, attend)
+    assert len(checks) == compiling.bindings == 2
 
 
 def dense(problem: Windows) -> Windows:
@@ -225,14 +230,14 @@ def test_a_wrong_step_after_a_right_one_is_refused(wrong, checks, compiling):
     """As the first one would be; nothing is touched, and the next right one is served."""
     names, change, complaint = WRONG[wrong]
     problem = dense(Windows(FEW, config=Config(tile=32), destinations="pn").to_device())
-    attend = run(problem, compiling=compiling)
+    attend = run(problem, compiling)
     other = dense(following(problem, attend))
     step = other.layer()[1]
     with pytest.raises(ValueError, match=complaint):
         attend(**step | {name: change(step[name]) for name in names.split()})
     assert len(checks) == 2
-    run(other, attend, compiling)
-    assert len(checks) == 2
+    run(other, compiling, attend)
+    assert (len(checks), compiling.bindings) == (2, 1)
 
 
 def test_slots_of_one_stride_may_be_dense_or_apart(checks, compiling):
@@ -240,7 +245,7 @@ def test_slots_of_one_stride_may_be_dense_or_apart(checks, compiling):
     problem = Windows(((5, 1),), config=Config(tile=32), destinations="p").to_device()
     slots = problem.page_slots.repeat_interleave(2)[::2]
     problem.page_slots = slots[:1]
-    attend = run(problem, compiling=compiling)
+    attend = run(problem, compiling)
     with pytest.raises(ValueError, match="page_slots must be contiguous"):
         attend(**problem.layer()[1] | {"page_slots": slots[:2]})
     assert len(checks) == 2
