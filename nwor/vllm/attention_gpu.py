@@ -2,7 +2,11 @@
 """Patch of vLLM's GPU attention for mode ``stage``: one kernel attends over pages and tail and puts each row away.
 
 Why: vLLM attends over pages alone, and writes them in a launch of its own before each layer's attention.
+<<<<<<< HEAD
 How: in a step whose queries are all windows, `nwor.attention.verify.verify_attention` takes the place of writer and
+=======
+How: where no query is longer than a window, `nwor.attention.verify.LayerAttention` takes the place of writer and
+>>>>>>> wt-attn
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
 that a captured graph serves whatever step replays it; in mode ``direct`` all rows go to the pages. In every other step
 vLLM's own writer and attention run, and nothing of ours. All backends share one signature, and all but FlashInfer's
@@ -20,6 +24,7 @@ from nwor.attention.configs import HEAD_SIZES
 from nwor.vllm.patch import wrap, wrap_attention
 
 if TYPE_CHECKING:
+    from nwor.attention.verify import LayerAttention
     from nwor.manager import DraftCommitManager
 
 SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl")
@@ -138,8 +143,6 @@ def _serves(manager: "DraftCommitManager", metadata: Any) -> bool:
 
 
 def _make_forward(original: Callable) -> Callable:
-    from nwor.attention.verify import verify_attention
-
     def forward(
         self: Any,
         layer: Any,
@@ -156,37 +159,53 @@ def _make_forward(original: Callable) -> Callable:
         vanilla = (self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if context is None or attn_metadata is None or not _serves(context.manager, attn_metadata):
             return original(*vanilla)
-        manager = context.manager
-        if manager.page_slots is None:  # mode direct stages no row
-            slots, staging = attn_metadata.slot_mapping, kv_cache
-        else:
-            slots, staging = manager.page_slots, manager.staging_of(context.index)
-        rows = slice(min(len(query), len(slots)))  # vLLM pads queries further than its own slots
-        verify_attention(
-            query[rows],
-            key,
-            value,
-            kv_cache,
-            output[rows],
-            query_start_loc=attn_metadata.query_start_loc,
-            seq_lens=attn_metadata.seq_lens,
-            block_table=attn_metadata.block_table,
-            page_slots=slots,
-            staging=staging,
-            staging_rows=manager.staging_rows,
-            max_query_len=manager.max_query_len,
-            scale=self.scale,
-            softcap=self.logits_soft_cap or 0.0,  # FlashInfer's is None where there is none
-            sliding_window=self.sliding_window[0] + 1,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            kv_cache_dtype=self.kv_cache_dtype if self.kv_cache_dtype.startswith("fp8") else "auto",
-            q_scale=layer._q_scale,
-            k_scale=layer._k_scale,
-            v_scale=layer._v_scale,
-            workspace=manager.attention,
-        )
-        manager.mark_staged(context.index)
+        _attend(self, layer, context.manager, context.index, query, key, value, kv_cache, attn_metadata, output)
+        context.manager.mark_staged(context.index)
         return output
 
     return forward
+
+
+def _attend(
+    self: Any,
+    layer: Any,
+    manager: "DraftCommitManager",
+    index: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    attn_metadata: Any,
+    output: Tensor,
+) -> None:
+    """Our kernel over the windows of a batch; self: vLLM's attention, as it calls it."""
+    attention = layer.nwor.attention
+    if attention is None:
+        attention = layer.nwor.attention = _layer_attention(self, layer, manager, index, kv_cache)
+    # In mode direct, which stages no row, vLLM's own slots say where each goes.
+    slots = attn_metadata.slot_mapping if manager.page_slots is None else manager.page_slots
+    rows = slots.shape[0]
+    if query.shape[0] > rows:  # vLLM pads queries further than its own slots
+        query, output = query[:rows], output[:rows]
+    starts, lengths, table = attn_metadata.query_start_loc, attn_metadata.seq_lens, attn_metadata.block_table
+    attention(query, key, value, kv_cache, output, starts, lengths, table, slots)
+
+
+def _layer_attention(self: Any, layer: Any, manager: Any, index: int, kv_cache: Tensor) -> "LayerAttention":
+    from nwor.attention.verify import LayerAttention
+
+    return LayerAttention(
+        staging=kv_cache if manager.page_slots is None else manager.staging_of(index),
+        staging_rows=manager.staging_rows,
+        max_query_len=manager.max_query_len,
+        scale=self.scale,
+        softcap=self.logits_soft_cap or 0.0,  # FlashInfer's is None where there is none
+        sliding_window=self.sliding_window[0] + 1,
+        alibi_slopes=self.alibi_slopes,
+        sinks=self.sinks,
+        kv_cache_dtype=self.kv_cache_dtype if self.kv_cache_dtype.startswith("fp8") else "auto",
+        q_scale=layer._q_scale,
+        k_scale=layer._k_scale,
+        v_scale=layer._v_scale,
+        workspace=manager.attention,
+    )

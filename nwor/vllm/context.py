@@ -96,10 +96,14 @@ class RunnerContext:
 
 @dataclass
 class LayerContext:
-    """`layer.nwor`: what an attention hook needs of the layer it is called for."""
+    """`layer.nwor`: what an attention hook needs of the layer it is called for.
+
+    attention: the layer's `LayerAttention` on a GPU, made at its first call.
+    """
 
     manager: DraftCommitManager
     index: int
+    attention: Any = None
 
 
 def context_of(runner: Any) -> RunnerContext:

@@ -8,7 +8,7 @@ a GPU, graphs hold the attention: they are captured anew after each injection.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from nwor import ops
 from nwor.manager import DraftCommitManager
-from nwor.vllm import patch, self_check
+from nwor.vllm import self_check
 from nwor.vllm.context import context_of, manager_of, set_served_groups
+
+STEP = "query", "key", "value", "kv_cache", "output", "query_start_loc", "seq_lens", "block_table", "page_slots"
+"""Positional arguments of a call of `LayerAttention`."""
 
 
 @dataclass
@@ -146,28 +149,36 @@ FAULTS: dict[str, Callable[[Call], None]] = {
 def inject(worker: Any, name: str) -> None:
     """Let the worker's mode `stage` attend with this fault from now on; an empty name ends it."""
     manager, on_cpu = _serving(worker), worker.device.type == "cpu"
-    if on_cpu:
-        owner: Any = ops
-    else:
-        from nwor.attention import verify as owner
-    attend = getattr(owner.verify_attention, "unharmed", owner.verify_attention)
     middle = manager.staging_of(len(manager.layout.layer_offsets) // 2).data_ptr()
-    positional = ops.OPERATORS["verify_attention"] if on_cpu else ["query", "key", "value", "kv_cache", "output"]
 
-    def faulty(*given: Any, **named: Any) -> None:
-        named |= dict(zip(positional, given, strict=False))
+    def harmed(attend: Callable[..., None], named: dict[str, Any]) -> None:
         attend(**named)
         unstored = {} if on_cpu else {rows: torch.full_like(named[rows], -1) for rows in ("page_slots", "staging_rows")}
         FAULTS[name](Call(attend, named | unstored, on_cpu, named["staging"].data_ptr() == middle))
 
-    faulty.unharmed = attend  # type: ignore[attr-defined]
-    owner.verify_attention = faulty if name else attend
-    if not on_cpu:
-        from nwor.vllm import attention_gpu
+    if on_cpu:
+        attend = getattr(ops.verify_attention, "unharmed", ops.verify_attention)
 
-        for (implementation, method, _), original in patch._originals.items():
-            if method == "forward" and getattr(implementation, "__name__", "") in attention_gpu.SERVED:
-                setattr(implementation, method, attention_gpu._make_forward(original))
+        def faulty(*given: Any, **named: Any) -> None:
+            harmed(attend, named | dict(zip(ops.OPERATORS["verify_attention"], given, strict=False)))
+
+        faulty.unharmed = attend  # type: ignore[attr-defined]
+        ops.verify_attention = faulty if name else attend
+        return
+    from nwor.attention import verify
+    from nwor.vllm import attention_gpu
+
+    hook: Any = attention_gpu
+    make = getattr(hook._layer_attention, "unharmed", hook._layer_attention)
+
+    def make_faulty(*given: Any) -> Callable[..., None]:
+        layer = make(*given)
+        fixed = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        return lambda *step: harmed(verify.verify_attention, fixed | dict(zip(STEP, step, strict=True)))
+
+    make_faulty.unharmed = make  # type: ignore[attr-defined]
+    hook._layer_attention = make_faulty if name else make
+    set_served_groups(worker.model_runner, context_of(worker.model_runner).groups)  # whose layers make theirs anew
 
 
 def check(worker: Any) -> str:

@@ -7,7 +7,7 @@ Triton's interpreter (``TRITON_INTERPRET=1``).
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ else:
     pytest.skip("no NVIDIA GPU; `make test` runs these under Triton's interpreter apart", allow_module_level=True)
 
 from nwor.attention.configs import Config
-from nwor.attention.verify import Workspace, verify_attention
+from nwor.attention.verify import LayerAttention, Workspace, verify_attention
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.bfloat16
@@ -156,6 +156,12 @@ class Windows:
             "workspace": self.workspace,
             "config": self.config,
         }
+
+    def layer(self) -> tuple[LayerAttention, dict[str, Tensor]]:
+        """The attention, and by name and in order what it is called with."""
+        step = self.arguments()
+        fixed = {field.name: step.pop(field.name) for field in fields(LayerAttention) if field.name in step}
+        return LayerAttention(**fixed), step
 
     def windows(self) -> list[int]:
         return [request for request, tail in enumerate(self.tails) if 0 < tail <= self.max_query_len]

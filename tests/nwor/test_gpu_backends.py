@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn, triton_attn
 
 from nwor.vllm import attention_gpu, patch
+from nwor.vllm.context import LayerContext
 
 BACKENDS = "vllm.v1.attention.backends."
 ABSENT = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
@@ -42,7 +43,6 @@ def stood_in(monkeypatch):
         module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
     ours = ModuleType("nwor.attention.verify")
-    ours.verify_attention = lambda *arguments, **more: None
     monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
     monkeypatch.delitem(sys.modules, BACKENDS + "flashinfer", raising=False)
     yield
@@ -105,7 +105,8 @@ def test_flashinfers_own_objects(stood_in, monkeypatch, is_open):
     from nwor.attention import verify
 
     calls = []
-    monkeypatch.setattr(verify, "verify_attention", lambda *arguments, **more: calls.append(more))
+    made = lambda **fixed: lambda *step: calls.append((fixed, *step))
+    monkeypatch.setattr(verify, "LayerAttention", made, raising=False)
     module = importlib.import_module(BACKENDS + "flashinfer")
     monkeypatch.setattr(module, "can_use_trtllm_attention", lambda *arguments, **more: False)
     described = {"max_query_len": 4, "query_start_loc": 1, "seq_lens": torch.zeros(2), "block_table_tensor": 2}
@@ -120,14 +121,14 @@ def test_flashinfers_own_objects(stood_in, monkeypatch, is_open):
     )  # fmt: skip
     scale = torch.ones(1)
     layer = SimpleNamespace(impl=impl, layer_name="layers.0", _q_scale=scale, _k_scale=scale, _v_scale=scale)
-    layer.nwor = SimpleNamespace(manager=manager, index=3)
+    layer.nwor = LayerContext(manager, 3)
     assert attention_gpu.cannot_attend(layer) == ""
     monkeypatch.setattr(attention_gpu, "attention_metadata", lambda layer_name: metadata)
     rows, slots = torch.zeros(8, 2, 64), torch.zeros(8, dtype=torch.int64)
     impl.do_kv_cache_update(layer, rows, rows, None, slots)  # would fail on this cache, were it vLLM's
     output = torch.zeros(8, 8, 64)
     assert impl.forward(layer, output, rows, rows, None, metadata, output) is output
-    asked, index = calls
+    (asked, *_, starts, lengths, table, slots), index = calls
     assert index == 3 and (asked["softcap"], asked["sliding_window"], asked["scale"]) == (0.0, 0, 0.125)
-    assert (asked["query_start_loc"], asked["block_table"], asked["max_query_len"]) == (1, 2, 5)
-    assert asked["seq_lens"] is described["seq_lens"] and asked["kv_cache_dtype"] == "auto"
+    assert (starts, table, asked["max_query_len"]) == (1, 2, 5) and slots is manager.page_slots
+    assert lengths is described["seq_lens"] and asked["kv_cache_dtype"] == "auto"

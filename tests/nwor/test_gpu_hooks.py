@@ -11,6 +11,7 @@ from nwor import ways
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import attention_gpu
+from nwor.vllm.context import LayerContext
 from nwor.ways import Way
 from tests.nwor.paged import Paged
 
@@ -31,11 +32,11 @@ class Layer:
         ours = ModuleType("nwor.attention.verify")
         self.masks: list[tuple] = []
 
-        def verify_attention(*arguments, **more):
-            self.calls.append(f"ours {more['page_slots'][0]:.0f}")
-            self.masks.append((more["alibi_slopes"], more["sinks"]))
+        def make(**fixed):
+            self.masks.append((fixed["alibi_slopes"], fixed["sinks"]))
+            return lambda *step: self.calls.append(f"ours {step[-1][0]:.0f}")
 
-        ours.verify_attention = verify_attention
+        ours.LayerAttention = make
         monkeypatch.setitem(sys.modules, "nwor.attention.verify", ours)
         manager = DraftCommitManager(
             CacheLayout.from_kv_caches(Paged().targets()), "stage" if mode == "logs" else mode, 4, WIDTH - 1, 64,
@@ -46,7 +47,7 @@ class Layer:
             (manager.way,) = [one for one in manager.ways if type(one) is way]
         if manager.page_slots is not None:
             manager.page_slots.fill_(7)
-        self.nwor = SimpleNamespace(manager=manager, index=0)
+        self.nwor = LayerContext(manager, 0)
         self._q_scale = self._k_scale = self._v_scale = None
         self.impl = SimpleNamespace(
             scale=1.0, logits_soft_cap=0.0, sliding_window=(-1, -1), kv_cache_dtype="auto",
@@ -114,6 +115,10 @@ def test_a_query_longer_than_a_window_stops_a_step_of_windows(mode, way, monkeyp
 
 
 def test_slopes_and_sinks_reach_the_kernel(monkeypatch):
+    """The layer's attention is made once, and anew where the layer is served anew."""
     layer = Layer(monkeypatch, "stage", ways.Staged, dummy=False)
-    layer.run(monkeypatch, WIDTH)
-    assert layer.masks == [("the slopes", "the sinks")]
+    for made in (1, 1, 2):
+        if made == 2:
+            layer.nwor = LayerContext(layer.nwor.manager, 0)
+        layer.run(monkeypatch, WIDTH)
+        assert layer.masks == made * [("the slopes", "the sinks")]
