@@ -16,7 +16,6 @@ its speed. All requests at once (`--rates inf`) are its load, with both.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -59,6 +58,7 @@ def run(
     """
     logs, data = directory / "logs", directory / f"{name}-requests.jsonl"
     results.write_text(data, "".join(json.dumps({"prompt": one["prompt"]}) + "\n" for one in prompts))
+    begin = time.monotonic()
     rows, requests, before = Rows(), list[pd.DataFrame](), dict[str, list[str]]()
     with ended({}) as servers:
         bench.say(f"starting {len(plan.modes)} servers: {', '.join(plan.modes)} (a minute or two); logs: {logs}")
@@ -66,14 +66,13 @@ def run(
             servers[mode] = Server.of(spec, mode, logs / f"{name}-{mode}.log")
         tokenizer = str(paths.PAIR_TARGET) if spec.load_format == FORMAT else spec.model
         client = Client(tokenizer, data, plan.answer, logs / f"{name}-client.log")
-        until = time.monotonic() + plan.patience
         for mode, server in servers.items():
-            server.wait(until - time.monotonic())
+            server.wait(begin + plan.patience - time.monotonic())
             server.proof(loaded=False)
             bench.say(f"{mode}: server up")
         for server in servers.values():
             client.ask(server, Load(max(load.at_once for load in plan.loads), math.inf, plan.warmup), warm=0)
-        for number, load in itertools.product(range(plan.orders), plan.loads):
+        for number, load in plan.passes(begin):
             texts, at = dict[str, list[str]](), {"load": load.name, "repeat": number, "requests": load.requests}
             for place, mode in enumerate(plan.in_order(number)):
                 report = client.ask(servers[mode], load)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class ServingPlan:
     shortest: tokens of the shortest prompt; lengths are drawn so that each doubling is as likely as the next.
     longest: tokens of the longest prompt.
     orders: passes over all loads, each with the modes in another order.
+    max_minutes: no pass but the first begins that would end later than this, by the longest so far; 0 for no limit.
     warmup: requests by which every server is warmed up before the first load.
     patience: seconds that servers may take to come up.
     """
@@ -72,6 +74,7 @@ class ServingPlan:
     shortest: int = 60
     longest: int = 1500
     orders: int = 3
+    max_minutes: float = 0.0
     warmup: int = 8
     patience: float = 600.0
 
@@ -86,7 +89,14 @@ class ServingPlan:
         for name in ("concurrency", "rates", "requests"):
             if not all(value > 0 for value in getattr(self, name)):
                 raise ValueError(f"{name} must be above 0, got {','.join(map(str, getattr(self, name)))}")
-        for name, least in (("answer", 2), ("shortest", 1), ("longest", self.shortest), ("orders", 1), ("warmup", 1)):
+        for name, least in (
+            ("answer", 2),
+            ("shortest", 1),
+            ("longest", self.shortest),
+            ("orders", 1),
+            ("warmup", 1),
+            ("max_minutes", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
@@ -100,6 +110,18 @@ class ServingPlan:
         shortest, *_, longest = lengths = sorted(one["tokens"] for one in prompts)
         middle = lengths[len(lengths) // 2]
         return f"prompts of {shortest} to {longest} tokens, median {middle}, answers of {self.answer}"
+
+    def passes(self, begin: float) -> Iterator[tuple[int, Load]]:
+        """Number and loads of each pass that `max_minutes` after `begin` (by `time.monotonic`) leave room for."""
+        longest = 0.0
+        for number in range(self.orders):
+            now = time.monotonic()
+            if number and 0 < 60 * self.max_minutes < now - begin + longest:
+                print(f"{self.max_minutes:g} minutes hold {number} of {self.orders} passes", file=sys.stderr)
+                return
+            for load in self.loads:
+                yield number, load
+            longest = max(longest, time.monotonic() - now)
 
     def in_order(self, number: int) -> tuple[str, ...]:
         """The modes in the order of a pass: ABCD, DCBA, BADC, CDAB, and again."""

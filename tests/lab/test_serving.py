@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -51,6 +52,14 @@ def test_loads_are_loops_first_and_orders_alternate():
     assert ["".join(mode[0] for mode in plan.in_order(number)) for number in range(5)] == [
         "oscd", "dcso", "sodc", "cdos", "oscd",
     ]  # fmt: skip
+
+
+def test_no_pass_begins_that_would_outlast_the_minutes(monkeypatch, capsys):
+    clock = iter([60.0, 160.0, 160.0, 270.0, 270.0])
+    monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    plan = ServingPlan(concurrency=(1,), orders=3, max_minutes=5)
+    assert [number for number, _ in plan.passes(begin=0.0)] == [0, 1], "two passes took 100 and 110 s, begun after 60"
+    assert "5 minutes hold 2 of 3 passes" in capsys.readouterr().err
 
 
 def test_prompts_are_of_the_lengths_asked_for_and_always_the_same():
