@@ -53,7 +53,7 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """What a summary says, a sentence a mode: where it is faster or slower in every pass, and at which parity."""
+    """What a summary says, a sentence a mode: how often it is faster or slower in every pass, and at which parity."""
     sentences = []
     off = table[table["mode"] == "off"].set_index("load")
     for mode in (mode for mode in table["mode"].unique() if mode != "off"):
@@ -62,18 +62,16 @@ def verdict(table: pd.DataFrame) -> str:
         if good.empty:
             sentences.append(f"{mode}: no parity with off under any load, so no speed is given.")
             continue
-        faster, slower = good[good["lowest"] > 1], good[good["highest"] < 1]
-        counts = {"faster": len(faster), "slower": len(slower), "level": len(good) - len(faster) - len(slower)}
-        loads = f"{len(good)} load{'s' * (len(good) > 1)}"
-        says = ", ".join(f"{word} in {count}" for word, count in counts.items() if count)
-        text = f"{mode}: {good['ratio'].min():.3f} to {good['ratio'].max():.3f} of off's tokens a second, of "
-        text += f"{loads} {says} (faster and slower: in every pass)"
+        faster, slower = (good["lowest"] > 1).sum(), (good["highest"] < 1).sum()
+        text = (
+            f"{mode}: {good['ratio'].min():.3f} to {good['ratio'].max():.3f} of off's tokens a second, in every pass "
+        )
+        text += f"faster under {faster} of {len(good)} load{'s' * (len(good) > 1)} and slower under {slower}"
         if len(good) < len(lines):
-            text += f"; no parity, and no speed, in {len(lines) - len(good)}"
+            text += f"; under {len(lines) - len(good)} no parity, and no speed"
         gap = (lines["acceptance"] - off["acceptance"]).abs().max()
-        text += f"; {lines['equal'].mean():.1%} of texts equal off's"
-        if off["equal"].notna().any():
-            text += f" where {off['equal'].mean():.1%} of off's equal its own"
+        own = f" where {off['equal'].mean():.1%} of off's equal its own" * bool(off["equal"].notna().any())
+        text += f"; {lines['equal'].mean():.1%} of texts equal off's{own}"
         text += f", acceptance differs by {gap:.3f} tokens a window at most (off's passes by {off['spread'].max():.3f})"
         sentences.append(text + ".")
     return "\n".join(sentences)
