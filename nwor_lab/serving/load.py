@@ -86,17 +86,13 @@ class ServingPlan:
             raise ValueError(f"modes must be different ones, off first, got {','.join(self.modes)}")
         if not self.requests or not self.concurrency + self.rates:
             raise ValueError("there is no load: give --concurrency or --rates, and --requests")
-        for name in ("concurrency", "rates", "requests"):
-            if not all(value > 0 for value in getattr(self, name)):
-                raise ValueError(f"{name} must be above 0, got {','.join(map(str, getattr(self, name)))}")
-        for name, least in (
-            ("answer", 2),
-            ("shortest", 1),
-            ("longest", self.shortest),
-            ("orders", 1),
-            ("warmup", 1),
-            ("max_minutes", 0),
-        ):
+        for name in ("concurrency", "rates"):
+            if min(values := getattr(self, name), default=1) <= 0 or len(set(values)) < len(values):
+                raise ValueError(f"{name} must be different values, above 0, got {','.join(map(str, values))}")
+        if min(self.requests) < 1:
+            raise ValueError(f"requests must be at least 1, got {min(self.requests)}")
+        at_least = {"answer": 2, "shortest": 1, "longest": self.shortest, "orders": 1, "warmup": 1, "max_minutes": 0}
+        for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
@@ -107,9 +103,9 @@ class ServingPlan:
         return [Load(n, 0.0 if n else rate, number) for (n, rate), number in zip(kinds, numbers, strict=False)]
 
     def describe(self, prompts: Sequence[Mapping[str, Any]]) -> str:
-        shortest, *_, longest = lengths = sorted(one["tokens"] for one in prompts)
+        lengths = sorted(one["tokens"] for one in prompts)
         middle = lengths[len(lengths) // 2]
-        return f"prompts of {shortest} to {longest} tokens, median {middle}, answers of {self.answer}"
+        return f"prompts of {lengths[0]} to {lengths[-1]} tokens, median {middle}, answers of {self.answer}"
 
     def passes(self, begin: float) -> Iterator[tuple[int, Load]]:
         """Number and loads of each pass that `max_minutes` after `begin` (by `time.monotonic`) leave room for."""

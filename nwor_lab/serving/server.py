@@ -99,12 +99,14 @@ class Server:
 
     def wait(self, seconds: float) -> None:
         """Return once it answers `/health`; raise `ServingError` if it dies, or does not within `seconds`."""
-        until, up = time.monotonic() + seconds, False
-        while not up:
-            self.check(f"to start within {seconds:.0f} s", failed=time.monotonic() > until)
+        until = time.monotonic() + seconds
+        while True:
+            late = time.monotonic() > until
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                up = answer.status == 200
-            time.sleep(0.5 * (not up))
+                if answer.status == 200:
+                    return
+            self.check("to start in time" if late else "while it started", failed=late)
+            time.sleep(0.5)
 
     def proof(self, loaded: bool) -> dict[str, float]:
         """Proof of treatment: the layers served by the mode's line in the log, and ``vllm:nwor_*`` of `/metrics`.

@@ -222,12 +222,12 @@ def test_a_dead_server_is_one_message_with_the_end_of_its_log(tmp_path):
         servers["cow"] = fake(tmp_path, "cow", code)
         servers["cow"].wait(20)
     said = str(died.value).splitlines()
-    assert said[0].startswith("the server of cow died with exit code 1 to start") and "cow.log" in said[0]
+    assert said[0].startswith("the server of cow died with exit code 1 while it started") and "cow.log" in said[0]
     assert said[-1] == "no such model" and "line 39" in said and "line 20" not in said
 
 
 def test_a_server_that_does_not_come_up_is_not_waited_for_without_end(tmp_path):
-    with ended({}) as servers, pytest.raises(ServingError, match="stage failed to start within 1 s"):
+    with ended({}) as servers, pytest.raises(ServingError, match="stage failed to start in time"):
         servers["stage"] = fake(tmp_path, code="import time; time.sleep(60)")
         servers["stage"].wait(1)
 
@@ -278,7 +278,8 @@ def test_off_never_loads_the_plugin_and_modes_do(monkeypatch):
         (["--modes", "stage,off"], "modes must be different ones, off first, got stage,off"),
         (["--modes", "off,stag"], "'stag' is not a mode"),
         (["--concurrency", ""], "there is no load"),
-        (["--rates", "-1"], "rates must be above 0, got -1.0"),
+        (["--concurrency", "4,4"], "concurrency must be different values, above 0, got 4,4"),
+        (["--rates", "-1"], "rates must be different values, above 0, got -1.0"),
         (["--longest", "2000"], "max_model_len 2048 leaves room for 1920 tokens of a prompt: raise it"),
         (["--concurrency", "65"], "a server that runs 64 requests at once is asked 65: raise --batch"),
         (["--model", "no/such/model"], "no/such/model cannot be read"),
