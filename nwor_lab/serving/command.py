@@ -117,8 +117,9 @@ def main(argv: list[str] | None = None) -> int:
     table = summary(frame)
     results.write_table(f"{path.with_suffix('')}-requests.parquet", requests)
     results.write_table(f"{path.with_suffix('')}-summary.csv", table)
+    results.write_text(f"{path.with_suffix('')}-verdict.txt", verdict(table) + "\n")
     print(table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3f}"))
-    print(f"{verdict(table)}\nwritten: {path}, .json, and beside it the requests and this table")
+    print(f"{verdict(table)}\nwritten: {path}, .json, and beside it the requests, this table and the verdict")
     return 0
 
 
