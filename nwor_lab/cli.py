@@ -15,6 +15,7 @@ COMMANDS = {
         "run the notebooks, once or over a grid of parameters, and report their claims",
     ),
     "bench": ("nwor_lab.experiments.bench", "run one engine configuration and write its results"),
+    "serving": ("nwor_lab.serving.command", "load servers of several modes by vLLM's own client, requests arriving"),
     "audit": ("nwor_lab.experiments.audit", "prove that no uncommitted byte is left in the cache"),
     "soak": ("nwor_lab.soak.command", "serve random traffic, every step audited and every text beside vanilla's"),
     "acceptance": ("nwor_lab.experiments.acceptance", "count accepted drafts at many draft lengths"),

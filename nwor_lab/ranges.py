@@ -21,6 +21,7 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("num_prompts", "max_tokens", "cases", "repeats", "02_kernel_correctness.block_size"), 1),
     **dict.fromkeys(("rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context", "contexts"), 0),
     **dict.fromkeys(("temperatures", "acceptance", "launch_us"), 0),
+    **dict.fromkeys(("serving_concurrency", "serving_requests"), 1),
     "copy_tb_s": 0.001,
 }
 AT_MOST: dict[str, float] = {

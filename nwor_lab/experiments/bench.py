@@ -335,11 +335,11 @@ def write_results(
     directory: Path,
     given: Mapping[str, Any],
     spec: EngineSpec,
-    plan: Plan,
+    plan: Any,
     rows: Rows,
     report: Mapping[str, Any],
 ) -> tuple[pd.DataFrame, Path]:
-    """Write a run's table and, beside it, its report; returns the table and its path."""
+    """Write a run's table and, beside it, its report; returns the table and its path. `plan` is a dataclass."""
     named = given["shape"] or (given["model"] if given["model"].startswith(PAIR_AT) else "")
     model = named or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
     common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch, "seed": spec.seed}
@@ -347,7 +347,7 @@ def write_results(
     if shape := shapes.SHAPES.get(given["shape"]):
         common["kv_heads"] = shape["num_key_value_heads"]
     frame = results.tidy(rows, **common)
-    if shape:
+    if shape and "prompt" in frame:
         frame = held_out.mark_steps(frame, shape["num_attention_heads"], shape["head_dim"])
     path = results.write_table(directory / f"{given['name']}.parquet", frame)
     made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(dict(given))}

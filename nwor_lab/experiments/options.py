@@ -20,13 +20,18 @@ from nwor_lab.experiments.plan import Plan
 
 T = TypeVar("T")
 OPTIONS = {"modes": "--mode", "ks": "--k", "temperatures": "--temperature"}
-"""Options that are not named as their field is."""
+"""Options that are not named as their field of `Plan` is."""
 DEFAULTS = {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE), "dtype": ""}
 """Defaults that are not those of their field."""
 
 
-def parser(command: str, description: str, fixed: Sequence[str] = (), **defaults: Any) -> argparse.ArgumentParser:
-    """The parser of a command; `defaults` win over those of the fields, and fields named in `fixed` are no options."""
+def parser(
+    command: str, description: str, fixed: Sequence[str] = (), plan: type = Plan, **defaults: Any
+) -> argparse.ArgumentParser:
+    """The parser of a command with the fields of `EngineSpec` and of the dataclass `plan` as options.
+
+    `defaults` win over those of the fields, and fields named in `fixed` are no options.
+    """
     made = argparse.ArgumentParser(
         prog=f"nwor {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,12 +41,13 @@ def parser(command: str, description: str, fixed: Sequence[str] = (), **defaults
     name = defaults.get("name", command)
     made.add_argument("--name", default=name, help="name of the table and report (default: %(default)s)")
     defaults = {**DEFAULTS, **defaults}
-    hints = {**get_type_hints(EngineSpec), **get_type_hints(Plan)}
-    sentences = {**_sentences(EngineSpec), **_sentences(Plan)}
-    for field in (*fields(EngineSpec), *fields(Plan)):
-        if field.name == "k":  # the plan has a list of them
+    hints = {**get_type_hints(EngineSpec), **get_type_hints(plan)}
+    sentences = {**_sentences(EngineSpec), **_sentences(plan)}
+    for field in (*fields(EngineSpec), *fields(plan)):
+        if field.name == "k" and plan is Plan:  # which has a list of them
             continue
-        option = OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
+        option = "--" + field.name.replace("_", "-")
+        option = OPTIONS.get(field.name, option) if plan is Plan else option
         default, hint = defaults.get(field.name, field.default), hints[field.name]
         if field.name in fixed:
             made.set_defaults(**{field.name: default})
@@ -80,26 +86,13 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
     """
-    import torch
-
-    given = vars(arguments) | {"dtype": machine.model_dtype(arguments.dtype)}
-    if refused := machine.refuse_cache(given["kv_cache_dtype"]):
-        raise ValueError(f"--kv-cache-dtype {given['kv_cache_dtype']}: {refused}")
-    if not machine.on_cpu() and given["tp"] > (gpus := torch.cuda.device_count()):
-        raise ValueError(f"--tp {given['tp']}: there {'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)} here")
-    if given["profile"] and machine.on_cpu():
+    if arguments.profile and machine.on_cpu():
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
-    if given["shape"]:
-        shapes.find_shape(given["shape"])
-        if not given["random_prompts"]:
+    if arguments.shape:
+        shapes.find_shape(arguments.shape)
+        if not arguments.random_prompts:
             raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
-        folder = paths.RESULTS / "shapes" / f"{given['max_model_len']}"  # of its own: others may start beside it
-        target, head = shapes.write_shape(given["shape"], folder, given["max_model_len"])
-        given |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
-    elif given["model"].startswith(PAIR_AT):
-        folder = paths.RESULTS / "shapes" / f"{given['model']}-{given['dtype']}"
-        target, head = write_widened(given["model"], folder, given["dtype"])
-        given |= {"model": str(target), "draft": str(head)}
+    given = with_model(vars(arguments))
     if given["count"]:
         given |= {"modes": ("off",), "audit": False}
     usual = tolerance(given["dtype"], given["kv_cache_dtype"], given["load_format"] == FORMAT, not machine.on_cpu())
@@ -115,6 +108,30 @@ def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[
     if not prompts:
         raise ValueError("there are no prompts: give --num-prompts, or a file of --prompts that has some")
     return spec, replace(plan, num_prompts=plan.num_prompts or len(prompts)), prompts
+
+
+def with_model(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with this machine's dtype where none is given, and folders for a shape, or the pair at one, written now.
+
+    Raises:
+        ValueError, OSError: this machine has no such cache or not as many GPUs, or the shape cannot be written.
+    """
+    import torch
+
+    made = dict(given) | {"dtype": machine.model_dtype(given["dtype"])}
+    if refused := machine.refuse_cache(made["kv_cache_dtype"]):
+        raise ValueError(f"--kv-cache-dtype {made['kv_cache_dtype']}: {refused}")
+    if not machine.on_cpu() and made["tp"] > (gpus := torch.cuda.device_count()):
+        raise ValueError(f"--tp {made['tp']}: there {'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)} here")
+    if made["shape"]:
+        folder = paths.RESULTS / "shapes" / f"{made['max_model_len']}"  # of its own: others may start beside it
+        target, head = shapes.write_shape(made["shape"], folder, made["max_model_len"])
+        made |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
+    elif made["model"].startswith(PAIR_AT):
+        folder = paths.RESULTS / "shapes" / f"{made['model']}-{made['dtype']}"
+        target, head = write_widened(made["model"], folder, made["dtype"])
+        made |= {"model": str(target), "draft": str(head)}
+    return made
 
 
 def from_options(kind: type[T], given: Mapping[str, Any]) -> T:

@@ -24,6 +24,7 @@ BOOKS = {path.stem: path for path in reproduce.notebooks()}
         ("04_tp2_end_to_end", "k", "0"),
         ("04_tp2_end_to_end", "repeats", "-1"),
         ("04_tp2_end_to_end", "dtype", "int8"),
+        ("04_tp2_end_to_end", "serving_concurrency", "0"),
         ("05_cache_audit", "model", "/nowhere"),
         ("05_cache_audit", "kv_cache_dtype", "fp4"),
         ("00_tour", "k", "5"),

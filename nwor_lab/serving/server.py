@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own server, one a mode, in a process group of its own that ends with the run.
+
+All servers of a run are up at once and one of them is loaded: an idle one waits without a busy loop (measured on a
+CPU: no second of processor time in 15).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nwor.settings import CLEAN, Settings
+from nwor_lab import paths
+from nwor_lab.engines.spec import EngineSpec
+
+SERVED = "nwor"
+"""Name by which every server serves its model."""
+GRACE = 15.0
+"""Seconds that a server has to end by itself."""
+
+
+class ServingError(RuntimeError):
+    """A server died, does not serve its mode, or a request failed; the message says which."""
+
+
+def words(spec: EngineSpec) -> list[str]:
+    """The options of vLLM's command line that `EngineSpec.llm_arguments` stand for."""
+    arguments = spec.llm_arguments()
+    if arguments.pop("skip_tokenizer_init"):  # random weights of a shape are served with the pair's tokenizer
+        arguments["tokenizer"] = str(paths.PAIR_TARGET)
+    del arguments["disable_log_stats"]  # a server keeps them
+    made: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            made.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            made += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return made
+
+
+def environment(spec: EngineSpec, mode: str) -> dict[str, str]:
+    """Environment of a server. In mode ``off`` vLLM never loads NWOR's plugin, so nothing of it is patched."""
+    if mode == "off":
+        spec = replace(spec, plugins="nwor_lab")
+    made = {**os.environ, **spec.environ(), **Settings(mode=mode).environ()}
+    del made["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine is a process of its own
+    return made | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stdout"}
+
+
+class Server:
+    """vLLM's server of one mode, started at once.
+
+    Attributes:
+        mode: of ``off``, ``cow``, ``direct`` and ``stage``.
+        url: where it answers, on this machine alone.
+        log: file of what it prints.
+    """
+
+    def __init__(self, mode: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.mode, self.log, self.url = mode, log, f"http://127.0.0.1:{port}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "w") as out:
+            self._process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @classmethod
+    def of(cls, spec: EngineSpec, mode: str, log: Path) -> Server:
+        """The server of a mode, by the entry point that every build has: `vllm serve` asks for vLLM's own name."""
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words(spec)]
+        command += ["--served-model-name", SERVED, "--disable-uvicorn-access-log"]
+        return cls(mode, command, environment(spec, mode), log)
+
+    def check(self, doing: str, failed: bool = False) -> None:
+        """Raise `ServingError`, with the end of the log, if the server died, or if `failed` is true all the same."""
+        code = self._process.poll()
+        if failed or code is not None:
+            what = "failed" if code is None else f"died with exit code {code}"
+            end = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
+            raise ServingError(f"the server of {self.mode} {what} {doing}; the end of its log {self.log}:\n{end}")
+
+    def wait(self, seconds: float) -> None:
+        """Return once it answers `/health`; raise `ServingError` if it dies, or does not within `seconds`."""
+        until = time.monotonic() + seconds
+        while True:
+            late = time.monotonic() > until
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            self.check("to start in time" if late else "while it started", failed=late)
+            time.sleep(0.5)
+
+    def proof(self, loaded: bool) -> dict[str, float]:
+        """Proof of treatment: the layers served by the mode's line in the log, and ``vllm:nwor_*`` of `/metrics`.
+
+        Args:
+            loaded: it has had requests, so that a mode that holds drafts must have counted windows.
+
+        Raises:
+            ServingError: the mode is not active, or counts differ from vLLM's; for `off`, NWOR is there.
+        """
+        self.check("before its counters were read")
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            counters = read_counters(answer.read().decode())
+        said = re.findall(r"NWOR mode .*", self.log.read_text(errors="replace"))
+        served = [int(n) for line in said for n in re.findall(rf"mode {self.mode} serves (\d+) layers", line)]
+        wrong = ""
+        if self.mode == "off":
+            wrong = "vLLM is patched" if said or counters else ""
+        elif not served:
+            wrong = f"the mode is not active: {'; '.join(said) or 'no word of it in the log'}"
+        elif loaded and self.mode in CLEAN and not counters.get("windows_total"):
+            wrong = "no window was opened"
+        elif counters.get("scheduler_mismatches_total"):
+            wrong = "commits differ from what the scheduler accepted"
+        if wrong:
+            raise ServingError(f"nothing may be measured as {self.mode}: {wrong}; its server's log: {self.log}")
+        return {"layers": min(served, default=0), "ranks": len(served), **counters}
+
+    def ask_to_end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        """End it, with all processes that it started."""
+        self.ask_to_end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE)
+        with contextlib.suppress(ProcessLookupError):  # an engine that outlives its server
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def read_counters(text: str) -> dict[str, float]:
+    """Values of ``vllm:nwor_*`` in the text of `/metrics`, whichever there are, without the prefix."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^vllm:nwor_(\w+)(?:{.*})? (\S+)$", text, re.MULTILINE):
+        if not name.endswith("_created"):
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+@contextlib.contextmanager
+def ended(servers: dict[str, Server]) -> Iterator[dict[str, Server]]:
+    """End all servers that are there by then, whatever happens in the block; SIGTERM ends the block as Ctrl-C does."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop), signal.getsignal(signal.SIGINT)
+    try:
+        yield servers
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # another Ctrl-C must not leave one behind
+        for server in servers.values():
+            server.ask_to_end()
+        for server in servers.values():
+            server.close()
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])

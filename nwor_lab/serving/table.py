@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a serving run: each mode beside vLLM never patched, in the same pass over the loads."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+NOISE = 0.02
+"""Share by which acceptance may differ where vLLM's own passes differ by less: some hundred windows say no more."""
+AT_A_RATE = " a second"
+"""End of a load's name whose requests come at a rate."""
+RATIOS = {"itl": "median_itl_ms", "itl_p99": "p99_itl_ms", "ttft": "median_ttft_ms", "ttft_p99": "p99_ttft_ms"}
+
+
+def summary(frame: pd.DataFrame) -> pd.DataFrame:
+    """One line a load and mode of the tidy rows of a run.
+
+    `tokens_per_s`: output tokens a second, median of the passes. `ratio`: that over off's of the same pass, median,
+    with the `lowest` and `highest` of the passes. Where requests come at a rate, which sets how many tokens a second
+    there are, the ratio is of an answer's own tokens a second, by the median time a token (TPOT). `itl`, `itl_p99`,
+    `ttft`, `ttft_p99`: ratios of the median and 99th percentile of the time between an answer's chunks (a chunk has the
+    tokens of a step), and to its first. `equal`: share of requests with off's text of the same pass; for off with its
+    own of the pass before, which is the noise. `acceptance`: tokens a window, median; `spread`: highest less lowest of
+    the passes. `parity`: texts are equal as often as off's own, or acceptance differs from off's by no more than its
+    spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write served.
+    """
+    wide = frame.pivot_table(index=["load", "repeat"], columns=["metric", "mode"], values="value", sort=False)
+    lines = []
+    for load in frame["load"].dropna().unique():
+        passes = wide.loc[load]
+        modes = [mode for mode in frame["mode"].unique() if ("tokens_per_s", mode) in passes]
+        acceptance, equal = passes["acceptance_length"], passes.get("equal")
+        off = acceptance["off"]
+        speed = 1e3 / passes["median_tpot_ms"] if load.endswith(AT_A_RATE) else passes["tokens_per_s"]
+        allowed = max(off.max() - off.min(), NOISE * off.median())
+        for mode in modes:
+            ratio = speed[mode] / speed["off"]
+            alike = equal[mode].median() if equal is not None and mode in equal else math.nan
+            own = equal["off"].median() if equal is not None and "off" in equal else 1.0
+            good = bool(alike >= own or abs(acceptance[mode].median() - off.median()) <= allowed) or mode == "off"
+            line = {"load": load, "mode": mode, "tokens_per_s": passes["tokens_per_s"][mode].median()}
+            line |= {"ratio": ratio.median(), "lowest": ratio.min(), "highest": ratio.max()}
+            line |= {name: (passes[of][mode] / passes[of]["off"]).median() for name, of in RATIOS.items()}
+            line = {name: value if good or isinstance(value, str) else math.nan for name, value in line.items()}
+            line |= {"equal": alike, "acceptance": acceptance[mode].median()}
+            line |= {"spread": acceptance[mode].max() - acceptance[mode].min(), "parity": good}
+            lines.append(line)
+    table = pd.DataFrame(lines)
+    counted = frame[frame["metric"] == "nwor.fallbacks_total"].set_index("mode")["value"]
+    return table.assign(fallbacks=table["mode"].map(counted).fillna(0).astype(int))
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """What a summary says, a sentence a mode: how often it is faster or slower in every pass, and at which parity."""
+    sentences = []
+    off = table[table["mode"] == "off"].set_index("load")
+    for mode in (mode for mode in table["mode"].unique() if mode != "off"):
+        lines = table[table["mode"] == mode].set_index("load")
+        good = lines[lines["parity"]]
+        if good.empty:
+            sentences.append(f"{mode}: no parity with off under any load, so no speed is given.")
+            continue
+        faster, slower = (good["lowest"] > 1).sum(), (good["highest"] < 1).sum()
+        text = (
+            f"{mode}: {good['ratio'].min():.3f} to {good['ratio'].max():.3f} of off's tokens a second, in every pass "
+        )
+        text += f"faster under {faster} of {len(good)} load{'s' * (len(good) > 1)} and slower under {slower}"
+        if len(good) < len(lines):
+            text += f"; under {len(lines) - len(good)} no parity, and no speed"
+        gap = (lines["acceptance"] - off["acceptance"]).abs().max()
+        own = f" where {off['equal'].mean():.1%} of off's equal its own" * bool(off["equal"].notna().any())
+        text += f"; {lines['equal'].mean():.1%} of texts equal off's{own}"
+        text += f", acceptance differs by {gap:.3f} tokens a window at most (off's passes by {off['spread'].max():.3f})"
+        sentences.append(text + ".")
+    return "\n".join(sentences)

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes under vLLM's own server and client: requests, what is made of a report, and how a run ends that fails."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from nwor_lab import cli, pair, paths
+from nwor_lab.engines.engine import EngineSpec
+from nwor_lab.serving import command, load, server
+from nwor_lab.serving.load import Load, ServingPlan
+from nwor_lab.serving.server import Server, ServingError, ended
+from nwor_lab.serving.table import summary, verdict
+
+PLAN = ServingPlan(concurrency=(1, 4), rates=(2.0, math.inf), requests=(5, 6, 20))
+REPORT = {
+    **dict.fromkeys(load.COLUMNS, 2.0),
+    "completed": 2, "failed": 0, "errors": ["", ""], "output_lens": [8, 8], "output_throughput": 40.0,
+}  # fmt: skip
+FAKE = """
+import http.server, sys
+print("INFO NWOR mode stage serves 5 layers, for 8 requests", flush=True)
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'vllm:nwor_windows_total{engine="0",model_name="nwor"} 3.0\\n')
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Answer).serve_forever()
+"""
+
+
+def fake(tmp_path, mode="stage", code=FAKE) -> Server:
+    return Server(mode, [sys.executable, "-c", code], os.environ, tmp_path / "logs" / f"{mode}.log")
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_loads_are_loops_first_and_orders_alternate():
+    assert PLAN.loads == [Load(1, 0, 5), Load(4, 0, 6), Load(0, 2.0, 20), Load(0, math.inf, 20)]
+    assert [one.name for one in PLAN.loads] == ["1 at once", "4 at once", "2 a second", "all at once"]
+    plan = ServingPlan(modes=("off", "stage", "cow", "direct"))
+    assert ["".join(mode[0] for mode in plan.in_order(number)) for number in range(5)] == [
+        "oscd", "dcso", "sodc", "cdos", "oscd",
+    ]  # fmt: skip
+
+
+def test_no_pass_begins_that_would_outlast_the_minutes(monkeypatch, capsys):
+    clock = iter([60.0, 160.0, 160.0, 270.0, 270.0])
+    monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    plan = ServingPlan(concurrency=(1,), orders=3, max_minutes=5)
+    assert [number for number, _ in plan.passes(begin=0.0)] == [0, 1], "two passes took 100 and 110 s, begun after 60"
+    assert "5 minutes hold 2 of 3 passes" in capsys.readouterr().err
+
+
+def test_prompts_are_of_the_lengths_asked_for_and_always_the_same():
+    from transformers import AutoTokenizer
+
+    tokenizer, texts = AutoTokenizer.from_pretrained(paths.PAIR_TARGET), pair.load_prompts()
+    plan = ServingPlan(requests=(100,))
+    prompts = load.draw_prompts(texts, tokenizer, plan)
+    assert prompts == load.draw_prompts(texts, tokenizer, plan) and len(prompts) == 100
+    assert all(one["tokens"] == len(tokenizer.encode(one["prompt"])) for one in prompts)
+    lengths = sorted(one["tokens"] for one in prompts)
+    assert 60 <= lengths[0] < 80 and 1100 < lengths[-1] <= 1500 and 200 < lengths[50] < 450
+    assert all(one["prompt"].endswith(texts[i % len(texts)][-30:]) for i, one in enumerate(prompts))
+    few = load.draw_prompts(texts, tokenizer, ServingPlan(requests=(10,)))
+    assert few == prompts[:10], "a larger load begins with the smaller one's requests"
+    with pytest.raises(ValueError, match="no prompts"):
+        load.draw_prompts([], tokenizer, plan)
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_becomes_tidy_rows():
+    rows = load.read_report(REPORT, Load(2, 0, 2), "stage", 8)
+    assert {"metric": "tokens_per_s", "value": 40.0, "unit": "tokens/s"} in rows
+    assert {"median_itl_ms", "p99_ttft_ms", "mean_tpot_ms", "acceptance_length"} <= {row["metric"] for row in rows}
+    assert len(rows) == len(load.COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"completed": 1, "failed": 1, "errors": ["", "Traceback\nClientOSError: reset\n"]}, "1 of 2.*failed: Client"),
+        ({"output_lens": [8, 7]}, r"answers of \[7, 8\] tokens, not 8"),
+        ({"spec_decode_num_drafts": 0}, "verified no draft"),
+    ],
+)  # fmt: skip
+def test_a_request_that_failed_is_an_error(change, says):
+    with pytest.raises(ServingError, match=f"stage, 2 at once: .*{says}"):
+        load.read_report(REPORT | change, Load(2, 0, 2), "stage", 8)
+
+
+def test_equal_texts_are_those_of_the_same_pass_and_offs_are_its_noise():
+    texts = {"stage": ["a", "b", "x", "d"], "off": ["a", "b", "c", "d"]}
+    share = {row["mode"]: row["value"] for row in load.equal_rows(texts, ["a", "y", "y", "d"])}
+    assert share == {"stage": 0.75, "off": 0.5}
+    assert [row["mode"] for row in load.equal_rows(texts, None)] == ["stage"]
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(speed: dict, acceptance: dict, equal: dict, load: str = "4 at once", tpot: dict | None = None):
+    metrics = {"median_tpot_ms": tpot or speed, "tokens_per_s": speed, "acceptance_length": acceptance, "equal": equal}
+    metrics |= dict.fromkeys(("median_itl_ms", "p99_itl_ms", "median_ttft_ms", "p99_ttft_ms"), speed)
+    return pd.DataFrame(
+        [
+            {"load": load, "mode": mode, "repeat": number, "metric": metric, "value": value}
+            for metric, by_mode in metrics.items()
+            for mode, values in by_mode.items()
+            for number, value in enumerate(values)
+        ]
+        + [{"mode": "stage", "metric": "nwor.fallbacks_total", "value": 7.0}]
+    )
+
+
+def test_a_ratio_is_of_the_same_pass():
+    """The machine is twice as fast in the last pass: medians over passes would hide that `stage` is ahead in each."""
+    speed = {"off": [100.0, 100.0, 200.0], "stage": [110.0, 104.0, 206.0]}
+    alike = {"off": [3.0, 3.1, 3.0], "stage": [3.05, 3.0, 3.05]}
+    table = summary(rows_of(speed, alike, {"stage": [1.0, 0.9, 0.8], "off": [0.9, 0.9]})).set_index("mode")
+    assert table.loc["stage", ["ratio", "lowest", "highest"]].to_list() == pytest.approx([1.04, 1.03, 1.1])
+    assert table.loc["off", ["ratio", "tokens_per_s"]].to_list() == [1, 100]
+    assert table.loc["stage", ["itl", "equal", "acceptance"]].to_list() == pytest.approx([1.04, 0.9, 3.05])
+    assert table["parity"].all() and table["fallbacks"].to_dict() == {"off": 0, "stage": 7}
+    said = verdict(table.reset_index())
+    assert said.startswith("stage: 1.040 to 1.040 of off's tokens a second, in every pass faster under 1 of 1 load and")
+    assert "90.0% of texts equal off's where 90.0% of off's equal its own" in said
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"), [(99.0, "faster under 0 of 1 load and slower under 1"), (100.0, "slower under 0")]
+)
+def test_slower_and_level_are_said_so(stage, says):
+    frame = rows_of({"off": [100.0] * 2, "stage": [stage, 99.0]}, {"off": [3.0] * 2, "stage": [3.0] * 2}, {})
+    assert says in verdict(summary(frame))
+
+
+def test_where_requests_come_at_a_rate_the_time_a_token_tells():
+    """As many tokens come in a second as are asked for, however slow a mode is."""
+    same = {"off": [50.0] * 2, "stage": [50.0] * 2}
+    frame = rows_of(same, same, {}, "8 a second", tpot={"off": [10.0] * 2, "stage": [12.5] * 2})
+    table = summary(frame).set_index("mode")
+    assert table.loc["stage", ["tokens_per_s", "ratio", "highest"]].to_list() == [50, 0.8, 0.8]
+
+
+def test_without_parity_there_is_no_speed():
+    """Acceptance differs by more than vanilla's passes do, and fewer texts are equal: something else was served."""
+    acceptance = {"off": [3.0, 3.02], "stage": [2.7, 2.71]}
+    frame = rows_of({"off": [100.0] * 2, "stage": [150.0] * 2}, acceptance, {"stage": [0.2, 0.3], "off": [0.9]})
+    table = summary(frame).set_index("mode")
+    assert not table.loc["stage", "parity"] and table.loc["stage", ["tokens_per_s", "ratio", "ttft"]].isna().all()
+    assert verdict(table.reset_index()) == "stage: no parity with off under any load, so no speed is given."
+
+
+SERVES = "NWOR mode cow serves 5 layers"
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_proven_by_its_log_and_its_counters(tmp_path):
+    with ended({}) as servers:
+        servers["stage"] = fake(tmp_path)
+        servers["stage"].wait(20)
+        assert servers["stage"].proof(loaded=True) == {"layers": 5, "ranks": 1, "windows_total": 3.0}
+        for mode, says in (("off", "vLLM is patched"), ("cow", "not active: NWOR mode stage serves 5")):
+            servers["stage"].mode = mode
+            with pytest.raises(ServingError, match=f"nothing may be measured as {mode}: .*{says}"):
+                servers["stage"].proof(loaded=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "log", "counters", "loaded", "says"),
+    [
+        ("stage", "NWOR mode stage: MLA; vLLM's own cache write serves this model", {}, False, "not active: .*MLA"),
+        ("stage", "", {}, False, "no word of it"),
+        ("cow", SERVES, {"windows_total": 0.0}, True, "no window"),
+        ("cow", SERVES, {"windows_total": 1.0, "scheduler_mismatches_total": 1.0}, True, "differ"),
+        ("cow", SERVES, {"windows_total": 0.0}, False, ""),
+        ("direct", SERVES.replace("cow", "direct"), {"windows_total": 0.0}, True, ""),
+        ("off", "", {}, True, ""),
+    ],
+)
+def test_a_mode_that_is_not_active_stops_the_run(mode, log, counters, loaded, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "read_counters", lambda text: counters)
+    with ended({}) as servers:
+        servers[mode] = fake(tmp_path, mode, FAKE.replace("INFO NWOR mode stage serves 5 layers, for 8 requests", log))
+        servers[mode].wait(20)
+        if says:
+            with pytest.raises(ServingError, match=says):
+                servers[mode].proof(loaded)
+        else:
+            assert servers[mode].proof(loaded)["layers"] == 5 * (mode != "off")
+
+
+def test_counters_are_whichever_there_are():
+    text = """
+vllm:nwor_logged_steps_total{engine="0",model_name="nwor"} 2.0
+vllm:nwor_logged_steps_total{engine="1",model_name="nwor"} 3.0
+vllm:nwor_windows_created{engine="0",model_name="nwor"} 1.7e9
+vllm:prompt_tokens_total{engine="0",model_name="nwor"} 5.0
+vllm:nwor_bytes_avoided -4.0
+"""
+    assert server.read_counters(text) == {"logged_steps_total": 5.0, "bytes_avoided": -4.0}
+
+
+def test_a_dead_server_is_one_message_with_the_end_of_its_log(tmp_path):
+    code = "import sys\nfor i in range(40): print('line', i)\nsys.exit('no such model')"
+    with ended({}) as servers, pytest.raises(ServingError) as died:
+        servers["cow"] = fake(tmp_path, "cow", code)
+        servers["cow"].wait(20)
+    said = str(died.value).splitlines()
+    assert said[0].startswith("the server of cow died with exit code 1 while it started") and "cow.log" in said[0]
+    assert said[-1] == "no such model" and "line 39" in said and "line 20" not in said
+
+
+def test_a_server_that_does_not_come_up_is_not_waited_for_without_end(tmp_path):
+    with ended({}) as servers, pytest.raises(ServingError, match="stage failed to start in time"):
+        servers["stage"] = fake(tmp_path, code="import time; time.sleep(60)")
+        servers["stage"].wait(1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_servers_end_with_the_run_and_all_that_they_started(number, tmp_path):
+    child = f"import subprocess; subprocess.Popen(['sleep', '300'])\n{FAKE}"
+    run = (
+        "import sys, time; sys.path[:0] = [sys.argv[1]]\n"
+        "from pathlib import Path; from test_serving import fake, ended\n"
+        "with ended({}) as servers:\n"
+        "    servers['stage'] = fake(Path(sys.argv[2]), code=sys.argv[3]); servers['stage'].wait(20)\n"
+        "    print(servers['stage']._process.pid, flush=True); time.sleep(60)\n"
+    )
+    words = [sys.executable, "-c", run, str(paths.ROOT / "tests" / "lab"), str(tmp_path), child]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL, cwd=paths.ROOT) as one:
+        group = int(one.stdout.readline())
+        assert len(members(group)) == 2
+        one.send_signal(number)
+        one.wait(30)
+    time.sleep(0.2)
+    assert members(group) == []
+
+
+def members(group: int) -> list[str]:
+    listed = subprocess.run(
+        ["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [line for line in listed if line.split()[0] == str(group) and not line.split()[1].startswith("Z")]
+
+
+def test_off_never_loads_the_plugin_and_modes_do(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "stage")
+    spec = EngineSpec("target", "head", k=3)
+    off, stage = (server.environment(spec, mode) for mode in ("off", "stage"))
+    assert (off["VLLM_PLUGINS"], off["VLLM_NWOR_MODE"]) == ("nwor_lab", "off")
+    assert "VLLM_PLUGINS" not in stage and stage["VLLM_NWOR_MODE"] == "stage"
+    words = server.words(spec)
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
+        "method": "eagle", "num_speculative_tokens": 3, "model": "head",
+    }  # fmt: skip
+    assert {"--enforce-eager", "--no-enable-prefix-caching"} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--modes", "stage,off"], "modes must be different ones, off first, got stage,off"),
+        (["--modes", "off,stag"], "'stag' is not a mode"),
+        (["--concurrency", ""], "there is no load"),
+        (["--concurrency", "4,4"], "concurrency must be different values, above 0, got 4,4"),
+        (["--rates", "-1"], "rates must be different values, above 0, got -1.0"),
+        (["--longest", "2000"], "max_model_len 2048 leaves room for 1920 tokens of a prompt: raise it"),
+        (["--concurrency", "65"], "a server that runs 64 requests at once is asked 65: raise --batch"),
+        (["--model", "no/such/model"], "no/such/model cannot be read"),
+        (["--shape", "tiny"], "shape tiny has 512 words, the pair's tokenizer 4096"),
+    ],
+)
+def test_wrong_input_is_one_line_before_a_server_starts(words, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "run", None)
+    assert cli.main(["serving", "--run-dir", str(tmp_path / "run"), *words]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("nwor serving: ") and says in printed and printed.count("\n") == 1
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_off_and_stage_under_vllms_own_client(tmp_path, capsys):
+    words = ["--modes", "off,stage", "--concurrency", "2", "--requests", "4", "--answer", "16", "--longest", "200"]
+    words += ["--orders", "2", "--warmup", "2", "--dtype", "float32", "--run-dir", str(tmp_path)]
+    assert cli.main(["serving", *words]) == 0, capsys.readouterr().err
+    frame, report = pd.read_parquet(tmp_path / "serving.parquet"), json.loads((tmp_path / "serving.json").read_text())
+    table = pd.read_csv(tmp_path / "serving-summary.csv").set_index("mode")
+    assert table["equal"].to_dict() == {"off": 1.0, "stage": 1.0} and table["acceptance"].between(1.5, 5).all()
+    assert table["parity"].all() and table.loc["stage", "ratio"] > 0
+    assert (tmp_path / "serving-verdict.txt").read_text() in capsys.readouterr().out
+    assert report["served"]["off"] == {"layers": 0, "ranks": 0} and report["served"]["stage"]["layers"] == 5
+    windows = frame[(frame["mode"] == "stage") & (frame.metric == "windows")]["value"].sum()
+    assert report["served"]["stage"]["windows_total"] > windows > 0, "those of the warm-up beside"
+    places = frame.dropna(subset=["place"]).groupby(["repeat", "mode"])["place"].first().to_dict()
+    assert places == {(0, "off"): 0, (0, "stage"): 1, (1, "stage"): 0, (1, "off"): 1}
+    requests = pd.read_parquet(tmp_path / "serving-requests.parquet")
+    assert len(requests) == 16 and requests["generated_texts"].str.len().gt(10).all()
