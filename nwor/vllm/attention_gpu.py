@@ -2,11 +2,7 @@
 """Patch of vLLM's GPU attention for mode ``stage``: one kernel attends over pages and tail and puts each row away.
 
 Why: vLLM attends over pages alone, and writes them in a launch of its own before each layer's attention.
-<<<<<<< HEAD
 How: in a step whose queries are all windows, `nwor.attention.verify.verify_attention` takes the place of writer and
-=======
-How: where no query is longer than a window, `nwor.attention.verify.LayerAttention` takes the place of writer and
->>>>>>> wt-attn
 attention both: held rows go to staging, all others to the pages, by what the manager's tensors say at that moment, so
 that a captured graph serves whatever step replays it; in mode ``direct`` all rows go to the pages. In every other step
 vLLM's own writer and attention run, and nothing of ours. All backends share one signature, and all but FlashInfer's
