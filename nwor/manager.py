@@ -118,6 +118,11 @@ class DraftCommitManager:
         return self.way is not None
 
     @property
+    def may_attend(self) -> bool:
+        """The next forward's layers may go through NWOR's attention: nothing else is to be asked of a step's others."""
+        return self.is_dummy_or_capture or (self.way is not None and self.way.attends)
+
+    @property
     def attends(self) -> bool:
         """NWOR's attention serves the steps whose queries are all windows."""
         return self.staging_rows is not None
@@ -204,8 +209,10 @@ class DraftCommitManager:
             num_requests, max(most_drafts, 1), *self.slots.shape,
         )  # fmt: skip
 
-    def hold_nothing(self, slot_mapping: Tensor | None = None) -> None:
+    def hold_nothing(self, slot_mapping: Tensor | None = None, replays: bool = True) -> None:
         """Hold nothing in the next forward: a dummy run, or with `slot_mapping` a step without drafts.
+
+        replays: it may be the replay of a graph that NWOR's attention is captured in.
 
         Raises:
             RuntimeError: a window is open.
@@ -215,7 +222,7 @@ class DraftCommitManager:
         self.is_dummy_or_capture = slot_mapping is None
         for way in self.ways:
             way.forget()
-        if self.page_slots is None:
+        if self.page_slots is None or not replays:
             return
         assert self.staging_rows is not None
         self.staging_rows.fill_(-1)

@@ -321,10 +321,18 @@ class Step:
             RuntimeError: a tensor is of another dtype or device, or not contiguous, or has too few elements; or what
                 the operators raise.
         """
-        self._check("query_start_loc", query_start_loc, torch.int32)
-        self._check("cu_num_logits", cu_num_logits, torch.int32)
-        self._check("slot_mapping", slot_mapping, torch.int64)
-        num_requests, num_tokens = cu_num_logits.numel() - 1, slot_mapping.numel()
+        num_requests, num_tokens, on_gpu = cu_num_logits.numel() - 1, slot_mapping.numel(), self._on_gpu
+        if not (
+            query_start_loc.dtype is cu_num_logits.dtype is torch.int32
+            and slot_mapping.dtype is torch.int64
+            and query_start_loc.is_cuda is cu_num_logits.is_cuda is slot_mapping.is_cuda is on_gpu
+            and query_start_loc.is_contiguous()
+            and cu_num_logits.is_contiguous()
+            and slot_mapping.is_contiguous()
+        ):
+            raise RuntimeError(
+                "query_start_loc and cu_num_logits must be contiguous int32, slot_mapping int64, where slots are"
+            )
         if not 0 <= num_requests <= self._max_requests or query_start_loc.numel() <= num_requests:
             raise RuntimeError(f"query_start_loc or what is bound is too short for {num_requests} requests")
         if stages and num_tokens > self._max_tokens:
@@ -348,9 +356,14 @@ class Step:
         Raises:
             RuntimeError: as `open`.
         """
-        self._check("num_rejected", num_rejected, torch.int32)
-        if (num_requests := num_rejected.numel()) > self._max_requests:
-            raise RuntimeError(f"num_rejected has {num_requests} requests, what is bound {self._max_requests}")
+        num_requests = num_rejected.numel()
+        if not (
+            num_rejected.dtype is torch.int32
+            and num_rejected.is_cuda is self._on_gpu
+            and num_rejected.is_contiguous()
+            and num_requests <= self._max_requests
+        ):
+            raise RuntimeError(f"num_rejected must be contiguous int32, of at most {self._max_requests} requests")
         if self._bound is None:
             self._bind()
         failure = self._close(
@@ -359,12 +372,6 @@ class Step:
         )  # fmt: skip
         if failure:
             raise RuntimeError(failure.decode())
-
-    def _check(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        if tensor.dtype is not dtype or tensor.is_cuda is not self._on_gpu or not tensor.is_contiguous():
-            raise RuntimeError(
-                f"{name} must be contiguous {dtype} where slots are, got {tensor.dtype} on {tensor.device}"
-            )
 
 
 @functools.cache

@@ -120,9 +120,11 @@ def _make_update(original: Callable) -> Callable:
         self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         context = getattr(layer, "nwor", None)
-        metadata = None if context is None else attention_metadata(layer.layer_name)
-        if context is None or metadata is None or not _serves(context.manager, metadata):
-            original(self, layer, key, value, kv_cache, slot_mapping)  # else our kernel stores them
+        if context is not None and context.manager.may_attend:
+            metadata = attention_metadata(layer.layer_name)
+            if metadata is not None and _serves(context.manager, metadata):
+                return  # our kernel stores these rows
+        original(self, layer, key, value, kv_cache, slot_mapping)
 
     return do_kv_cache_update
 
@@ -152,9 +154,15 @@ def _make_forward(original: Callable) -> Callable:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         context = getattr(layer, "nwor", None)
-        vanilla = (self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        if context is None or attn_metadata is None or not _serves(context.manager, attn_metadata):
-            return original(*vanilla)
+        if (
+            context is None
+            or not context.manager.may_attend
+            or attn_metadata is None
+            or not _serves(context.manager, attn_metadata)
+        ):
+            return original(
+                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
         _attend(self, layer, context.manager, context.index, query, key, value, kv_cache, attn_metadata, output)
         context.manager.mark_staged(context.index)
         return output

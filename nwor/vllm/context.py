@@ -71,11 +71,11 @@ class RunnerContext:
                 windows_alone=self.windows_alone, most_drafts=most_drafts,
             )  # fmt: skip
 
-    def hold_nothing(self, slot_mappings: Mapping[int, Tensor] | Tensor | None = None) -> None:
+    def hold_nothing(self, slot_mappings: Mapping[int, Tensor] | Tensor | None = None, replays: bool = True) -> None:
         """As `DraftCommitManager.hold_nothing`, for each group; slot_mappings: by the cache group's index."""
         self.in_step = slot_mappings is not None
         for group in self.groups:
-            group.manager.hold_nothing(None if slot_mappings is None else slot_mappings[group.index])
+            group.manager.hold_nothing(None if slot_mappings is None else slot_mappings[group.index], replays)
 
     def commit(self, num_rejected: Tensor) -> None:
         """Close each group's window, if they are open."""
@@ -108,9 +108,11 @@ class LayerContext:
 
 def context_of(runner: Any) -> RunnerContext:
     """The runner's context, made when it is first asked for."""
-    if "nwor" not in vars(runner):
+    try:
+        return runner.nwor
+    except AttributeError:
         runner.nwor = RunnerContext()
-    return runner.nwor
+        return runner.nwor
 
 
 def make_cancelling(original: Callable) -> Callable:

@@ -72,8 +72,7 @@ def _make_record(original: Callable) -> Callable:
     def record(
         self: Any, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int | None = None
     ) -> None:
-        if scheduler_stats is not None:
-            risen = take_from_statistics(scheduler_stats)
+        if scheduler_stats is not None and (risen := take_from_statistics(scheduler_stats)):
             for logger in self.stat_loggers:
                 if hasattr(logger, "nwor_metrics"):  # vLLM's Prometheus logger, or a kind of it
                     _observe(logger, risen, engine_idx or 0)
@@ -83,8 +82,6 @@ def _make_record(original: Callable) -> Callable:
 
 
 def _observe(logger: Any, risen: dict[str, int], engine: int) -> None:
-    if not risen:
-        return
     sums, metrics = logger.nwor_sums[engine], logger.nwor_metrics[engine]
     sums.update(risen)
     for name in COUNTERS.keys() & risen.keys():

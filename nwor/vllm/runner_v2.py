@@ -45,8 +45,9 @@ def _make_gather(original: Callable) -> Callable:
     def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
         state, uniform = original(self, scheduler_output, dummy_run)
         context = context_of(self)
-        context.log_holds = not dummy_run and not admits_requests(scheduler_output)
-        context.reads_rows = not dummy_run and reads_rows_of_this_step(context.manager, scheduler_output)
+        joined = dummy_run or admits_requests(scheduler_output)
+        context.log_holds = not joined
+        context.reads_rows = joined and not dummy_run and reads_rows_of_this_step(context.manager, scheduler_output)
         if not context.reads_rows:
             return state, uniform
         # A graph of decodes stores rows while it attends, and is replayed where all queries are of one length. The
@@ -70,7 +71,7 @@ def _make_prepare(original: Callable) -> Callable:
                 context.windows_alone = drafts_alone and not context.reads_rows
                 context.begin(input_batch.query_start_loc, input_batch.cu_num_logits, slot_mappings)
             else:
-                context.hold_nothing(slot_mappings)
+                context.hold_nothing(slot_mappings, replays=input_batch.decode_graph_eligible)
         return block_tables, slot_mappings
 
     return prepare_attn
