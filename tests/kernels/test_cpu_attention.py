@@ -276,8 +276,8 @@ def hooks():
 @pytest.mark.parametrize("num_drafts", [(4, 2, 0, 8, 3), (0, 2, 0, 8, 0)], ids=["decodes", "with a prefill"])
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
 def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_drafts, masked, hooks):
-    """Outputs are vanilla's, with sinks and a sliding window too; no held row is in the pages before the commit, and
-    all kept ones after."""
+    """Outputs are vanilla's, with sinks and a sliding window too; of windows alone no held row is in the pages before
+    the commit, beside a prefill all rows are; and after it the kept ones."""
     sliding_window = 33 if masked else -1
     vanilla = Backend(dtype, kv_cache_dtype, isa, sliding_window=sliding_window)
     vanilla.impl.sinks = torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=dtype) if masked else None
@@ -296,7 +296,8 @@ def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_d
     starts = backend.query_start_loc.tolist()
     slot_mapping = backend.slots[backend.tail_rows].clone()
     logits = torch.tensor([0, *(drafts + 1 for drafts in num_drafts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    assert manager.begin(backend.query_start_loc, logits, slot_mapping)
+    alone = all(tail == drafts + 1 for drafts, tail in zip(num_drafts, TAILS, strict=True))
+    assert manager.begin(backend.query_start_loc, logits, slot_mapping, windows_alone=alone)
     backend.write(backend.layer.kv_cache, slot_mapping, backend.tail_rows)
     close(backend.attend(), expected, backend.layer.isa)
 
@@ -306,16 +307,9 @@ def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_d
         vanilla.write(cache, slots[rows], vanilla.tail_rows[rows])
         return cache
 
-    served = [drafts > 0 and tail == drafts + 1 for drafts, tail in zip(num_drafts, TAILS, strict=True)]
-    free = [
-        row
-        for request, holds in enumerate(served)
-        for row in range(starts[request], starts[request] + 1 if holds else starts[request + 1])
-    ]
+    free = starts[:-1] if alone else list(range(starts[-1]))
     assert same_bits(backend.layer.kv_cache, pages_with(free))
-    rejected = [
-        min(drafts, request) * held for request, (drafts, held) in enumerate(zip(num_drafts, served, strict=True))
-    ]
+    rejected = [min(drafts, request) for request, drafts in enumerate(num_drafts)]
     manager.commit(torch.tensor(rejected, dtype=torch.int32))
     kept = [
         row

@@ -46,9 +46,11 @@ def verdict_for_one_group(patch: pytest.MonkeyPatch) -> None:
 
     def commit_first(self, num_rejected):  # type: ignore[no-untyped-def]
         first, *others = self.groups
+        if not first.manager.is_open:
+            return
         first.manager.commit(num_rejected)
         for group in others:
-            group.manager.num_requests = None
+            group.manager.way = None
 
     patch.setattr(RunnerContext, "commit", commit_first)
 
