@@ -5,6 +5,7 @@ import asyncio
 import functools
 import importlib.util
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nwor.settings import Settings
 from nwor.vllm.metrics import UNSEEN
 from nwor_lab.engines.child import status
 from nwor_lab.engines.spec import EngineSpec
-from tests.engines import PROMPTS, Outcome, in_child, serve_and_end, serve_in_turn
+from tests.engines import PROMPTS, Engines, Outcome, in_child, serve_and_end, serve_in_turn
 from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import With
 
@@ -209,16 +210,17 @@ def splits_every_batch(patch: Any) -> None:
     patch.setattr(GPUModelRunner, "_model_forward", _model_forward)
 
 
-def test_a_batch_in_two_halves(engines, model):
+@both
+def test_a_batch_in_two_halves(model, mode):
     """The split falls into windows, too: their slots are logged and restored whole, whichever half writes them."""
     spec = in_two(spec_of(model))
-    plain = engines.run(spec, Settings(audit=True), splits_every_batch)
-    assert plain.audit["dirty_slots"] > 0, "without a mode rejected rows stay"
-    for mode in ("cow", "stage"):
+    with closing(Engines()) as engines:  # whose process has split nothing before
+        plain = engines.run(spec, Settings(audit=True), splits_every_batch)
         outcome = engines.run(spec, settings_of(mode), splits_every_batch)
-        assert outcome.libraries.count("a query") > 5, "the split falls into a window"
-        assert outcome.tokens == plain.tokens
-        [rank] = outcome.ranks
-        assert_clean(rank, mode)
-        assert rank["ways"] == ["logged"] and ("micro-batches" in rank["reason"]) == (mode == "stage")
-        assert outcome.metrics["nwor_scheduler_mismatches"] == 0
+    assert plain.audit["dirty_slots"] > 0, "without a mode rejected rows stay"
+    assert outcome.libraries.count("a query") > 5, "the split falls into a window"
+    assert outcome.tokens == plain.tokens
+    [rank] = outcome.ranks
+    assert_clean(rank, mode)
+    assert rank["ways"] == ["logged"] and ("micro-batches" in rank["reason"]) == (mode == "stage")
+    assert outcome.metrics["nwor_scheduler_mismatches"] == 0
