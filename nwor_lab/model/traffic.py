@@ -231,18 +231,20 @@ def served_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
     The log of `cow` keeps a slot's bytes until one of its drafts is accepted. Of a request that keeps K of its rows,
     K - 1 of them drafts, the next window begins K slots on, and so many of its slots are logged for the first time;
     all D where less than one draft is rejected. That is a batch whose requests stay the same; after another step all D
-    are logged.
+    are logged. A step that holds prefill rows too is logged whole under `stage`, and vLLM's own under `direct`.
 
     Raises:
         ValueError: an unknown mode.
     """
     if mode not in SERVED:
         raise ValueError(f"{mode!r} is not served; choose one of {', '.join(SERVED)}")
-    traffic = step_traffic(mode, shape, window)
-    if mode in ("off", "direct") or not window.requests:
+    mixed = window.prefill_rows > 0
+    way = {"stage": "cow", "direct": "off"}.get(mode, mode) if mixed else mode
+    traffic = step_traffic(way, shape, window)
+    if way in ("off", "direct") or not window.requests:
         return traffic
     traffic.count("open", launches=1)
-    if mode == "cow":
+    if way == "cow" and not mixed:
         moved = shape.num_layers * min(window.kept_rows, window.draft_rows) * shape.row
         traffic["log"] = Moved(moved, moved, 1)
     return traffic

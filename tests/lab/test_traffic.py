@@ -91,8 +91,9 @@ def test_the_bytes_that_a_rank_counts_are_the_formulas(mode, on_cpu, step):
     cache = torch.zeros(shape.num_layers, 1, shape.heads, 1, 2 * shape.head_size, dtype=DTYPES[shape.cache_bytes])
     layout = CacheLayout.from_kv_caches(list(cache if on_cpu else cache.to("meta")))
     accepted = window.draft_rows - window.rejected_rows
-    counts = [accepted, window.rejected_rows, window.requests, window.draft_rows, 0]
-    counted = DeviceCounters(mode, layout, 1).counters_from(counts)
+    counts = [accepted, window.rejected_rows, window.requests, window.draft_rows, 0, 0]
+    ways = [counts, 6 * [0]] if mode == "stage" else [6 * [0], counts]
+    counted = DeviceCounters(mode, layout, 1).as_totals(ways, 1).counters()
     vanilla, moved = (step_traffic(name, shape, window) for name in ("off", mode))
     tail = vanilla.get("tail", Moved()).read if mode == "stage" and on_cpu else 0
     more = vanilla.total() - moved.total()
@@ -198,3 +199,13 @@ def test_bad_input_is_an_error():
     for survival in ([0.5, 0.6], [1.2], [0.5, -0.1]):
         with pytest.raises(ValueError, match="survival falls"):
             Window.expected(1, survival)
+
+
+def test_a_served_step_that_holds_prefill_is_logged():
+    """Under `stage` too, whole; the control leaves it to vLLM."""
+    shape, window = Shape(6, 8, 16), Window(2, 8, 3, 500, prefill_rows=40)
+    logged = step_traffic("cow", shape, window)
+    for mode in ("stage", "cow"):
+        served = served_traffic(mode, shape, window)
+        assert served["open"].launches == 1 and all(served[kind] == logged[kind] for kind in logged)
+    assert served_traffic("direct", shape, window) == step_traffic("off", shape, window)
