@@ -63,10 +63,14 @@ const char* run(Run&& what) {
 }  // namespace nwor
 
 #ifdef NWOR_CUDA
-#define NWOR_RUN_STEP(op, args, device)                                       \
-  do {                                                                        \
-    if ((device) < 0) ::nwor::cpu::op(args);                                  \
-    else ::nwor::cuda::op(args, ::nwor::current_cuda_stream(device));         \
+#define NWOR_RUN_STEP(op, args, device)                                 \
+  do {                                                                  \
+    if ((device) < 0) {                                                 \
+      ::nwor::cpu::op(args);                                            \
+    } else {                                                            \
+      const torch::stable::accelerator::DeviceGuard guard(device);      \
+      ::nwor::cuda::op(args, ::nwor::current_cuda_stream(device));      \
+    }                                                                   \
   } while (0)
 #else
 #define NWOR_RUN_STEP(op, args, device) ::nwor::cpu::op(args)

@@ -289,14 +289,15 @@ class Step:
 
     Args:
         tensors: by the operators' names pool, layer_offsets, cache_strides, slots, packing, rows, num_drafts, kept,
-            staging_rows, page_slots (None: nothing can be staged) and logged; and counts int64 [ways, 6], of which a
-            call raises one row and publishes all. Kept alive.
+            staging_rows, page_slots (None: nothing can be staged) and logged (None where something can); and counts
+            int64 [ways, 6], of which a call raises one row and publishes all. They are kept alive.
     """
 
     def __init__(self, **tensors: Any) -> None:
         self.tensors = tensors
         self._on_gpu, self._max_requests = tensors["slots"].is_cuda, len(tensors["slots"])
         self._max_tokens = 0 if tensors["staging_rows"] is None else tensors["staging_rows"].numel()
+        self._published = tensors["counts"].numel() + self._max_requests
         self._bound: Tensor | None = None
 
     def _bind(self) -> None:
@@ -364,6 +365,8 @@ class Step:
             and num_requests <= self._max_requests
         ):
             raise RuntimeError(f"num_rejected must be contiguous int32, of at most {self._max_requests} requests")
+        if published is not None and published.numel() < self._published:
+            raise RuntimeError(f"published has {published.numel()} numbers, needs {self._published}")
         if self._bound is None:
             self._bind()
         failure = self._close(
