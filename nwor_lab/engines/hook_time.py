@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host time of a mode's hooks in a decode step, summed inside them: what a step of vLLM's takes more on the host.
+
+Each hook is timed from its call to its end, less the function of vLLM's that it wraps, and less what a hook that does
+nothing takes to be timed. Hooks of the attention are left out: where CUDA graphs serve a step they do not run. The
+scheduler, the worker and the front end are in one process, so that all of them are seen.
+
+    python -m nwor_lab.engines.hook_time [--requests 16] [MODE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from nwor.settings import Settings
+from nwor_lab import paths
+from nwor_lab.engines.spec import EngineSpec
+from nwor_lab.machine import on_cpu
+
+NOT_TIMED = ("forward", "do_kv_cache_update")  # of each layer
+WARM_UP, STEPS, REPEATS = 20, 100, 3
+
+
+class Clock:
+    """Nanoseconds by name while it is on, each without what is timed inside it."""
+
+    def __init__(self) -> None:
+        self.own, self.calls, self.is_on = Counter[str](), Counter[str](), False
+        self._inside = [0]
+
+    def timed(self, name: str, function: Callable) -> Callable:
+        """The function, its time counted under that name; an empty name takes it from the one around it alone."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on:
+                return function(*args, **kwargs)
+            self._inside.append(0)
+            start = time.perf_counter_ns()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                passed = time.perf_counter_ns() - start
+                inside = self._inside.pop()
+                self._inside[-1] += passed
+                if name:
+                    self.own[name] += passed - inside
+                    self.calls[name] += 1
+
+        return run
+
+    def overhead(self, calls: int = 3000) -> float:
+        """Nanoseconds that a hook which does nothing is timed at."""
+        inner = self.timed("", lambda: None)
+        hook = self.timed("empty", lambda: inner())
+        self.is_on = True
+        for _ in range(calls):
+            hook()
+        self.is_on = False
+        return self.own.pop("empty") / self.calls.pop("empty")
+
+
+def hook_times(spec: EngineSpec, mode: str, requests: int) -> dict[str, float]:
+    """Microseconds of a decode step by hook, of an engine made in this very process.
+
+    Raises:
+        RuntimeError: the mode does not serve.
+    """
+    settings, clock = Settings(mode=mode), Clock()
+    os.environ.update({**spec.environ(), **settings.environ(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    _time_hooks(clock)
+    from nwor_lab.engines.child import Served
+
+    served = Served(spec)
+    [rank] = served.on_every_rank(_serving)
+    if rank != mode:
+        raise RuntimeError(f"mode {mode} is not active: {rank} is")
+    prompts = [[(7 * i + 13 * j) % 300 + 3 for j in range(24)] for i in range(requests)]
+    steps = 0
+    for repeat in range(REPEATS + 1):
+        served.add_requests(prompts, (spec.k + 1) * (WARM_UP + STEPS))
+        done = 0
+        while served.engine.has_unfinished_requests():
+            done += 1
+            clock.is_on = repeat > 0 and WARM_UP <= done < WARM_UP + STEPS and _decode_alone(served, requests)
+            steps += clock.is_on
+            served.engine.step()
+    clock.is_on = False
+    own, calls = dict(clock.own), dict(clock.calls)
+    each = clock.overhead()
+    served.engine.engine_core.shutdown()
+    return {name: max(0.0, own[name] - each * calls[name]) / steps / 1e3 for name in own}
+
+
+def _decode_alone(served: Any, requests: int) -> bool:
+    return served.engine.get_num_unfinished_requests() == requests
+
+
+def _serving(worker: Any) -> str:
+    from nwor.vllm.worker import status
+
+    return status(worker)["serving"]
+
+
+def _time_hooks(clock: Clock) -> None:
+    """Let every hook that this process puts on be timed."""
+    from nwor import counters
+    from nwor.vllm import metrics, patch, runner_v1, runner_v2, scheduler, worker
+
+    wrap = patch.wrap
+
+    def timing(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+        def made(original: Callable) -> Callable:
+            return make(original) if name in NOT_TIMED else clock.timed(name, make(clock.timed("", original)))
+
+        made.__module__ = make.__module__
+        wrap(owner, name, made)
+
+    for module in (patch, metrics, runner_v1, runner_v2, scheduler, worker):
+        module.wrap = timing  # type: ignore[attr-defined]
+    counters.CommitCounts.read = clock.timed("CommitCounts.read", counters.CommitCounts.read)  # type: ignore[method-assign]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hook_time", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("modes", nargs="*", default=["stage", "cow"], metavar="MODE")
+    parser.add_argument("--requests", type=int, default=16)
+    given = parser.parse_args(argv)
+    more: dict[str, Any] = {"dtype": "float32", "num_blocks": 16 * given.requests} if on_cpu() else {
+        "enforce_eager": False, "num_blocks": 64 * given.requests, "kv_cache_memory": 2048
+    }  # fmt: skip
+    spec = EngineSpec(
+        str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), batch=given.requests, max_num_batched_tokens=2048,
+        max_model_len=1024, **more,
+    )  # fmt: skip
+    for mode in given.modes:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            found = pool.submit(hook_times, spec, mode, given.requests).result()
+        print(f"{mode}: {sum(found.values()):.0f} us of host time a step of {given.requests} requests")
+        for name, microseconds in sorted(found.items(), key=lambda item: -item[1]):
+            print(f"  {microseconds:6.1f}  {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
