@@ -14,7 +14,7 @@ MODES: tuple[str, ...] = get_args(Mode)
 ATTENDING = ("direct", "stage")
 """Modes with an attention of their own."""
 CLEAN = ("cow", "stage")
-"""Modes that leave nothing of a rejected draft in the pages."""
+"""Modes that leave nothing of a rejected draft in the pages behind a step."""
 PREFIX = "VLLM_NWOR_"
 WORDS = ("mode", "tuning")  # the others are 0 or 1
 
@@ -25,7 +25,8 @@ class Settings:
 
     mode: ``off`` leaves vLLM untouched; ``cow`` logs the draft slots before the forward and restores the rejected
         ones; ``stage`` keeps drafts out of the pages until they are accepted, with an attention that finds them where
-        they wait; ``direct``, the control, has that attention and writes every row to its page at once, as vLLM does.
+        they wait, and in a step that this attention does not serve, as one with prefill, does as ``cow``; ``direct``,
+        the control, has that attention and writes every row to its page at once, as vLLM does.
     emit_metrics: where vLLM keeps statistics, export the ``vllm:nwor_*`` counters, and check the worker's committed
         counts against the scheduler's.
     debug_sync: check them in any case, and stop at a difference.

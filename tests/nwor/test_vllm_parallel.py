@@ -210,13 +210,21 @@ def splits_every_batch(patch: Any) -> None:
     patch.setattr(GPUModelRunner, "_model_forward", _model_forward)
 
 
+def served_in_two(model: Path, settings: Settings) -> Outcome:
+    """In a process that has split nothing before."""
+    with closing(Engines()) as engines:
+        return engines.run(in_two(spec_of(model)), settings, splits_every_batch)
+
+
+@pytest.fixture(scope="module")
+def plain_in_two(model):
+    return served_in_two(model, Settings(audit=True))
+
+
 @both
-def test_a_batch_in_two_halves(model, mode):
+def test_a_batch_in_two_halves(model, plain_in_two, mode):
     """The split falls into windows, too: their slots are logged and restored whole, whichever half writes them."""
-    spec = in_two(spec_of(model))
-    with closing(Engines()) as engines:  # whose process has split nothing before
-        plain = engines.run(spec, Settings(audit=True), splits_every_batch)
-        outcome = engines.run(spec, settings_of(mode), splits_every_batch)
+    plain, outcome = plain_in_two, served_in_two(model, settings_of(mode))
     assert plain.audit["dirty_slots"] > 0, "without a mode rejected rows stay"
     assert outcome.libraries.count("a query") > 5, "the split falls into a window"
     assert outcome.tokens == plain.tokens
