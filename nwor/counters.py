@@ -23,6 +23,7 @@ class Counters:
 
     A held row is counted once, whatever the number of layers; `stage_operations` counts it once a layer.
     `staged_steps` and `logged_steps` tell how steps with drafts kept the pages clean; tokens and windows are of both.
+    `restored_tokens` are the rejected ones of logged steps.
 
     Bytes are those of windows' rows in all layers, as the cache holds them: what must be moved, once each. The context
     and what the model computes, which every mode reads once, are left out. With W rows, D of them drafts, A of these
@@ -45,6 +46,7 @@ class Counters:
     staged_tokens: int = 0
     committed_tokens: int = 0
     rejected_tokens: int = 0
+    restored_tokens: int = 0
     stage_operations: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
@@ -86,6 +88,7 @@ class Totals(NamedTuple):
             staged_tokens=s_drafts + l_drafts,
             committed_tokens=s_kept + l_kept,
             rejected_tokens=s_rejected + l_rejected,
+            restored_tokens=l_rejected,
             stage_operations=self.layers * (s_drafts + l_drafts),
             bytes_written=written * self.layer_bytes,
             bytes_read=read * self.layer_bytes,

@@ -22,6 +22,7 @@ COUNTERS = {
     "staged_tokens": "Draft tokens held back.",
     "committed_tokens": "Draft tokens accepted and kept.",
     "rejected_tokens": "Draft tokens rejected, whose slots hold what they held before.",
+    "restored_tokens": "Rejected draft tokens that had been written, and whose slots were restored.",
     "stage_operations": "Rows held back, counted once a layer.",
     "bytes_written": "Bytes of windows' rows written to pages, staging and log, on one rank.",
     "bytes_read": "Bytes of windows' rows read from pages, staging and log, on one rank.",

@@ -133,7 +133,7 @@ def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
     least, most = written_bytes(report)
     predicted = least if least == most else f"{least} to {most}"
     written = ranks["stage"][0]["counters"]["bytes_written"]
-    text = f"{where}: stage writes windows' rows once and accepted drafts once more, in bytes"
+    text = f"{where}: stage writes windows' rows once, accepted drafts once more and restored ones twice, in bytes"
     run.claim(text, predicted, written, least <= written <= most)
 
 
@@ -171,13 +171,16 @@ def claim_left(run: Run, where: str, report: Report) -> None:
 def written_bytes(report: Report) -> tuple[int, int]:
     """The least and the most bytes that a rank writes under `stage`, by the scheduler's counts: to pages and staging.
 
+    What a logged step rejects goes to the log and back; the other counts are vLLM's.
     They are the same on a CPU. A GPU runs a step ahead of the scheduler, which never hears of the last windows of
     requests that have just finished: as many as the device counted more, each of one draft at least, none accepted, and
     of k at most, all accepted.
     """
     metrics, shape = report["metrics"]["stage"], cache_shape(report["spec"])
     rows = sum(metrics[f"spec_decode_num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
-    unheard = report["ranks"]["stage"][0]["counters"]["windows"] - metrics["spec_decode_num_drafts"]
+    counters = report["ranks"]["stage"][0]["counters"]
+    rows += 2 * counters.get("restored_tokens", 0)
+    unheard = counters["windows"] - metrics["spec_decode_num_drafts"]
     row = shape.num_layers * shape.row
     return int(rows + 2 * unheard) * row, int(rows + unheard * (1 + 2 * report["spec"]["k"])) * row
 

@@ -142,9 +142,9 @@ NULLS: list[tuple[str, dict[str, object], set[str]]] = [
      {"vanilla leaves dirty layer-steps behind"}),
     ("stage writes rejected drafts to pages, too", dict.fromkeys(
         ("ranks stage 0 counters bytes_written", "ranks stage 1 counters bytes_written"), (5 + 2 * 10) * 5 * 512),
-     {"stage writes windows' rows once and accepted drafts once more, in bytes"}),
+     {"stage writes windows' rows once, accepted drafts once more and restored ones twice, in bytes"}),
     ("the scheduler hears of other rows", {"metrics stage spec_decode_num_accepted_tokens": 7.0},
-     {"stage writes windows' rows once and accepted drafts once more, in bytes"}),
+     {"stage writes windows' rows once, accepted drafts once more and restored ones twice, in bytes"}),
 ]  # fmt: skip
 """A wrong world in words, what it changes in the report, and the claims that it breaks."""
 
