@@ -108,8 +108,8 @@ class DeviceCounters:
     publishes: each commit's counts are wanted on the host (`published`).
     """
 
-    def __init__(self, mode: str, layout: CacheLayout, max_requests: int) -> None:
-        self.mode, self.num_layers, self.row_bytes = mode, 0, 0
+    def __init__(self, layout: CacheLayout, max_requests: int) -> None:
+        self.num_layers, self.row_bytes = 0, 0
         self.add_layers(layout)
         device = layout.pool.device
         self.totals = torch.zeros(len(HOLDING), _TOTALS, dtype=torch.int64, device=device)

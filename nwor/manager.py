@@ -9,7 +9,7 @@ block that it fills to the prefix cache while it schedules the step: it is writt
 There are two ways to keep the pages clean, and each step takes the cheaper one (`nwor.ways`). Under ``stage`` a step
 whose queries are all windows is *staged*: NWOR's attention puts the drafts' new rows into `rows` and reads them there,
 and the kept ones are copied to their slots. Every other step, and every step under ``cow``, is *logged*: the slots' old
-bytes go to `rows`, vLLM writes and attends as ever, and the rejected rows' are put back. Mode ``direct``, the control,
+bytes go to `rows`, vLLM writes and attends as ever, and the rejected rows' are restored. Mode ``direct``, the control,
 holds nothing: NWOR's attention serves the steps that it serves under ``stage``, and writes every row to its slot.
 
 Which rows are held is worked out on the device, into tensors that live as long as the manager: a CUDA graph captured
@@ -26,6 +26,7 @@ from torch import Tensor
 from nwor import ops
 from nwor.counters import DeviceCounters
 from nwor.layout import CacheLayout, log_rows_per_request
+from nwor.step import Step
 from nwor.ways import POLICIES, Logged, Way
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ class DraftCommitManager:
         self.logged = minus_ones(max_requests, log_rows) if log_rows else None
         self.staging_rows = minus_ones(max_tokens) if policy.windows.attends else None
         self.page_slots = minus_ones(max_tokens) if policy.windows.attends and policy.windows.holds else None
-        self.counters = DeviceCounters(mode, layout, max_requests)
+        self.counters = DeviceCounters(layout, max_requests)
         self.num_drafts = self.counters.num_drafts
-        self.step = ops.Step(
+        self.step = Step(
             pool=layout.pool, layer_offsets=layout.layer_offsets, cache_strides=layout.strides, slots=self.slots,
             packing=layout.packing, rows=self.rows, num_drafts=self.num_drafts, kept=self.counters.kept,
             staging_rows=self.staging_rows if self.page_slots is not None else None, page_slots=self.page_slots,
@@ -120,7 +121,7 @@ class DraftCommitManager:
     @property
     def may_attend(self) -> bool:
         """The next forward's layers may go through NWOR's attention: nothing else is to be asked of a step's others."""
-        return self.is_dummy_or_capture or (self.way is not None and self.way.attends)
+        return self.is_dummy_or_capture or self.serves_attention
 
     @property
     def attends(self) -> bool:

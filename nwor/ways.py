@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nwor.counters import HOLDING, DeviceCounters
 from nwor.layout import log_rows_per_request
-from nwor.ops import Step
+from nwor.step import Step
 
 
 class Way:
@@ -71,7 +71,7 @@ class Staged(Way):
 
 
 class Logged(Way):
-    """The slots' old bytes go to `rows`, vLLM writes and attends as ever, and the rejected rows' are put back.
+    """The slots' old bytes go to `rows`, vLLM writes and attends as ever, and the rejected rows' are restored.
 
     Where no other way shares `rows` the log outlives its step: a slot's bytes are logged once, however many windows
     reach it before one of its drafts is accepted.
@@ -95,7 +95,7 @@ class Logged(Way):
         if self._logged is not None and not (requests and requests == previous):
             self._logged.fill_(-1)
         self.step.open(query_start_loc, cu_num_logits, slot_mapping, self.totals, logs=True)
-        self._previous = requests
+        self._previous = list(requests)
 
     def commit(self, num_rejected: Tensor) -> None:
         self.step.close(num_rejected, self.totals, self.counters.next_place(self.number), restores=True)

@@ -154,12 +154,7 @@ def _make_forward(original: Callable) -> Callable:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         context = getattr(layer, "nwor", None)
-        if (
-            context is None
-            or not context.manager.may_attend
-            or attn_metadata is None
-            or not _serves(context.manager, attn_metadata)
-        ):
+        if context is None or attn_metadata is None or not _serves(context.manager, attn_metadata):
             return original(
                 self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )

@@ -10,6 +10,7 @@ from devices import each_device
 from torch import Tensor
 
 from nwor import ops
+from nwor.step import Step
 from nwor_lab.operators.inputs import Pool, make_batch, make_targets, make_window
 from tests.kernels.operators import check
 
@@ -24,7 +25,7 @@ class Bound:
         self.pool = Pool("LBHN", 3, 6, 2, 8, 32, device, 2 if packed else 0, mini_blocks=5)
         slots, num_drafts, staging_rows, page_slots = make_targets(5, WIDTH, TOKENS, device)
         self.counts = torch.tensor([[5, 7, 11, 13, 17, 0], [1, 2, 3, 4, 5, 0]], device=device)
-        self.step = ops.Step(
+        self.step = Step(
             pool=self.pool.pool, layer_offsets=self.pool.layer_offsets, cache_strides=self.pool.cache_strides,
             slots=slots, packing=self.pool.packing, rows=self.pool.rows, num_drafts=num_drafts,
             kept=torch.zeros_like(num_drafts), staging_rows=staging_rows, page_slots=page_slots,

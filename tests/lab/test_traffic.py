@@ -93,7 +93,7 @@ def test_the_bytes_that_a_rank_counts_are_the_formulas(mode, on_cpu, step):
     accepted = window.draft_rows - window.rejected_rows
     counts = [accepted, window.rejected_rows, window.requests, window.draft_rows, 0, 0]
     ways = [counts, 6 * [0]] if mode == "stage" else [6 * [0], counts]
-    counted = DeviceCounters(mode, layout, 1).as_totals(ways, 1).counters()
+    counted = DeviceCounters(layout, 1).as_totals(ways, 1).counters()
     vanilla, moved = (step_traffic(name, shape, window) for name in ("off", mode))
     tail = vanilla.get("tail", Moved()).read if mode == "stage" and on_cpu else 0
     more = vanilla.total() - moved.total()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nwor import ops
 from nwor.manager import DraftCommitManager
+from nwor.step import Step
 from nwor.vllm import self_check
 from nwor_lab.engines.child import Served
 from nwor_lab.engines.offload import ship_last_slots
@@ -30,38 +31,38 @@ def no_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftCommitManager, "commit", close_without_commit)
 
 
-def _instead_of(operator: str, do: Callable[[Callable, dict[str, Any]], None], patch: pytest.MonkeyPatch) -> None:
+def instead_of(operator: str, do: Callable[[Callable, dict[str, Any]], None], patch: pytest.MonkeyPatch) -> None:
     """Let ``do(operator, arguments by name)`` stand for the operator of all layers in each step that runs it."""
-    run, opens, closes = getattr(ops, operator), ops.Step.open, ops.Step.close
+    run, opens, closes = getattr(ops, operator), Step.open, Step.close
 
-    def named(step: ops.Step, requests: int) -> dict[str, Any]:
+    def named(step: Step, requests: int) -> dict[str, Any]:
         some = {name: step.tensors[name][:requests] for name in ("slots", "num_drafts", "kept")}
         return {name: given for name, given in (step.tensors | some).items() if name in ops.OPERATORS[operator]}
 
-    def opened(self: ops.Step, *batch: Tensor, stages: bool = False, logs: bool = False) -> None:
+    def opened(self: Step, *batch: Tensor, stages: bool = False, logs: bool = False) -> None:
         opens(self, *batch, stages=stages)
         if logs:
             do(run, named(self, batch[1].numel() - 1))
 
     def closed(
-        self: ops.Step, num_rejected: Tensor, counts: Tensor, published: Tensor | None = None, restores: bool = False
+        self: Step, num_rejected: Tensor, counts: Tensor, published: Tensor | None = None, restores: bool = False
     ) -> None:
         if restores is not (operator == "restore_all_layers"):
             return closes(self, num_rejected, counts, published, restores=restores)
         given = {"num_rejected": num_rejected, "counts": counts, "published": published}
         do(run, named(self, len(num_rejected)) | given)
 
-    patch.setattr(ops.Step, *(("open", opened) if operator == "log_all_layers" else ("close", closed)))
+    patch.setattr(Step, *(("open", opened) if operator == "log_all_layers" else ("close", closed)))
 
 
 def no_restore(patch: pytest.MonkeyPatch) -> None:
     _behind_the_check(patch)
-    _instead_of("restore_all_layers", lambda restore, arguments: None, patch)
+    instead_of("restore_all_layers", lambda restore, arguments: None, patch)
 
 
 def no_log(patch: pytest.MonkeyPatch) -> None:
     _behind_the_check(patch)
-    _instead_of("log_all_layers", lambda log, arguments: None, patch)
+    instead_of("log_all_layers", lambda log, arguments: None, patch)
 
 
 def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,7 @@ def one_byte_too_many(operator: str, patch: pytest.MonkeyPatch) -> None:
         move(**arguments)
         arguments["pool"][-1] ^= 1
 
-    _instead_of(operator, do, patch)
+    instead_of(operator, do, patch)
 
 
 def small_capacity(patch: pytest.MonkeyPatch) -> None:
@@ -276,7 +277,7 @@ def none(patch: pytest.MonkeyPatch) -> None:
 
 def moved_with(operator: str, change: Callable[[dict[str, Any]], dict[str, Any]], patch: pytest.MonkeyPatch) -> None:
     """The operator of all layers works with some arguments changed."""
-    _instead_of(operator, lambda move, arguments: move(**(arguments | change(arguments))), patch)
+    instead_of(operator, lambda move, arguments: move(**(arguments | change(arguments))), patch)
 
 
 def _laid_out_as(rows: Tensor, changed: Tensor) -> Tensor:
@@ -344,7 +345,7 @@ def _part_committed(part: str, patch: pytest.MonkeyPatch) -> None:
             else:
                 now[:, 1:] = then[:, 1:]
 
-    _instead_of("commit_all_layers", of_a_part, patch)
+    instead_of("commit_all_layers", of_a_part, patch)
 
 
 keys_without_values = partial(_part_committed, "keys")
@@ -365,7 +366,7 @@ def late_commit(patch: pytest.MonkeyPatch) -> None:
             ops.commit_all_layers(**waiting.pop())
         return opened
 
-    _instead_of("commit_all_layers", later, patch)
+    instead_of("commit_all_layers", later, patch)
     patch.setattr(DraftCommitManager, "begin", begin_and_commit)
 
 
@@ -403,4 +404,4 @@ def stale_log(patch: pytest.MonkeyPatch) -> None:
         log(**(arguments | ({"rows": arguments["rows"].clone()} if logged_once else {})))
         logged_once.append(True)
 
-    _instead_of("log_all_layers", log_once, patch)
+    instead_of("log_all_layers", log_once, patch)

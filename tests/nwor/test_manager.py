@@ -390,3 +390,18 @@ def test_any_step(requests, kind, mode, seed, device):
     assert (counters.rejected_tokens, counters.committed_tokens) == (gone, sum(drafts) - gone)
     step.expect(step.batch.kept(rejected))
     step.assert_pool()
+
+
+def test_a_log_is_trusted_for_the_requests_that_it_was_made_for(device):
+    """A runner may change the list of its requests in place, and give it again."""
+    step, requests = Step("HND", "cow", device, Batch(DECODES, DRAFTS, device=device), max_drafts=4), list("abcde")
+    for names in ("abcde", "vwxyz"):
+        requests[:] = names
+        batch = step.batch
+        starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=device)
+        assert step.manager.begin(starts, starts, batch.slot_mapping, requests, windows_alone=True)
+        held = step.manager.logged[step.manager.logged >= 0]
+        assert held.numel() == 0, "what others left is not trusted"
+        step.forward()
+        step.commit(REJECTED["all rejected"])
+        assert (step.manager.logged >= 0).any()

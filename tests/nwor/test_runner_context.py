@@ -41,7 +41,7 @@ def test_what_fails_in_a_logged_window_leaves_none_open(failing, way, monkeypatc
         raise RuntimeError(f"{failing} failed")
 
     made = Stepping(way)
-    faults._instead_of(failing, fail, monkeypatch)
+    faults.instead_of(failing, fail, monkeypatch)
     said = failing if failing == "log_all_layers" else "third layer"
     with pytest.raises((MemoryError, RuntimeError), match=said) as error:
         made.run(None, fail=True)

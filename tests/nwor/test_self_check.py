@@ -106,7 +106,7 @@ def replace(operator: str, do, monkeypatch) -> None:
         attend = ops.verify_attention
         monkeypatch.setattr(ops, operator, lambda *arguments, **more: do(attend, {}))
     else:
-        faults._instead_of(operator, do, monkeypatch)
+        faults.instead_of(operator, do, monkeypatch)
 
 
 @USES
