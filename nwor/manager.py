@@ -65,6 +65,7 @@ class DraftCommitManager:
             ``direct`` has -1 alone in `staging_rows`, and None: vLLM's own slot mapping says where rows go.
         is_dummy_or_capture: the next forward is a dummy run or a capture, which has to launch all that a replay may
             need.
+        serves_attention: a window is open whose layers' writes and attention go through NWOR's.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class DraftCommitManager:
         self._others = None if policy.others is None else self.ways[-1]
         self.is_dummy_or_capture = True
         self.way: Way | None = None
+        self.serves_attention = False  # asked by each layer of each step
         self._num_requests = 0
         self._slot_mapping: Tensor | None = None
         self._staged = layout.num_layers * [False]
@@ -119,11 +121,6 @@ class DraftCommitManager:
         return self.way is not None
 
     @property
-    def may_attend(self) -> bool:
-        """The next forward's layers may go through NWOR's attention: nothing else is to be asked of a step's others."""
-        return self.is_dummy_or_capture or self.serves_attention
-
-    @property
     def attends(self) -> bool:
         """NWOR's attention serves the steps whose queries are all windows."""
         return self.staging_rows is not None
@@ -132,11 +129,6 @@ class DraftCommitManager:
     def max_query_len(self) -> int:
         """Rows of a window's query at most: the token sampled last and the drafts."""
         return self.max_drafts + 1
-
-    @property
-    def serves_attention(self) -> bool:
-        """A window is open whose layers' writes and attention go through NWOR's."""
-        return self.way is not None and self.way.attends
 
     def begin(
         self,
@@ -190,7 +182,11 @@ class DraftCommitManager:
         if way.attends and not self.uses_full_cudagraphs:
             self._staged = self.layout.num_layers * [False]
         self.way, self._num_requests, self._slot_mapping = way, num_requests, slot_mapping
+        self.serves_attention = way.attends
         return True
+
+    def _close(self) -> None:
+        self.way, self._slot_mapping, self.serves_attention = None, None, False
 
     def _count_fallbacks(
         self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor, counts: Tensor
@@ -283,7 +279,7 @@ class DraftCommitManager:
         """
         if self.way is None:
             raise RuntimeError("no window is open: begin one before the forward, and commit it once")
-        if self.way.attends and not all(self._staged):
+        if self.way.attends and False in self._staged:
             missing = [layer for layer, staged in enumerate(self._staged) if not staged]
             self.cancel()
             raise RuntimeError(
@@ -294,7 +290,7 @@ class DraftCommitManager:
                 f"num_rejected has {num_rejected.numel()} requests, of {self._num_requests} in the window"
             )
         self.way.commit(num_rejected)
-        self.way = self._slot_mapping = None
+        self._close()
 
     def cancel(self) -> None:
         """Close the window and leave the held rows' slots as before `begin`; does nothing when none is open."""
@@ -308,4 +304,4 @@ class DraftCommitManager:
                 way.totals[3] -= drafts.sum()
         finally:
             self.counters.cancelled += 1
-            self.way = self._slot_mapping = None
+            self._close()

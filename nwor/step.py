@@ -15,7 +15,8 @@ class Step:
     """`ops.open_window` and the operators of all layers, with all that stays the same from step to step bound once.
 
     A call brings pointers, and takes a third of the host's time that it takes through torch's dispatcher. It runs
-    where the tensors are, on the current stream. They are checked, as by the operators, at the first call.
+    where the tensors are, on the current stream. They are checked, as by the operators, at the first call; what a call
+    brings is checked at the first one with as many requests and tokens: the same lines make it in every step.
 
     Args:
         tensors: by the operators' names pool, layer_offsets, cache_strides, slots, packing, rows, num_drafts, kept,
@@ -29,6 +30,7 @@ class Step:
         self._max_tokens = 0 if tensors["staging_rows"] is None else tensors["staging_rows"].numel()
         self._published = tensors["counts"].numel() + self._max_requests
         self._bound: Tensor | None = None
+        self._opened, self._closed = set[tuple[int, int, bool]](), set[int]()  # sizes that have been checked
 
     def _bind(self) -> None:
         self._open, self._close = _step_functions()
@@ -52,6 +54,18 @@ class Step:
             RuntimeError: a tensor is of another dtype or device, or not contiguous, or has too few elements; or what
                 the operators raise.
         """
+        num_requests, num_tokens = cu_num_logits.numel() - 1, slot_mapping.numel()
+        if (size := (num_requests, num_tokens, stages)) not in self._opened:
+            self._check(query_start_loc, cu_num_logits, slot_mapping, stages)
+            self._opened.add(size)
+        failure = self._open(
+            self._address, query_start_loc.data_ptr(), cu_num_logits.data_ptr(), slot_mapping.data_ptr(),
+            num_tokens, num_requests, counts.data_ptr(), stages, logs,
+        )  # fmt: skip
+        if failure:
+            raise RuntimeError(failure.decode())
+
+    def _check(self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor, stages: bool) -> None:
         num_requests, num_tokens, on_gpu = cu_num_logits.numel() - 1, slot_mapping.numel(), self._on_gpu
         if not (
             query_start_loc.dtype is cu_num_logits.dtype is torch.int32
@@ -70,12 +84,6 @@ class Step:
             raise RuntimeError(f"slot_mapping has {num_tokens} tokens, staging_rows {self._max_tokens}")
         if self._bound is None:
             self._bind()
-        failure = self._open(
-            self._address, query_start_loc.data_ptr(), cu_num_logits.data_ptr(), slot_mapping.data_ptr(),
-            num_tokens, num_requests, counts.data_ptr(), stages, logs,
-        )  # fmt: skip
-        if failure:
-            raise RuntimeError(failure.decode())
 
     def close(
         self, num_rejected: Tensor, counts: Tensor, published: Tensor | None = None, *, restores: bool = False
@@ -87,18 +95,19 @@ class Step:
         Raises:
             RuntimeError: as `open`.
         """
-        num_requests = num_rejected.numel()
-        if not (
-            num_rejected.dtype is torch.int32
-            and num_rejected.is_cuda is self._on_gpu
-            and num_rejected.is_contiguous()
-            and num_requests <= self._max_requests
-        ):
-            raise RuntimeError(f"num_rejected must be contiguous int32, of at most {self._max_requests} requests")
+        if (num_requests := num_rejected.numel()) not in self._closed:
+            if not (
+                num_rejected.dtype is torch.int32
+                and num_rejected.is_cuda is self._on_gpu
+                and num_rejected.is_contiguous()
+                and num_requests <= self._max_requests
+            ):
+                raise RuntimeError(f"num_rejected must be contiguous int32, of at most {self._max_requests} requests")
+            if self._bound is None:
+                self._bind()
+            self._closed.add(num_requests)
         if published is not None and published.numel() < self._published:
             raise RuntimeError(f"published has {published.numel()} numbers, needs {self._published}")
-        if self._bound is None:
-            self._bind()
         failure = self._close(
             self._address, num_rejected.data_ptr(), num_requests, counts.data_ptr(),
             None if published is None else published.data_ptr(), restores,

@@ -95,7 +95,7 @@ class Logged(Way):
         if self._logged is not None and not (requests and requests == previous):
             self._logged.fill_(-1)
         self.step.open(query_start_loc, cu_num_logits, slot_mapping, self.totals, logs=True)
-        self._previous = list(requests)
+        self._previous = [*requests]
 
     def commit(self, num_rejected: Tensor) -> None:
         self.step.close(num_rejected, self.totals, self.counters.next_place(self.number), restores=True)

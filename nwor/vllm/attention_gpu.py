@@ -120,9 +120,9 @@ def _make_update(original: Callable) -> Callable:
         self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         context = getattr(layer, "nwor", None)
-        if context is not None and context.manager.may_attend:
+        if context is not None and ((manager := context.manager).serves_attention or manager.is_dummy_or_capture):
             metadata = attention_metadata(layer.layer_name)
-            if metadata is not None and _serves(context.manager, metadata):
+            if metadata is not None and _serves(manager, metadata):
                 return  # our kernel stores these rows
         original(self, layer, key, value, kv_cache, slot_mapping)
 
@@ -130,11 +130,9 @@ def _make_update(original: Callable) -> Callable:
 
 
 def _serves(manager: "DraftCommitManager", metadata: Any) -> bool:
-    """Whether our kernel serves this batch: its queries are all windows, or it is captured for batches of such."""
+    """Whether our kernel serves this batch, of an open window or a capture: its queries are windows alone."""
     if manager.is_dummy_or_capture:
         return manager.attends and metadata.max_query_len <= manager.max_query_len
-    if not manager.serves_attention:
-        return False
     if metadata.max_query_len > manager.max_query_len:
         raise RuntimeError(f"a query of {metadata.max_query_len} rows among windows of {manager.max_query_len} at most")
     return True
@@ -154,13 +152,18 @@ def _make_forward(original: Callable) -> Callable:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         context = getattr(layer, "nwor", None)
-        if context is None or attn_metadata is None or not _serves(context.manager, attn_metadata):
-            return original(
-                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-        _attend(self, layer, context.manager, context.index, query, key, value, kv_cache, attn_metadata, output)
-        context.manager.mark_staged(context.index)
-        return output
+        if (
+            context is not None
+            and attn_metadata is not None
+            and ((manager := context.manager).serves_attention or manager.is_dummy_or_capture)
+            and _serves(manager, attn_metadata)
+        ):
+            _attend(self, layer, manager, context.index, query, key, value, kv_cache, attn_metadata, output)
+            manager.mark_staged(context.index)
+            return output
+        return original(
+            self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
 
     return forward
 

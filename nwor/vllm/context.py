@@ -3,13 +3,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from nwor.counters import CommitCounts
 from nwor.manager import DraftCommitManager
+
+_MOST_VIEWS = 256
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class RunnerContext:
     windows_alone: bool = False
     reads_rows: bool = False
     counts: CommitCounts | None = None
+    _views: dict[tuple[int, Size], list[Tensor]] = field(default_factory=dict)
 
     @property
     def manager(self) -> DraftCommitManager | None:
@@ -64,12 +67,22 @@ class RunnerContext:
     ) -> None:
         """Open each group's window on its own slots; slot_mappings: by the cache group's index."""
         requests = self.requests if self.log_holds else ()
-        for group in self.groups:
-            slots = slot_mappings[group.index]
+        for group, slots in zip(self.groups, self._slots_of_groups(slot_mappings), strict=True):
             group.manager.begin(
                 query_start_loc, cu_num_logits, slots, requests,
                 windows_alone=self.windows_alone, most_drafts=most_drafts,
             )  # fmt: skip
+
+    def _slots_of_groups(self, slot_mappings: Mapping[int, Tensor] | Tensor) -> Sequence[Tensor]:
+        """Each group's own. Of the V2 runner's one tensor, which stays where it is, a view is a commit's time."""
+        if not isinstance(slot_mappings, Tensor):
+            return [slot_mappings[group.index] for group in self.groups]
+        place = slot_mappings.data_ptr(), slot_mappings.shape
+        if (views := self._views.get(place)) is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            views = self._views[place] = [slot_mappings[group.index] for group in self.groups]
+        return views
 
     def hold_nothing(self, slot_mappings: Mapping[int, Tensor] | Tensor | None = None, replays: bool = True) -> None:
         """As `DraftCommitManager.hold_nothing`, for each group; slot_mappings: by the cache group's index."""
@@ -79,12 +92,13 @@ class RunnerContext:
 
     def commit(self, num_rejected: Tensor) -> None:
         """Close each group's window, if they are open."""
-        if self.manager is None or not self.manager.is_open:
+        groups = self.groups
+        if not groups or (manager := groups[0].manager).way is None:
             return
-        self.manager.counters.publishes = self.copies_counts
-        for group in self.groups:
+        manager.counters.publishes = self.copies_counts
+        for group in groups:
             group.manager.commit(num_rejected)
-        self.counts = self.manager.counters.published()
+        self.counts = manager.counters.published()
 
     def cancel(self) -> None:
         """Cancel each group's window; that of one group does not depend on another's."""
@@ -161,6 +175,7 @@ def set_served_groups(runner: Any, groups: Sequence[ServedGroup]) -> None:
         for layer in group.layers:
             layer.nwor = None
     context.groups = groups
+    context._views.clear()
     for group in groups:
         for index, layer in enumerate(group.layers):
             layer.nwor = LayerContext(group.manager, index)

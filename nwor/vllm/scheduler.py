@@ -112,9 +112,11 @@ class _Commits:
 
 
 def _commits(scheduler: Any) -> _Commits:
-    if "nwor" not in vars(scheduler):
+    try:
+        return scheduler.nwor
+    except AttributeError:
         scheduler.nwor = _Commits()
-    return scheduler.nwor
+        return scheduler.nwor
 
 
 def _make_spec_decoding_stats(original: Callable) -> Callable:
@@ -129,7 +131,9 @@ def _make_update(original: Callable, by_request: bool, emit: bool) -> Callable:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = original(self, scheduler_output, model_runner_output)
         commits, carried = _commits(self), take_from_output(model_runner_output)
-        accepted, commits.accepted = commits.accepted, {}
+        accepted = commits.accepted
+        if by_request:
+            commits.accepted = {}
         stats = _statistics(outputs)
         if carried is not None:
             totals, committed = carried
@@ -141,18 +145,17 @@ def _make_update(original: Callable, by_request: bool, emit: bool) -> Callable:
             elif follows and stats is not None and stats.spec_decoding_stats is not None:
                 _compare(commits, windows, kept, stats.spec_decoding_stats)
         if emit and stats is not None and commits.last is not None:
-            _carry(commits, stats, at_once=not self.has_unfinished_requests())
+            now = time.monotonic()
+            # Not in every step: it takes as long as a step's hooks. Behind the last request no other may come.
+            if now - commits.carried_at >= _SECONDS_BETWEEN_STATISTICS or not self.has_unfinished_requests():
+                _carry(commits, stats, now)
         return outputs
 
     return update_from_output
 
 
-def _carry(commits: _Commits, stats: Any, at_once: bool) -> None:
-    """Let a step's statistics carry what counters rose by since others did, now and then: it takes as long as a step's
-    hooks. at_once: nobody knows when the next step comes."""
-    now = time.monotonic()
-    if not at_once and now - commits.carried_at < _SECONDS_BETWEEN_STATISTICS:
-        return
+def _carry(commits: _Commits, stats: Any, now: float) -> None:
+    """Let a step's statistics carry what counters rose by since others did."""
     assert commits.last is not None
     counters = asdict(commits.last.counters())
     counters |= {"scheduler_checks": commits.checks, "scheduler_mismatches": commits.mismatches}

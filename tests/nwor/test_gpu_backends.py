@@ -115,7 +115,7 @@ def test_flashinfers_own_objects(stood_in, monkeypatch, is_open):
     metadata = flashinfers(SimpleNamespace(**described), monkeypatch)
     impl = module.FlashInferImpl(**GIVEN, kv_cache_dtype="bfloat16")
     manager = SimpleNamespace(
-        max_query_len=5, serves_attention=is_open, is_dummy_or_capture=not is_open, may_attend=True, attends=True,
+        max_query_len=5, serves_attention=is_open, is_dummy_or_capture=not is_open, attends=True,
         page_slots=torch.zeros(8), staging_rows=None, attention=None,
         staging_of=lambda index: None, mark_staged=lambda index: calls.append(index),
     )  # fmt: skip

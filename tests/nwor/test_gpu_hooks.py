@@ -45,6 +45,7 @@ class Layer:
         manager.is_dummy_or_capture = dummy
         if way is not None:
             (manager.way,) = [one for one in manager.ways if type(one) is way]
+            manager.serves_attention = way.attends
         if manager.page_slots is not None:
             manager.page_slots.fill_(7)
         self.nwor = LayerContext(manager, 0)

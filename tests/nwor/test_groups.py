@@ -162,6 +162,19 @@ def test_a_token_counts_once_and_its_bytes_in_every_group(mode, staged):
     assert (counters.bytes_written, counters.bytes_avoided) == ((5 + copied) * row, -2 * copied * row)
 
 
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_slots_are_those_of_this_step_wherever_they_lie(mode):
+    """vLLM's tensor is one, and another where it moved or where the batch is padded to more tokens."""
+    made = TwoGroups(mode)
+    moved, padded = made.slots + 1, torch.nn.functional.pad(made.slots + 2, (0, 2), value=-1)
+    for slots, by in ((made.slots, 0), (moved, 1), (padded, 2), (made.slots, 0), (padded[:, :7], 2)):
+        made.begin(slots)
+        for group in made.context.groups:
+            found = group.manager.slots[group.manager.slots >= 0]
+            assert set(found.tolist()) == {slot + by for slot in HELD[group.index]}
+        made.context.cancel()
+
+
 def test_a_group_that_fails_leaves_no_window_open():
     made = TwoGroups("stage")
     made.begin(made.slots)
