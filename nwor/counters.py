@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from nwor.layout import CacheLayout
+from nwor.ways import HOLDING
 
-HOLDING = ("staged", "logged")
-"""The ways that hold rows, in the order of their totals."""
 _TOTALS = 6
 """Numbers of a way's `counts`, as the operators take them."""
 _PLACES = 8

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nwor.attention.configs import next_power_of_2
-
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -81,12 +79,3 @@ class CacheLayout:
         order = (self.block_size, self.num_heads) if heads_inside else (self.num_heads, self.block_size)
         rows = torch.zeros(self.num_layers, blocks, *order, self.row_bytes, dtype=torch.uint8, device=self.pool.device)
         return rows.transpose(2, 3) if heads_inside else rows
-
-
-def log_rows_per_request(max_drafts: int, block_size: int) -> int:
-    """Rows of a request in a log that outlives its step, 0 where blocks are too short for one.
-
-    A power of two that divides the block size: consecutive positions have rows of their own, found by the slot alone.
-    """
-    rows = next_power_of_2(max_drafts)
-    return rows if block_size % rows == 0 else 0

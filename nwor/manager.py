@@ -25,9 +25,9 @@ from torch import Tensor
 
 from nwor import ops
 from nwor.counters import DeviceCounters
-from nwor.layout import CacheLayout, log_rows_per_request
+from nwor.layout import CacheLayout
 from nwor.step import Step
-from nwor.ways import POLICIES, Logged, Way
+from nwor.ways import POLICIES, Logged, Way, log_rows_per_request
 
 if TYPE_CHECKING:
     from nwor.attention.verify import Workspace
@@ -40,7 +40,7 @@ class DraftCommitManager:
 
     Args:
         layout: where the layers' slots lie.
-        mode: ``cow``, ``direct`` or ``stage``.
+        mode: one of `nwor.ways.POLICIES`.
         max_requests: the most requests of a batch; a larger batch falls back to vLLM's own write.
         max_drafts: W, the most drafts of a request; a request with more falls back.
         max_tokens: the most rows of a batch.
@@ -83,7 +83,7 @@ class DraftCommitManager:
     ) -> None:
         if mode not in POLICIES:
             raise ValueError(f"a manager serves {', '.join(POLICIES)}, not {mode!r}")
-        policy = POLICIES[mode if attends else "cow"]
+        policy = POLICIES[mode] if attends else POLICIES[mode].without_attention()
 
         def minus_ones(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int64, device=layout.pool.device)

@@ -7,13 +7,13 @@ The names start with ``VLLM_`` because vLLM, and Ray for vLLM, carry that prefix
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
 
-Mode = Literal["off", "cow", "direct", "stage"]
-MODES: tuple[str, ...] = get_args(Mode)
-ATTENDING = ("direct", "stage")
+from nwor.ways import POLICIES
+
+MODES = ("off", *POLICIES)
+ATTENDING = tuple(mode for mode, policy in POLICIES.items() if policy.attends)
 """Modes with an attention of their own."""
-CLEAN = ("cow", "stage")
+CLEAN = tuple(mode for mode, policy in POLICIES.items() if policy.is_clean)
 """Modes that leave nothing of a rejected draft in the pages behind a step."""
 PREFIX = "VLLM_NWOR_"
 WORDS = ("mode", "tuning")  # the others are 0 or 1

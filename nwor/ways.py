@@ -2,32 +2,38 @@
 """The ways in which a step keeps rejected rows out of the pages, and which of them each mode takes.
 
 A way opens a step's window before the forward (`begin`) and closes it after sampling (`commit`). The manager owns the
-tensors that they share, and picks one way a step. A new policy is a class here, and an entry in `POLICIES`.
+tensors that they share, and picks one way a step. `POLICIES` is the one list of modes: a new one is a class here and an
+entry there (`docs/extend.md`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # settings are read in processes that have no use for torch
+    from torch import Tensor
 
-from nwor.counters import HOLDING, DeviceCounters
-from nwor.layout import log_rows_per_request
-from nwor.step import Step
+    from nwor.counters import DeviceCounters
+    from nwor.step import Step
+
+HOLDING = ("staged", "logged")
+"""The ways that hold rows, in the order of their totals."""
 
 
 class Way:
     """One way of a manager.
 
     name: for counters and start-up lines. attends: NWOR's attention serves such a step's layers. holds: the window has
-    rows of its own, which are counted.
+    rows of its own, which are counted. leaves: what the slots of rejected rows hold behind a step, to which the check
+    at start-up holds it.
     """
 
     name = ""
     attends = False
     holds = True
+    leaves: Literal["old rows", "new rows", "zeros"] = "old rows"
 
     def __init__(self, step: Step, counters: DeviceCounters) -> None:
         self.step, self.counters = step, counters
@@ -70,6 +76,15 @@ class Staged(Way):
         self.step.close(num_rejected, self.totals, self.counters.next_place(self.number))
 
 
+def log_rows_per_request(max_drafts: int, block_size: int) -> int:
+    """Rows of a request in a log that outlives its step, 0 where blocks are too short for one.
+
+    A power of two that divides the block size: consecutive positions have rows of their own, found by the slot alone.
+    """
+    rows = 1 << (max_drafts - 1).bit_length()
+    return rows if block_size % rows == 0 else 0
+
+
 class Logged(Way):
     """The slots' old bytes go to `rows`, vLLM writes and attends as ever, and the rejected rows' are restored.
 
@@ -102,7 +117,7 @@ class Logged(Way):
 
     def cancel(self, num_drafts: Tensor) -> None:
         self._previous = ()
-        self.step.close(num_drafts, torch.zeros_like(self.totals), restores=True)
+        self.step.close(num_drafts, self.totals.new_zeros(self.totals.shape), restores=True)
 
     def forget(self) -> None:
         self._previous = ()
@@ -114,6 +129,7 @@ class WrittenThrough(Way):
     name = "written through"
     attends = True
     holds = False
+    leaves = "new rows"
 
     @staticmethod
     def rows_per_request(max_drafts: int, block_size: int, outlives_step: bool) -> int:
@@ -130,6 +146,21 @@ class Policy:
     @property
     def ways(self) -> list[type[Way]]:
         return list(dict.fromkeys(way for way in (self.windows, self.others) if way is not None))
+
+    @property
+    def attends(self) -> bool:
+        """NWOR's attention serves some steps."""
+        return self.windows.attends
+
+    @property
+    def is_clean(self) -> bool:
+        """No step leaves a rejected draft's row in the pages."""
+        return self.windows.holds and self.others is not None
+
+    def without_attention(self) -> Policy:
+        """What is left where NWOR's attention cannot serve the layers; only of one that `is_clean`."""
+        assert self.others is not None
+        return Policy(self.others, self.others)
 
 
 POLICIES = {

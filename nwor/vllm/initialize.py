@@ -13,7 +13,7 @@ import torch
 
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
-from nwor.settings import ATTENDING, Settings
+from nwor.settings import ATTENDING, CLEAN, Settings
 from nwor.vllm import own_write, self_check
 from nwor.vllm.context import (
     RunnerContext,
@@ -28,7 +28,6 @@ from nwor.vllm.context import (
     target_layers,
 )
 from nwor.vllm.support import why_not_attending, why_unsupported
-from nwor.ways import POLICIES
 
 
 def make_load(original: Callable) -> Callable:
@@ -63,7 +62,7 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
                 groups = target_groups(self, layers)
                 with torch.inference_mode(False):
                     served, failure = build_managers(self, settings.mode, groups, attends)
-                    if failure and attends and logs(settings.mode):
+                    if failure and attends and settings.mode in CLEAN:
                         served, also = build_managers(self, settings.mode, groups, False)
                         failure = also or failure
                 context.reason = failure or context.reason
@@ -76,11 +75,6 @@ def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
     return make
 
 
-def logs(mode: str) -> bool:
-    """Whether `mode` keeps the pages clean in steps that NWOR's attention does not serve."""
-    return POLICIES[mode].others is not None
-
-
 def what_serves(runner: Any, layers: dict[str, Any], mode: str) -> tuple[bool | None, str]:
     """Whether NWOR's attention can serve, None where `mode` cannot serve at all; and why not, where it would else."""
     if reason := why_unsupported(runner, layers):
@@ -88,7 +82,7 @@ def what_serves(runner: Any, layers: dict[str, Any], mode: str) -> tuple[bool | 
     if mode not in ATTENDING:
         return False, ""
     if reason := why_not_attending(runner, layers):
-        return (False if logs(mode) else None), reason
+        return (False if mode in CLEAN else None), reason
     return True, ""
 
 

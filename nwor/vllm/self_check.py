@@ -154,12 +154,14 @@ class _Window:
         self._write(self.pages, ~in_tail)
         written, expected = self.pages.clone(), self.pages.clone()
         self._write(written, in_tail)
-        kept = in_tail.clone()  # under direct the rejected rows too
-        if self.way.holds:
-            kept[tail_rows] = torch.cat(
-                [torch.arange(t) < t - r for t, r in zip(self.tails, self.rejected, strict=True)]
-            ).to(self.device)
-        self._write(expected, kept)
+        rejected = in_tail.clone()
+        rejected[tail_rows] = torch.cat(
+            [torch.arange(t) >= t - r for t, r in zip(self.tails, self.rejected, strict=True)]
+        ).to(self.device)
+        self._write(expected, in_tail if self.way.leaves == "new rows" else in_tail & ~rejected)
+        if self.way.leaves == "zeros":
+            for cache in self._caches(expected):
+                self._put(cache, slots[rejected], cache.new_zeros(()))
         outputs = self._step(slots, tail_rows)
         if not self._same_pages(expected):
             return f"the pages that {self.manager.mode} left are not those with the rows it is to write: a window"

@@ -9,8 +9,9 @@ import pytest
 import torch
 from devices import each_device
 
-from nwor.layout import CacheLayout, log_rows_per_request
+from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
+from nwor.ways import log_rows_per_request
 from tests.nwor.paged import Paged, write_rows
 
 pytestmark = each_device

@@ -14,11 +14,12 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from nwor.counters import HOLDING, Counters, Totals
+from nwor.counters import Counters, Totals
 from nwor.settings import Settings
 from nwor.vllm import metrics, patch, worker
 from nwor.vllm import scheduler as vllm_scheduler
 from nwor.vllm.carrier import add_to_statistics, take_from_statistics
+from nwor.ways import HOLDING
 
 # -- every rank serves the mode ----------------------------------------------------------------------------------------
 
