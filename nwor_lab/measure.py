@@ -28,7 +28,6 @@ from xml.etree import ElementTree
 import pandas as pd
 
 from nwor_lab import builds, paths, provenance, results
-from nwor_lab.plots import paper
 
 MADE_BY = "measured.json"
 """What the folder of a command says of the commit, the machine and the time."""
@@ -161,6 +160,8 @@ def find_table(out: Path, name: str) -> Path | None:
 
 # -- recording ---------------------------------------------------------------------------------------------------------
 
+TABLES = ("reference", "acceptance", "traffic", "steps")
+"""Tables that a reproduction run makes."""
 TIMES = ("step_ms", "time", "between")
 """Metrics whose repeats are counted."""
 NOT_A_SETTING = ("repeat", "value", "step", "position", "rank", "low", "high", "run_id")
@@ -270,7 +271,7 @@ def record_run(run: Path, recorded: Path) -> list[str]:
         compared = results.read_table("kernels", run)
         results.write_table(recorded / "kernel_check.parquet", compared[compared["device"] == "cuda"])
         return ["kernel_check"]
-    tables = {name: results.read_table(name, run) for name in (*paper.TABLES, "claims")}
+    tables = {name: results.read_table(name, run) for name in (*TABLES, "claims")}
     for name, table in tables.items():
         results.write_table(recorded / f"{name}.parquet", table)
     shutil.copy(run / "figures" / "reference_policies.png", recorded)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nwor_lab import builds, paths, results
-from nwor_lab.plots import paper
+from nwor_lab import builds, measure, paths, results
 
 ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
 
@@ -56,6 +55,6 @@ def test_rows_of_different_builds_do_not_go_together(tmp_path: Path) -> None:
 
 def test_all_that_was_recorded_on_gpus_is_of_one_build_and_its_page_says_which() -> None:
     tables = {path.stem: results.read_table(path.stem, paths.RECORDED) for path in paths.RECORDED.glob("*.parquet")}
-    assert {name for name, table in tables.items() if "build" not in table} == {*paper.TABLES, "claims", "soak"}
+    assert {name for name, table in tables.items() if "build" not in table} == {*measure.TABLES, "claims", "soak"}
     (build,) = {build for table in tables.values() if "build" in table for build in table["build"]} - {""}
     assert build in (paths.RECORDED / "README.md").read_text()

@@ -179,7 +179,7 @@ def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(cle
     recorded = tmp_path / "recorded"
     run = results.Run(tmp_path / "run", "01_x", {"k": 1, "run_dir": "somewhere"})
     run.claim("a", 1, 1, True)
-    monkeypatch.setattr(measure.paper, "TABLES", ("steps",))
+    monkeypatch.setattr(measure, "TABLES", ("steps",))
     with pytest.raises(ValueError, match="not whole"):
         measure.record(run.directory, recorded)
     run.finish()
