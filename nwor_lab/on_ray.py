@@ -16,12 +16,18 @@ RunPoint = Callable[[Path, list[Path], parameters.Values], int]
 
 
 def run(
-    address: str, gpus: str, run_point: RunPoint, notebooks: list[Path], folders: dict[Path, parameters.Values]
+    address: str,
+    gpus: str,
+    run_point: RunPoint,
+    notebooks: list[Path],
+    folders: dict[Path, parameters.Values],
+    begin: Callable[[], object],
 ) -> int:
     """Run each point on the cluster at `address` and bring its folder back; return how many notebooks failed.
 
     Args:
         gpus: how many GPUs a point asks for: a number, or the name of the parameter that says it.
+        begin: called once the cluster has what is asked for.
 
     Raises:
         OSError: Ray is not installed, or no node has that many GPUs.
@@ -38,6 +44,7 @@ def run(
         most = max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
         if max(need.values(), default=0) > most:
             raise OSError(f"a point asks for {max(need.values()):g} GPUs, and the largest node has {most:g}")
+        begin()
         task, sources = ray.remote(max_retries=0)(_on_node), {path.name: path.read_bytes() for path in notebooks}
         running = {
             task.options(num_gpus=need[folder]).remote(run_point, folder.name, sources, values, code()): folder

@@ -7,9 +7,11 @@ import ast
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from nwor_lab import ranges
 
@@ -28,27 +30,20 @@ def declared(notebook: Path) -> dict[str, tuple[str, Any]]:
     return {name: (entry["inferred_type_name"], ast.literal_eval(entry["default"])) for name, entry in found}
 
 
-READ: dict[str, Callable[[str], Any]] = {
-    "str": str,
-    "int": int,
-    "float": float,
-    "bool": lambda text: {"true": True, "false": False}[text.lower()],
-}
-"""What reads a parameter of each declared type. A string stays as it was given: `off` is `off`, never YAML's false."""
-
-
-def parse(text: str, kind: str) -> Any:
+def read(text: str, kind: str) -> Any:
     """Read a parameter given on the command line as the type its notebook declares; a list is given with commas.
 
     Raises:
-        ValueError, KeyError: the text is not of that type.
+        pydantic.ValidationError: the text is not of that type; it is a ValueError.
     """
-    if found := re.fullmatch(r"list\[(\w+)\]", kind):
-        return [parse(item.strip(), found[1]) for item in text.strip("[]").split(",") if item.strip()]
-    return READ[kind](text)
+    items = [item.strip() for item in text.strip("[]").split(",") if item.strip()]
+    adapter = TypeAdapter(kind)  # type: ignore[arg-type]  # pydantic resolves the name of a type
+    return adapter.validate_python(items if kind.startswith("list") else text)
 
 
-def read_points(chosen: list[Path], given: Mapping[str, str], grid: list[str], here: bool = True) -> dict[str, Values]:
+def read_points(
+    chosen: list[Path], given: Mapping[str, str], grid: list[str], here: bool = True, all_of_them: bool = False
+) -> dict[str, Values]:
     """Return each point of a grid by name, and what it gives to each notebook: the parameters that one declares.
 
     Args:
@@ -56,6 +51,7 @@ def read_points(chosen: list[Path], given: Mapping[str, str], grid: list[str], h
         grid: `name=value,value` for each parameter that varies; `;` separates the values of a list parameter.
             Without any there is one point, whose name is empty.
         here: as `ranges.check` takes it.
+        all_of_them: nobody named the notebooks, so one that cannot have a value which others can keeps its own.
 
     Raises:
         ValueError: no notebook declares a name, a value is not of the declared type or cannot be, or a point is given
@@ -80,17 +76,41 @@ def read_points(chosen: list[Path], given: Mapping[str, str], grid: list[str], h
         point = re.sub(r"[^\w.,=+-]+", "-", ",".join(f"{name}={at[name]}" for name in axes))[:120]
         if point in points:
             raise ValueError(f"--grid gives {point} twice")
-        points[point] = {notebook: {} for notebook in kinds}
-        for notebook, name in ((notebook, name) for notebook in kinds for name in at if name in kinds[notebook]):
-            try:
-                points[point][notebook][name] = parse(at[name], kinds[notebook][name])
-            except (ValueError, KeyError):
-                said = f"{notebook}: parameter {name}={at[name]!r} is not of type {kinds[notebook][name]}"
-                raise ValueError(said) from None
+        points[point] = {name: _read_all(name, kinds[name], at) for name in found}
+        refused = dict[str, list[tuple[str, ValueError]]]()
         for notebook, passed in points[point].items():
             defaults = {name: default for name, (_, default) in found[notebook].items()}
-            ranges.check(notebook, defaults | passed, passed, here)
+            for name in passed:
+                try:
+                    ranges.check(notebook, defaults | passed, [name], here)
+                except ValueError as error:
+                    refused.setdefault(name, []).append((notebook, error))
+        for name, refusals in refused.items():
+            if not all_of_them or len(refusals) == sum(name in of for of in kinds.values()):
+                raise refusals[0][1]
+            for notebook, _ in refusals:
+                del points[point][notebook][name]
     return points
+
+
+def _read_all(notebook: str, kinds: Mapping[str, str], texts: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for name in texts.keys() & kinds.keys():
+        try:
+            values[name] = read(texts[name], kinds[name])
+        except ValidationError:
+            said = f"{notebook}: parameter {name}={texts[name]!r} is not of type {kinds[name]}"
+            raise ValueError(said) from None
+    return dict(sorted(values.items()))
+
+
+def keep_their_own(chosen: list[Path], names: Iterable[str], points: Mapping[str, Values]) -> list[str]:
+    """Return which notebooks cannot have a value that others were given, in words."""
+    return [
+        f"{book.stem} keeps its own {name}, since it cannot have that"
+        for book, name in itertools.product(chosen, names)
+        if name in declared(book) and any(name not in values[book.stem] for values in points.values())
+    ]
 
 
 # -- in the notebook ---------------------------------------------------------------------------------------------------
@@ -101,7 +121,7 @@ def check(scope: Mapping[str, Any], notebook: str) -> dict[str, Any]:
 
     Raises:
         NameError: papermill passed a parameter that the notebook does not declare.
-        TypeError: a parameter has another type than declared, such as a mode `off` that YAML made `False`.
+        ValueError: a parameter has another type than declared, such as a mode `off` that YAML made `False`.
         ValueError, OSError: as `ranges.check`.
     """
     kinds = dict(scope.get("__annotations__", {}))
@@ -110,7 +130,12 @@ def check(scope: Mapping[str, Any], notebook: str) -> dict[str, Any]:
     if unknown := sorted(_injected(scope) - set(kinds)):
         raise NameError(f"{notebook} has no parameter {', '.join(unknown)}; it has {', '.join(sorted(kinds))}")
     for name, kind in kinds.items():
-        _check_type(notebook, name, scope[name], kind)
+        try:
+            TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(scope[name])
+        except ValidationError as error:
+            hint = "; YAML reads a bare on or off as a boolean: quote it" if isinstance(scope[name], bool) else ""
+            said = error.errors()[0]["msg"].removeprefix("Input ")
+            raise ValueError(f"{notebook}: parameter {name} {said}, got {scope[name]!r}{hint}") from None
     values = {name: scope[name] for name in kinds}
     ranges.check(notebook, values, values)
     return values
@@ -131,14 +156,3 @@ def _injected(scope: Mapping[str, Any]) -> set[str]:
     # papermill puts what it was passed into a cell of its own that begins with this comment, a line each.
     cells = [source for source in scope.get("In", []) if source.startswith("# Parameters\n")]
     return {target.id for line in ast.parse("\n".join(cells)).body for target in getattr(line, "targets", ())}
-
-
-def _check_type(notebook: str, parameter: str, value: Any, kind: Any) -> None:
-    origin = getattr(kind, "__origin__", kind)
-    if not isinstance(origin, type):
-        raise TypeError(f"{notebook}: parameter {parameter} is declared as {kind!r}; use str, int, float, bool or list")
-    good = isinstance(value, origin) or (origin is float and type(value) is int)
-    if good and (origin is bool or not isinstance(value, bool)):
-        return
-    hint = "; YAML reads a bare on or off as a boolean: quote it, or pass it with -p" if isinstance(value, bool) else ""
-    raise TypeError(f"{notebook}: parameter {parameter} is {value!r}, not of type {origin.__name__}{hint}")

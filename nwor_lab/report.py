@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`results/<run>/index.html`: the claims, figures, notebooks and manifest of a run as pages that a browser opens.
+"""`results/<run>/index.html`: what a run found, its figures, lessons, claims and manifest, as a page for a browser.
 
 Each executed notebook becomes a page beside it. The pages load nothing from outside the run's folder.
 """
@@ -11,53 +11,47 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nwor_lab import claim_table, paths, results
+import pandas as pd
+
+from nwor_lab import claims as claim_table
+from nwor_lab import paths, results
 
 
 def write(directory: Path) -> Path:
     """Write `index.html` of a run, and a page for each of its executed notebooks; return its path."""
-    manifest = results.read_manifest(directory)
+    manifest, claims = results.read_manifest(directory), results.claims(directory)
     for name in manifest["notebooks"]:
         if (directory / f"{name}.ipynb").exists():
             results.write_text(directory / f"{name}.html", notebook_page(directory, name))
-    claims, points = results.claims(directory), manifest.get("points", [])
+    grid = directory / "grid.csv"
     return results.write_text(
         directory / "index.html",
         _render(
             title=f"Reproduction run {directory.name}",
             headline=claim_table.headline(claims),
-            groups=[
-                (said, [*claims[claims["origin"] == name].itertuples()]) for name, said in claim_table.ORIGINS.items()
-            ],
-            broken=[claim_table.line(claim) for claim in claims.itertuples() if claim.holds is False],
-            verdict=claim_table.verdict,
+            claims=[*claims.itertuples()],
+            show=claim_table,
             figures=sorted((directory / "figures").glob("*.png")),
             notebooks=sorted(manifest["notebooks"].items()),
             pages={page.stem for page in directory.glob("*.html")},
-            points={point: claim_table.headline(results.claims(directory / point)) for point in points},
+            points=manifest.get("points", []),
+            grid=pd.read_csv(grid).to_html(index=False, border=0, na_rep="") if grid.exists() else "",
             made_by=_made_by(manifest),
         ),
     )
 
 
 def notebook_page(directory: Path, name: str) -> str:
-    """Return an executed notebook as HTML, with links to its log and back to `index.html`."""
+    """Return an executed notebook as HTML, with a link back to `index.html`."""
     import nbformat
     from nbconvert import HTMLExporter
-    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
     notebook = nbformat.read(directory / f"{name}.ipynb", as_version=4)
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     exporter.exclude_anchor_links = True
-    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     body, _ = exporter.from_notebook_node(notebook)
-    # Without Jupyter nothing draws a widget: its place says where it can be used.
-    widget = r'<script type="application/vnd\.jupyter\.widget-view\+json">.*?</script>'
-    said = f"<p class=note>An interactive control: open {name}.ipynb in JupyterLab to use it.</p>"
-    body = re.sub(widget, said, body, flags=re.DOTALL)
     body = re.sub(r'href="(?!https?:|#|data:)([^"#]+)', lambda found: f'href="{_link(directory, found[1])}', body)
-    logs = sorted((directory / "logs").glob(f"{name}*.log"))
-    return _render(title=f"{name} of run {directory.name}", body=body, logs=[log.name for log in logs])
+    return _render(title=f"{name} of run {directory.name}", body=body)
 
 
 def _link(directory: Path, link: str) -> str:

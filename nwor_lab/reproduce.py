@@ -2,14 +2,16 @@
 """Run the notebooks with papermill, once or at every point of a grid of parameters, and report what they claim.
 
     nwor reproduce                                                every notebook, as `make reproduce` does
-    nwor reproduce --only 08_break_even -p k 4 --run k4           one notebook with another parameter
-    nwor reproduce --only 04_tp2_end_to_end --grid k=1,3 tp=1,2   a grid of four points, each in a folder of its own
+    nwor reproduce -p k 8                                         the same, each that has a parameter k with k=8
+    nwor reproduce --only 08 -p k 4 --run k4                      one notebook, by the beginning of its name
+    nwor reproduce --only 04 --grid k=1,3 tp=1,2                  a grid of four points, each in a folder of its own
     nwor reproduce --resume --run k4                              go on with what was interrupted or failed
 
 `results/<run>/` then holds the executed notebooks, their tables, figures, claims and logs, `manifest.json`, and
-`index.html` to read all of it; in a grid each point is such a folder. A notebook that fails does not stop those after
-it; the run fails at its end. A notebook fails, too, when one of its cells takes longer than `--cell-minutes`. A resumed
-run skips what the manifest calls whole, while notebook and parameters are unchanged.
+`index.html` to read all of it. In a grid each point is such a folder, and `grid.csv` has what was measured at each. A
+notebook that fails does not stop those after it; the run fails at its end. A notebook fails, too, when one of its cells
+takes longer than `--cell-minutes`. A resumed run skips what the manifest calls whole, while notebook and parameters are
+unchanged.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nwor_lab import claim_table, folders, parameters, paths, report, results
+import pandas as pd
+
+from nwor_lab import claims as claim_table
+from nwor_lab import folders, parameters, paths, report, results
 
 DRAWS = ("09_paper_figures",)
 """Notebooks that draw the tables of the others: they run again when one of those has."""
@@ -38,16 +43,16 @@ CELL_MINUTES = 120.0
 
 
 def notebooks(only: list[str] | None = None) -> list[Path]:
-    """Return the notebooks in order; `only` names some of them, with or without `.ipynb`.
+    """Return the notebooks in order; `only` names some of them, each by its name or the beginning of that.
 
     Raises:
         FileNotFoundError: a name is no notebook.
     """
     found = {path.stem: path for path in sorted(paths.NOTEBOOKS.glob("[0-9]*.ipynb"))}
     wanted = [Path(name).stem for name in only or found]
-    if unknown := [name for name in wanted if name not in found]:
+    if unknown := [name for name in wanted if not name or not any(one.startswith(name) for one in found)]:
         raise FileNotFoundError(f"no notebook {', '.join(unknown)}; there are {', '.join(found) or 'none'}")
-    return [path for name, path in found.items() if name in wanted]
+    return [path for name, path in found.items() if name.startswith(tuple(wanted))]
 
 
 def fingerprint(notebook: Path, given: dict[str, Any]) -> str:
@@ -116,8 +121,12 @@ def run_point(
     return failed
 
 
-def run_points(directory: Path, chosen: list[Path], points: dict[str, parameters.Values], options: Any) -> int:
+def run_points(
+    directory: Path, chosen: list[Path], points: dict[str, parameters.Values], options: Any, begin: Callable[[], object]
+) -> int:
     """Run every point, here or on a Ray cluster; return the exit code, 0 when no notebook failed and all claims hold.
+
+    begin: called once nothing refuses the run any more, and before the first notebook.
 
     Raises:
         OSError: there is no Ray, or no node has what a point asks for.
@@ -130,22 +139,51 @@ def run_points(directory: Path, chosen: list[Path], points: dict[str, parameters
 
         done = {f for f, given in folders.items() if all(is_whole(book, f, given[book.stem]) for book in chosen)}
         todo = {folder: given for folder, given in folders.items() if folder not in done or not options.resume}
-        failed = on_ray.run(options.ray, options.gpus, run, chosen, todo)
+        failed = on_ray.run(options.ray, options.gpus, run, chosen, todo, begin)
     else:
+        begin()
         failed = sum(run(folder, chosen, values, options.resume) for folder, values in folders.items())
     claims = {folder.name: results.claims(folder) for folder in folders}
-    if "" not in points:
+    if "" in points:
+        print("\n" + claim_table.as_text(results.claims(directory)))
+    else:
+        table = grid_table(folders)
+        results.write_table(directory / "grid.csv", table)
         report.write(directory)
-    for point, table in claims.items():
-        print("\n" + (f"{point}\n" if "" not in points else "") + claim_table.as_text(table))
+        print("\n" + varying(table).to_string(float_format="{:.4g}".format, na_rep=""))
     print(f"\nresults: {directory}\nto read: {directory / 'index.html'}", flush=True)
-    broken = [claim for table in claims.values() for claim in table.itertuples() if claim.holds is False]
-    for claim in broken:
-        print(f"does not hold: {claim_table.line(claim)}", file=sys.stderr)
+    broken = [(point, claim) for point, table in claims.items() for claim in table.itertuples() if claim.holds is False]
+    for point, claim in broken:
+        where = claim.notebook if "" in points else f"{point}, {claim.notebook}"
+        print(f"does not hold: {where}: {claim_table.sentence(claim)}", file=sys.stderr)
     if failed:
         count = f"{failed} of {len(chosen) * len(points)} notebooks failed"
         print(f"{count}; go on with: {_resume(directory)}", file=sys.stderr)
     return 1 if failed or broken else 0
+
+
+def grid_table(folders: dict[Path, parameters.Values]) -> pd.DataFrame:
+    """What was measured at each point: columns `point`, `table`, `mode`, `metric`, `unit`, `value`, the median, and
+    one for each parameter that the points were given.
+    """
+    rows = []
+    for folder, values in folders.items():
+        given = {name: str(value) for of in values.values() for name, value in of.items()}
+        for path in sorted(folder.glob("*.parquet")):
+            frame = pd.read_parquet(path)
+            if "metric" in frame:
+                medians = frame.groupby(["mode", "metric", "unit"], as_index=False, observed=True)["value"].median()
+                rows.append(medians.assign(point=folder.name, table=path.stem, **given))
+    return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["point", *VALUE, "value"])
+
+
+VALUE = ["table", "mode", "metric", "unit"]
+
+
+def varying(table: pd.DataFrame) -> pd.DataFrame:
+    """The values of a `grid_table` that are not the same at all points: a row a value, a column a point."""
+    wide = table.pivot_table("value", VALUE, "point", sort=False)
+    return wide[(wide.nunique(axis=1) > 1) | wide.isna().any(axis=1)]
 
 
 def _resume(directory: Path) -> str:
@@ -196,8 +234,10 @@ def _read_request(directory: Path, options: Any) -> tuple[dict[str, Any], list[P
         "given": {**before["given"], **dict(options.parameter)},
         "grid": options.grid or before["grid"],
     }
-    chosen = notebooks(options.only or before["only"])
-    return request, chosen, parameters.read_points(chosen, request["given"], request["grid"], here=not options.ray)
+    only = options.only or before["only"]
+    chosen = notebooks(only)
+    points = parameters.read_points(chosen, request["given"], request["grid"], not options.ray, all_of_them=not only)
+    return request, chosen, points
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -231,8 +271,11 @@ def main(argv: list[str] | None = None) -> int:
         _read_request(directory, options)  # a wrong word leaves no folder behind
         with _alone(directory):
             request, chosen, points = _read_request(directory, options)  # another may have begun or ended meanwhile
-            results.update_manifest(directory, request=request, points=[point for point in points if point])
-            return run_points(directory, chosen, points, options)
+            for line in parameters.keep_their_own(chosen, request["given"], points):
+                print(line)
+            named = [point for point in points if point]
+            begin = functools.partial(results.update_manifest, directory, request=request, points=named)
+            return run_points(directory, chosen, points, options, begin)
     except (OSError, ValueError) as error:
         print(f"nwor reproduce: {error}", file=sys.stderr)
         return 2

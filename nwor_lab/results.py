@@ -5,10 +5,10 @@ A notebook begins, right after its parameters cell, with
 
     run = results.start(globals(), "01_reference_model")
 
-then writes tables (`run.table`), figures (`nwor_lab.plots.style.save`), claims (`run.claim`) and expectations at its
-default parameters (`run.expect`). Its last cell is `run.finish()`, which shows the claims and raises when one does not
-hold. A file is written whole or not at all. `start` refuses parameters that the notebook does not declare, of which
-papermill only warns.
+then writes tables (`run.table`), figures (`nwor_lab.plots.style.save`) and claims (`run.claim`, or `run.expect` where
+one is of the default parameters alone). Its last cell is `run.finish()`, which shows the claims and raises when one
+does not hold. A file is written whole or not at all. `start` refuses parameters that the notebook does not declare, of
+which papermill only warns.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab import claim_table, parameters, paths
-from nwor_lab.builds import build, join
+from nwor_lab import claims as claim_table
+from nwor_lab import parameters, paths
+from nwor_lab.builds import join
 from nwor_lab.provenance import provenance
 
 COLUMNS = ("run_id", "mode", "model", "tp", "k", "batch", "seed", "repeat", "metric", "value", "unit")
@@ -75,13 +76,13 @@ def write_json(path: Path | str, value: Any) -> Path:
     return write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
-def write_table(path: Path | str, frame: pd.DataFrame, **options: Any) -> Path:
-    """Write `frame` as parquet (`.parquet`) or CSV (`.csv`), whole or not at all; options: of parquet's writer."""
+def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
+    """Write `frame` as parquet (`.parquet`) or CSV (`.csv`), whole or not at all."""
     with whole_file(path) as part:
         if Path(path).suffix == ".csv":
             frame.to_csv(part, index=False)
         else:
-            frame.to_parquet(part, index=False, compression="zstd", **options)
+            frame.to_parquet(part, index=False, compression="zstd")
     return Path(path)
 
 
@@ -109,7 +110,7 @@ def check_folder(directory: Path | str) -> Path:
 
 
 def tidy(rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.DataFrame:
-    """Return `rows` as a tidy frame: the columns `COLUMNS`, then any further ones (`position`, on a GPU `build`).
+    """Return `rows` as a tidy frame: the columns `COLUMNS`, then any further ones (`position`).
 
     Args:
         rows: a frame or mappings, each with at least `metric`, `value` and `unit`; `value` is a number.
@@ -119,8 +120,7 @@ def tidy(rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.
         ValueError: a row lacks `metric`, `value` or `unit`, or a value is no number.
     """
     frame = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows))
-    built = {"build": build()} if build() else {}
-    for column, value in {**_DEFAULTS, **built, **common}.items():
+    for column, value in {**_DEFAULTS, **common}.items():
         frame[column] = frame[column].where(frame[column].notna(), value) if column in frame else value
     missing = [column for column in ("metric", "value", "unit") if column not in frame or frame[column].isna().any()]
     if missing:
@@ -177,7 +177,7 @@ class Run:
         """
         broken = [line for line in self._claims if line["holds"] is False]
         update_manifest(self.directory, self.name, state="failed" if broken else "done")
-        lines = [f"{one['claim']}: expected {one['predicted']}, found {one['measured']}" for one in broken]
+        lines = [f"{one['claim']}: expected {one['expected']}, found {one['found']}" for one in broken]
         assert not broken, f"does not hold: {'; '.join(lines)}"
         return claim_table.styled(pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
 
@@ -188,41 +188,44 @@ class Run:
         write_table(self.directory / f"{name}.parquet", frame)
         return frame
 
-    def claim(
-        self, text: str, expected: object, value: object, holds: bool | None, origin: str = "measured",
-        kind: str = "claim",
-    ) -> bool:  # fmt: skip
+    def claim(self, text: str, expected: object, value: object, holds: bool | None, origin: str = "measured") -> bool:
         """Record at once one line of the table of claims: what must hold whatever the parameters. Return `holds`.
 
         A claim made again under the same words replaces the earlier one, so a cell may be run twice.
 
         Args:
-            origin: where `value` is from: `measured` in this run, `recorded` (data/recorded) or `model` (computed).
-            kind: see `expect`.
+            holds: None where it cannot be judged; the reason is then part of `value`.
+            origin: `recorded` where `value` is of a table of data/recorded: that is printed, and is no claim of this
+                run.
         """
-        if origin not in claim_table.ORIGINS:
-            raise ValueError(f"origin is one of {', '.join(claim_table.ORIGINS)}, got {origin!r}")
-        values = map(claim_table.show, (expected, value))
-        said = (self.name, text, *values, None if holds is None else bool(holds), kind, origin)
-        line = dict(zip(claim_table.COLUMNS, said, strict=True))
+        expected, value = map(claim_table.show, (expected, value))
+        if origin == "recorded":
+            print(f"recorded: {text}: found {value}, expected {expected}")
+            return bool(holds)
+        line = dict(
+            zip(
+                claim_table.COLUMNS,
+                (self.name, text, expected, value, None if holds is None else bool(holds)),
+                strict=True,
+            )
+        )
         self._claims = [other for other in self._claims if other["claim"] != text] + [line]
         write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
         return bool(holds)
 
     def expect(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
-        """Record what is expected at the notebook's default parameters only; otherwise as `claim`.
-
-        Where a parameter differs from its default, the table says "not at the defaults" and nothing can fail.
-        """
-        self.claim(text, expected, value, holds if self.at_defaults else None, origin, "expectation")
+        """Claim what is expected at the notebook's default parameters; at others it is shown and not judged."""
+        if self.at_defaults:
+            return self.claim(text, expected, value, holds, origin)
+        self.claim(text, expected, f"{claim_table.show(value)} (not at the default parameters)", None, origin)
         return bool(holds)
 
-    def skip(self, text: str, expected: object, reason: str, origin: str = "measured") -> None:
-        """Record that a claim cannot be checked on this machine: in the table it is `skipped`, with the reason."""
-        self.claim(text, expected, reason, None, origin)
+    def skip(self, text: str, expected: object, reason: str) -> None:
+        """Record that a claim cannot be judged on this machine, and why."""
+        self.claim(text, expected, reason, None)
 
     def origin(self, frame: pd.DataFrame) -> str:
-        """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded`."""
+        """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded` earlier."""
         return "measured" if set(frame["run_id"]) == {self.id} else "recorded"
 
     def command(self, *argv: object) -> None:
@@ -382,6 +385,6 @@ class Unmeasurable(RuntimeError):
 
 
 def claims(run: Path | str) -> pd.DataFrame:
-    """Return the table of claims (`claim_table.COLUMNS`) of a run, in the order of its notebooks."""
+    """Return the table of claims (`nwor_lab.claims.COLUMNS`) of a run, in the order of its notebooks."""
     parts = [pd.read_parquet(path) for path in sorted(Path(run).glob("claims/*.parquet"))]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(claim_table.COLUMNS))

@@ -30,7 +30,6 @@ from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.experiments import options, parity_faults
 from nwor_lab.experiments.parity import Parity, compare
 from nwor_lab.experiments.plan import Plan
-from nwor_lab.kept import keep_table
 
 NAME = "parity_margin"
 NOISE = "none"
@@ -161,7 +160,7 @@ def write(path: Path, table: pd.DataFrame) -> None:
         table = pd.concat([before[~same], table], ignore_index=True)
     if "build" in table:  # rows made on a CPU are of none
         table["build"] = table["build"].fillna("")
-    keep_table(path, table)
+    results.write_table(path, table)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from docs import times, values
+from docs import values
 from nwor_lab import paths, results
 from nwor_lab.plots import promises, style
 
@@ -42,9 +42,9 @@ def test_measured_values_are_those_of_the_other_pages(data: pd.DataFrame) -> Non
     pages = of(data, "bandwidth", promises.SAVED["pages"])
     counted = [100 * values.rejected_at_scale(8, temperature) for temperature in (0, 1)]
     assert sorted(pages) == pytest.approx(sorted(counted))
-    faster = times.settings("stage")["step"]
+    faster = values.settings("stage")["step"]
     assert sorted(of(data, "throughput", "here: stage")) == pytest.approx(sorted(1 / faster))
-    longer = times.settings("cow")["step"] - 1
+    longer = values.settings("cow")["step"] - 1
     assert sorted(of(data, "overhead", "here: cow")) == pytest.approx(sorted(100 * longer))
     blind = of(data, "acceptance", promises.POLICIES["blind"]).item()
     assert blind == pytest.approx(100 * (values.reference("blind") - 1) / 4)
