@@ -25,7 +25,7 @@ on_gpu = pytest.mark.skipif(INTERPRETED, reason="needs an NVIDIA GPU")
 
 KEYS_PER_WARP = Config(tile=64, splits=3, min_tiles_per_split=1, keys_per_warp=True)
 CONFIGS = [Config(tile=32), SPLIT, KEYS_PER_WARP]
-DRAWN = 40
+DRAWN = 30
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "split", "keys per warp"])
