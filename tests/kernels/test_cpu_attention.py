@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mode `stage` on vLLM's own CPU attention: its writer's packing, its numbers, its sliding window, and our hooks in it.
+"""Mode `stage` on vLLM's own CPU attention: its writer's packing, its numbers, its sliding window.
 
-No engine: the backend's methods are called with stand-ins for what they are given.
+No engine: the backend's methods are called with stand-ins for what they are given. Our hooks run in every CPU engine.
 """
 
 from types import SimpleNamespace
@@ -20,10 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata, _get_attn_isa
 
 from nwor import ops
-from nwor.layout import CacheLayout
-from nwor.manager import DraftCommitManager
-from nwor.vllm import attention_cpu, patch
-from nwor.vllm.context import LayerContext
+from nwor.vllm import attention_cpu
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU backend is not in this build")
 
@@ -250,65 +247,3 @@ def test_what_no_row_sees_reaches_no_output(dtype, kv_cache_dtype, isa):
     backend.layer.kv_cache = kept
     for staged, output in zip((True, False), clean, strict=True):
         assert torch.equal(backend.verify(staged), output) and not output.isnan().any()
-
-
-# -- the hooks ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hooks():
-    attention_cpu.install()
-    yield
-    patch.undo_all()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("num_drafts", [(4, 2, 0, 8, 3), (0, 2, 0, 8, 0)], ids=["decodes", "with a prefill"])
-@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
-def test_a_window_through_the_backends_methods(dtype, kv_cache_dtype, isa, num_drafts, masked, hooks):
-    """Outputs are vanilla's, with sinks and a sliding window too; of windows alone no held row is in the pages before
-    the commit, beside a prefill all rows are; and after it the kept ones."""
-    sliding_window = 33 if masked else -1
-    vanilla = Backend(dtype, kv_cache_dtype, isa, sliding_window=sliding_window)
-    vanilla.impl.sinks = torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=dtype) if masked else None
-    prefix = [row for row in range(len(vanilla.slots)) if row not in vanilla.tail_rows.tolist()]
-    vanilla.write(vanilla.layer.kv_cache, vanilla.slots[prefix], torch.tensor(prefix))
-    before = vanilla.layer.kv_cache.clone()
-    vanilla.write(vanilla.layer.kv_cache, vanilla.slots[vanilla.tail_rows], vanilla.tail_rows)
-    expected = vanilla.attend()
-
-    backend = Backend(dtype, kv_cache_dtype, isa, sliding_window=sliding_window)
-    backend.impl.sinks = vanilla.impl.sinks
-    backend.layer.kv_cache.copy_(before)
-    layout = CacheLayout.from_kv_caches([backend.layer.kv_cache], attention_cpu.find_packing(backend.layer))
-    manager = DraftCommitManager(layout, "stage", len(TAILS), 8, 64)
-    backend.layer.nwor = LayerContext(manager, 0)
-    starts = backend.query_start_loc.tolist()
-    slot_mapping = backend.slots[backend.tail_rows].clone()
-    logits = torch.tensor([0, *(drafts + 1 for drafts in num_drafts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    alone = all(tail == drafts + 1 for drafts, tail in zip(num_drafts, TAILS, strict=True))
-    assert manager.begin(backend.query_start_loc, logits, slot_mapping, windows_alone=alone)
-    backend.write(backend.layer.kv_cache, slot_mapping, backend.tail_rows)
-    close(backend.attend(), expected, backend.layer.isa)
-
-    def pages_with(rows: list[int]) -> Tensor:
-        backend.layer.nwor, cache = None, before.clone()
-        slots = vanilla.slots[vanilla.tail_rows]
-        vanilla.write(cache, slots[rows], vanilla.tail_rows[rows])
-        return cache
-
-    free = starts[:-1] if alone else list(range(starts[-1]))
-    assert same_bits(backend.layer.kv_cache, pages_with(free))
-    rejected = [min(drafts, request) for request, drafts in enumerate(num_drafts)]
-    manager.commit(torch.tensor(rejected, dtype=torch.int32))
-    kept = [
-        row
-        for end, gone, tail in zip(starts[1:], rejected, TAILS, strict=True)
-        for row in range(end - tail, end - gone)
-    ]
-    assert same_bits(backend.layer.kv_cache, pages_with(kept))
-    assert torch.equal(slot_mapping, backend.slots[backend.tail_rows])
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -238,14 +238,3 @@ def test_a_wrong_step_after_a_right_one_is_refused(wrong, checks, compiling):
     assert len(checks) == 2
     run(other, compiling, attend)
     assert (len(checks), compiling.bindings) == (2, 1)
-
-
-def test_slots_of_one_stride_may_be_dense_or_apart(checks, compiling):
-    """One number is dense whatever its stride is."""
-    problem = Windows(((5, 1),), config=Config(tile=32), destinations="p").to_device()
-    slots = problem.page_slots.repeat_interleave(2)[::2]
-    problem.page_slots = slots[:1]
-    attend = run(problem, compiling)
-    with pytest.raises(ValueError, match="page_slots"):
-        attend(**problem.layer()[1] | {"page_slots": slots[:2]})
-    assert len(checks) == 2
