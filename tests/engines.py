@@ -301,15 +301,20 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
+def started(spec: EngineSpec, settings: Settings) -> tuple[Served, Any]:
+    """An engine in this very process, which has had none (`in_child`), and its worker."""
+    os.environ.update({**spec.environ(), **settings.environ(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    served = Served(spec)
+    return served, served.engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
 def serve_and_end(spec: EngineSpec, settings: Settings) -> tuple[bool, bool]:
     """Whether our view of the caches lives while the engine does, and after it, the target's layers still in hand."""
-    os.environ.update({**spec.environ(), **settings.environ(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    served, worker = started(spec, settings)
     from nwor.vllm.context import target_layers
 
-    served = Served(spec)
     served.generate(PROMPTS[:2], 8)
-    runner = served.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    layers, manager = target_layers(runner), weakref.ref(runner.nwor.manager)
+    layers, manager = target_layers(worker.model_runner), weakref.ref(worker.model_runner.nwor.manager)
     lived = manager() is not None and all(layer.nwor.manager is manager() for layer in layers.values())
     served.engine.engine_core.shutdown()
     gc.collect()

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.devices import A100, L40S, limit
@@ -22,12 +24,11 @@ pytestmark = MARKS
 on_gpu = pytest.mark.skipif(INTERPRETED, reason="needs an NVIDIA GPU")
 
 KEYS_PER_WARP = Config(tile=64, splits=3, min_tiles_per_split=1, keys_per_warp=True)
-CONFIGS = pytest.mark.parametrize(
-    "config", [Config(tile=32), SPLIT, KEYS_PER_WARP], ids=["whole", "split", "keys per warp"]
-)
+CONFIGS = [Config(tile=32), SPLIT, KEYS_PER_WARP]
+DRAWN = 30
 
 
-@CONFIGS
+@pytest.mark.parametrize("config", CONFIGS, ids=["whole", "split", "keys per warp"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
 def test_against_float64(kv_cache_dtype, layout, config):
@@ -35,42 +36,19 @@ def test_against_float64(kv_cache_dtype, layout, config):
     Windows(kv_cache_dtype=kv_cache_dtype, layout=layout, config=config).check()
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (8, 1), (7, 1)])
-def test_head_sizes_and_groups(heads, kv_heads, head_size):
-    requests = ((40, 9), (0, 1), (33, 4))
-    Windows(requests, num_heads=heads, num_kv_heads=kv_heads, head_size=head_size, config=SPLIT).check()
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_block_sizes_and_dtypes(block_size, dtype, kv_cache_dtype):
-    """A block size equal to the number of heads, too."""
-    Windows(dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=block_size, config=SPLIT).check()
-    if block_size == 16:
-        requests = ((20, 2), (0, 9))
-        Windows(requests, dtype, kv_cache_dtype, num_heads=16, num_kv_heads=16, config=SPLIT).check()
-
-
-@CONFIGS
-@pytest.mark.parametrize(("heads", "kv_cache_dtype"), [(4, "fp8"), (16, "fp8"), (16, "fp8_e5m2")])
-def test_query_in_fp8(heads, kv_cache_dtype, config):
-    """With 8 query heads a KV head the tensor cores multiply e4m3 as it is."""
-    Windows(kv_cache_dtype=kv_cache_dtype, query_fp8=True, num_heads=heads, config=config).check()
-
-
-@pytest.mark.parametrize("sliding_window", [-1, 1, 2, 7, 40, 1000])
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_softcap_and_sliding_window(softcap, sliding_window):
-    Windows(softcap=softcap, sliding_window=sliding_window, config=SPLIT).check()
-
-
-@CONFIGS
-@pytest.mark.parametrize("sliding_window", [0, 40])
-@pytest.mark.parametrize("mask", ["alibi", "sinks"])
-def test_alibi_and_sinks(mask, sliding_window, config):
-    Windows(**{mask: True}, sliding_window=sliding_window, config=config).check()
+@settings(max_examples=DRAWN, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_drawn_shapes_and_masks(data):
+    """Head sizes, groups, block sizes, dtypes, caches and masks in any combination; fp8 queries beside fp8 caches."""
+    draw = lambda *choices: data.draw(st.sampled_from(choices))
+    requests = draw(((40, 9), (0, 1), (33, 4)), ((20, 2), (0, 0), (70, 12)))
+    heads, kv_heads = draw((2, 2), (4, 2), (4, 1), (8, 1), (7, 1), (16, 16), (16, 2))  # 16 heads: a block's size
+    cache, mask, dtype = draw("auto", "fp8", "fp8_e5m2"), draw("", "alibi", "sinks"), draw(DTYPE, torch.float16)
+    Windows(
+        requests, dtype, cache, cache != "auto" and draw(True, False), heads, kv_heads, draw(*HEAD_SIZES),
+        draw(16, 32, 64), draw("NHD", "HND"), config=draw(*CONFIGS), softcap=draw(0.0, 2.0),
+        sliding_window=draw(0, -1, 1, 2, 7, 40, 1000), **({mask: True} if mask else {}),
+    ).check()  # fmt: skip
 
 
 def test_windows_larger_than_a_tile_of_rows():
@@ -146,14 +124,14 @@ def test_tuned_configuration():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"head_size": 80}, "head size 80"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8'"),
-        ({"max_query_len": 10}, "the workspace is for"),
-        ({"k_scale": torch.ones(2)}, "k_scale must be one fp32"),
-        ({"v_scale": None}, "v_scale is needed"),
-        ({"seq_lens": torch.zeros(8, dtype=torch.int64)}, "seq_lens must be contiguous torch.int32"),
-        ({"page_slots": torch.zeros(3, dtype=torch.int64)}, "page_slots has 3 elements"),
-        ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be"),
+        ({"head_size": 80}, "head size"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"max_query_len": 10}, "workspace"),
+        ({"k_scale": torch.ones(2)}, "k_scale"),
+        ({"v_scale": None}, "v_scale"),
+        ({"seq_lens": torch.zeros(8, dtype=torch.int64)}, "seq_lens"),
+        ({"page_slots": torch.zeros(3, dtype=torch.int64)}, "page_slots"),
+        ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes"),
     ],
 )
 def test_wrong_input_is_refused(change, complaint):

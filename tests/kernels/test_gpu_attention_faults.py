@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the GPU's verify attention compare sees a wrong argument, and a wrong line of the kernel.
+"""What the tests of the GPU's verify attention compare sees a wrong line of the kernel.
 
 Runs where `test_gpu_attention.py` does.
 """
@@ -14,37 +14,13 @@ from tests.kernels.windows import MARKS, SPLIT, Windows
 
 # isort: split
 from nwor.attention import kernel, verify
-from nwor.attention.verify import verify_attention
 
 pytestmark = MARKS
 SOME = ((70, 9), (0, 3), (37, 12), (40, 2))
-MASKS = {"sliding_window": 20, "softcap": 2.0}
-WRONG_ARGUMENTS = {
-    "staging_rows": lambda rows: rows.roll(1),
-    "page_slots": lambda slots: slots.roll(1),
-    "seq_lens": lambda lengths: (lengths - 1).clamp(min=0),
-    "k_scale": lambda scale: scale * 1.25,
-    "v_scale": lambda scale: scale * 1.25,
-    "sliding_window": lambda positions: positions + 1,
-    "softcap": lambda bound: 0.0,
-    "sinks": lambda sinks: None,
-}
 
 
-@pytest.mark.parametrize("masks", [{}, MASKS, {"sinks": True}], ids=["plain", "masks", "sinks"])
-def test_without_a_fault_nothing_is_seen(masks):
-    Windows(SOME, kv_cache_dtype="fp8", config=SPLIT, **masks).check()
-
-
-@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
-def test_a_wrong_argument_is_seen(name):
-    masks = {"sinks": True} if name == "sinks" else MASKS
-    problem = Windows(SOME, kv_cache_dtype="fp8", config=SPLIT, **masks)
-    expected = problem.to_device().expected()
-    arguments = problem.arguments()
-    verify_attention(**arguments | {name: WRONG_ARGUMENTS[name](arguments[name])})
-    with pytest.raises(AssertionError):
-        problem.compare(*expected)
+def test_without_a_fault_nothing_is_seen():
+    Windows(SOME, kv_cache_dtype="fp8", config=SPLIT).check()
 
 
 WRONG_LINES = {

@@ -186,66 +186,55 @@ def dense(problem: Windows) -> Windows:
     return problem
 
 
-# What is wrong with a step after a right one, and the error.
-WRONG = {
-    "query dtype": ("query", lambda t: t.half(), "query is torch.float16"),
-    "query heads": ("query output", lambda t: t[:, :3], "3 query heads do not divide"),
-    "query dimensions": ("query", lambda t: t.flatten(1), "query, key and value must be"),
-    "query elements apart": ("query", lambda t: t.mT.contiguous().mT, "query must have a dense last dimension"),
-    "more rows than keys": ("query", lambda t: torch.cat([t, t]), "key has shape"),
-    "fewer keys than rows": ("key value", lambda t: t[:-1], "key has shape"),
-    "fewer values than keys": ("value", lambda t: t[:-1], "key and value must have one shape"),
-    "key dtype": ("key value", lambda t: t.float(), "key must be bfloat16 or float16"),
-    "key heads": ("key value", lambda t: t[:, :1], "key has shape"),
-    "value dtype": ("value", lambda t: t.half(), "key and value must have one"),
-    "fewer rows of output": ("output", lambda t: t[:-1], "output must have query's shape"),
-    "output dtype": ("output", lambda t: t.half(), "output must have query's shape"),
-    "cache dtype": ("kv_cache", lambda t: t.half(), "kv_cache of auto must be"),
-    "cache heads": ("kv_cache", lambda t: t[:, :1], "key has shape"),
-    "cache blocks": ("kv_cache", lambda t: t[:, :, :8], "staging must have the dtype, heads, block size"),
-    "cache rows apart": ("kv_cache", lambda t: t.mT.contiguous().mT, "kv_cache and staging must have a dense last"),
-    "more requests": ("seq_lens query_start_loc block_table", lambda t: torch.cat([t, t]), "the workspace is for"),
-    "a start too few": ("query_start_loc", lambda t: t[:-1], "query_start_loc has 3 elements, needs 4"),
-    "starts apart": ("query_start_loc", lambda t: t.repeat_interleave(2)[::2], "query_start_loc must be contiguous"),
-    "lengths of 64 bits": ("seq_lens", lambda t: t.long(), "seq_lens must be contiguous torch.int32"),
-    "a row of the table too few": ("block_table", lambda t: t[:-1], "block_table has 2 rows, needs 3"),
-    "a table on end": ("block_table", lambda t: t.T.contiguous().T, "block_table must be int32"),
-    "short slots": ("page_slots", lambda t: t[:4], "page_slots has 4 elements, needs 5"),
-    "slots apart": ("page_slots", lambda t: t.repeat_interleave(2)[::2], "page_slots must be contiguous"),
-    "slots of 32 bits": ("page_slots", lambda t: t.int(), "page_slots must be contiguous torch.int64"),
-    "more rows than room in staging": (
-        "query key value output page_slots",
-        lambda t: torch.cat([t, t]),
-        "staging_rows has 9 elements, needs 10",
-    ),
-}
-ELSEWHERE = "query", "key", "value", "kv_cache", "output", "query_start_loc", "seq_lens", "block_table", "page_slots"
-WRONG |= {
-    f"{name} elsewhere": (name, lambda t: t.to("meta" if INTERPRETED else "cpu"), "must be on") for name in ELSEWHERE
-}
+def gaps(tensor: Tensor) -> Tensor:
+    """Its numbers, an element apart in the last dimension."""
+    return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+def twice(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor])
+
+
+def less(tensor: Tensor) -> Tensor:
+    return tensor[:-1]
+
+
+def elsewhere(tensor: Tensor) -> Tensor:
+    return tensor.to("meta" if INTERPRETED else "cpu")
+
+
+# Tensors of a step after a right one, the changes that make it wrong, and a word of the error; "" for the first name.
+WRONG: list[tuple[str, list, str]] = [
+    ("query", [Tensor.half, gaps, lambda t: t.flatten(1)], ""),
+    ("query", [twice], "key"),
+    ("query output", [lambda t: t[:, :3]], "divide"),
+    ("key value", [less, Tensor.float, lambda t: t[:, :1]], ""),
+    ("value", [less, Tensor.half], ""),
+    ("output", [less, Tensor.half], ""),
+    ("kv_cache", [Tensor.half, gaps], ""),
+    ("kv_cache", [lambda t: t[:, :1]], "key"),
+    ("kv_cache", [lambda t: t[:, :, :8]], "staging"),
+    ("seq_lens query_start_loc block_table", [twice], "workspace"),
+    ("query_start_loc", [less, gaps], ""),
+    ("seq_lens", [Tensor.long], ""),
+    ("block_table", [less, lambda t: t.T.contiguous().T], ""),
+    ("page_slots", [lambda t: t[:4], gaps, Tensor.int], ""),
+    ("query key value output page_slots", [twice], "staging_rows"),
+]
+EACH = [(names, change, word or names.split()[0]) for names, changes, word in WRONG for change in changes]
+EACH += [(name, elsewhere, "must be on") for name in LayerAttention.__call__.__annotations__ if name != "return"]
+
+
+@pytest.mark.parametrize("wrong", EACH, ids=[f"{number}-{one[0]}" for number, one in enumerate(EACH)])
 def test_a_wrong_step_after_a_right_one_is_refused(wrong, checks, compiling):
     """As the first one would be; nothing is touched, and the next right one is served."""
-    names, change, complaint = WRONG[wrong]
+    names, change, word = wrong
     problem = dense(Windows(FEW, config=Config(tile=32), destinations="pn").to_device())
     attend = run(problem, compiling)
     other = dense(following(problem, attend))
     step = other.layer()[1]
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=word):
         attend(**step | {name: change(step[name]) for name in names.split()})
     assert len(checks) == 2
     run(other, compiling, attend)
     assert (len(checks), compiling.bindings) == (2, 1)
-
-
-def test_slots_of_one_stride_may_be_dense_or_apart(checks, compiling):
-    """One number is dense whatever its stride is."""
-    problem = Windows(((5, 1),), config=Config(tile=32), destinations="p").to_device()
-    slots = problem.page_slots.repeat_interleave(2)[::2]
-    problem.page_slots = slots[:1]
-    attend = run(problem, compiling)
-    with pytest.raises(ValueError, match="page_slots must be contiguous"):
-        attend(**problem.layer()[1] | {"page_slots": slots[:2]})
-    assert len(checks) == 2

@@ -11,7 +11,8 @@ from devices import each_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nwor_lab.operators.check import DTYPES, draw
+from nwor_lab.operators import check as lab
+from nwor_lab.operators.check import CACHE_DTYPES, DTYPES
 from nwor_lab.operators.inputs import (
     ACCEPTANCE,
     LAYOUTS,
@@ -22,76 +23,37 @@ from nwor_lab.operators.inputs import (
     make_slots,
     make_staging,
     make_vectors,
-    poison,
 )
-from nwor_lab.operators.reference import Twins
 from tests.kernels.operators import check
 
 pytestmark = each_device
 
-KINDS = [(dtype, "auto", "none") for dtype in DTYPES] + [
-    (dtype, cache, scale)
-    for dtype in DTYPES
-    for cache in ("fp8_e4m3", "fp8_e5m2")
-    for scale in ("none", "scalar", "token", "head")
-]
-# heads, head size, block size, how key and value lie in memory
-SHAPES = [
-    pytest.param(2, 8, 16, "qkv", id="2x8"),  # fewer elements than a warp has threads
-    pytest.param(4, 16, 4, "packed", id="block size = heads"),
-    pytest.param(3, 20, 8, "heads first", id="3x20"),  # nothing a multiple of 16 bytes
-    pytest.param(1, 128, 16, "qkv", id="1x128"),
-]
-TOKENS, BLOCKS = 9, 4
+# heads, head size, block size
+SHAPES = [(2, 8, 16), (4, 16, 4), (3, 20, 8), (1, 128, 16)]
+"""Fewer elements than a warp has threads; block size = heads; nothing a multiple of 16 bytes."""
+drawn = settings(max_examples=100, deadline=None, derandomize=True)
 
 
-def name_of(kind: tuple[torch.dtype, str, str]) -> str:
-    return f"{str(kind[0]).removeprefix('torch.')}-{kind[1]}-{kind[2]}"
-
-
-@pytest.mark.parametrize(("num_heads", "head_size", "block_size", "form"), SHAPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_staged_and_direct_commit(kind, layout, num_heads, head_size, block_size, form, device):
-    """Stage then commit, and the direct commit, for each share accepted."""
-    dtype, kv_cache_dtype, scale_kind = kind
-    cache_dtype = cache_dtype_of(dtype, kv_cache_dtype)
-    rows = TOKENS + 2  # vLLM pads the batch: more rows than slots
-    key, value = make_vectors(form, rows, num_heads, head_size, dtype, device)
-    k_scale, v_scale = (make_scale(scale_kind, rows, num_heads, device, seed) for seed in (21, 22))
-    slots = make_slots(TOKENS, BLOCKS * block_size, device)
-    written = int((slots >= 0).sum())
-    caches = make_cache(layout, BLOCKS, block_size, num_heads, head_size, cache_dtype, device)
-    staging = make_staging(TOKENS, num_heads, head_size, cache_dtype, device)
-
-    check("stage_kv_cache", key, value, slots, *staging, kv_cache_dtype, k_scale, v_scale)
+@drawn
+@given(data=st.data())
+def test_staged_and_direct_commit(data, device):
+    """Stage then commit, and the direct commit, beside more rows than slots: vLLM pads the batch."""
+    draw = lambda *choices: data.draw(st.sampled_from(choices))
+    (heads, head_size, block_size), tokens = draw(*SHAPES), draw(1, 9)
+    dtype, kind, scale = draw(*DTYPES), draw(*CACHE_DTYPES), draw("none", "scalar", "token", "head")
+    key, value = make_vectors(draw("packed", "qkv", "heads first"), tokens + 2, heads, head_size, dtype, device)
+    scales = [make_scale(scale, tokens + 2, heads, device, seed) for seed in (21, 22)]
+    slots = make_slots(tokens, 4 * block_size, device, seed=data.draw(st.integers(0, 99)))
+    written, stored = int((slots >= 0).sum()), cache_dtype_of(dtype, kind)
+    caches = make_cache(draw(*LAYOUTS), 4, block_size, heads, head_size, stored, device)
+    staging = make_staging(tokens, heads, head_size, stored, device)
+    check("stage_kv_cache", key, value, slots, *staging, kind, *scales)
     assert staging[3].tolist() == [written, 0]
-    for accepted in (0, 1, written // 2, written):
-        accepted_len = torch.tensor([accepted], dtype=torch.int32 if accepted % 2 else torch.int64, device=device)
-        check("commit_staged_kv_cache", *staging, *caches, accepted_len)
-    for acceptance in ACCEPTANCE:
-        mask = make_mask(acceptance, TOKENS, device)
-        caches = make_cache(layout, BLOCKS, block_size, num_heads, head_size, cache_dtype, device)
-        check("commit_draft_layer", key, value, *caches, slots, mask, kv_cache_dtype, k_scale, v_scale)
-
-
-@pytest.mark.parametrize(("num_heads", "head_size", "block_size", "form"), SHAPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cache_dtype", [*DTYPES, torch.uint8], ids=str)
-def test_log_and_restore(cache_dtype, layout, num_heads, head_size, block_size, form, device):
-    """Poisoned slots come back bit for bit after a write, in every dtype and layout."""
-    slots = make_slots(TOKENS, BLOCKS * block_size, device)
-    log = make_staging(TOKENS + 1, num_heads, head_size, cache_dtype, device)[:2]
-    for acceptance in ACCEPTANCE:
-        key_cache, value_cache = make_cache(layout, BLOCKS, block_size, num_heads, head_size, cache_dtype, device)
-        before = Twins(key_cache, value_cache)
-        check("log_cache_slots", key_cache, value_cache, slots, *log)
-        block, offset = slots[slots >= 0] // block_size, slots[slots >= 0] % block_size
-        for cache, seed in ((key_cache, 31), (value_cache, 32)):
-            cache[block, offset] = poison((len(block), num_heads, head_size), cache_dtype, device, seed)
-        check("restore_rejected_drafts", *log, slots, make_mask(acceptance, TOKENS, device), key_cache, value_cache)
-        if acceptance == "none":
-            before.assert_equal("all rejected: the cache as it was")
+    accepted = data.draw(st.integers(0, written))
+    accepted_len = torch.tensor([accepted], dtype=draw(torch.int32, torch.int64), device=device)
+    check("commit_staged_kv_cache", *staging, *caches, accepted_len)
+    mask = make_mask(draw(*ACCEPTANCE), tokens, device)
+    check("commit_draft_layer", key, value, *caches, slots, mask, kind, *scales)
 
 
 def test_scales_are_told_apart_by_shape(device):
@@ -205,9 +167,9 @@ def test_no_rows_is_no_work(device):
         check("stage_kv_cache", key, value, slots, *make_staging(1, 2, 8, torch.float32, device), "auto", None, None)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@drawn
 @given(seed=st.integers(0, 2**16))
 def test_drawn_calls(seed, device):
     """Every operator with drawn dtypes, layouts, shapes, strides, slots, accepted rows and batches."""
-    for case in draw(device, 1, seed):
+    for case in lab.draw(device, 1, seed):
         check(case.operator, *case.args)

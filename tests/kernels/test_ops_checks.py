@@ -39,72 +39,73 @@ def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.repeat_interleave(2)[::2]
 
 
+def less(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:-1]
+
+
+LONG, INT, HALF, FLOAT = torch.Tensor.long, torch.Tensor.int, torch.Tensor.half, torch.Tensor.float
+
 # -- one layer ---------------------------------------------------------------------------------------------------------
 
 STAGE, COMMIT, DRAFT = "stage_kv_cache", "commit_staged_kv_cache", "commit_draft_layer"
 LOG, RESTORE = "log_cache_slots", "restore_rejected_drafts"
 WRITE, MOVE, STAGED = f"{STAGE} {DRAFT}", f"{COMMIT} {LOG} {RESTORE}", f"{STAGE} {COMMIT}"
-CACHES, EACH_SLOT = "key_cache value_cache", f"{STAGE} {DRAFT} {LOG} {RESTORE}"
+CACHES, EACH_SLOT, MASKED = "key_cache value_cache", f"{STAGE} {DRAFT} {LOG} {RESTORE}", f"{DRAFT} {RESTORE}"
 ONE_LAYER: list[Wrong] = [
-    (DRAFT, "kv_cache_dtype", lambda _: "int8", "kv_cache_dtype must be 'auto'"),
-    (STAGE, "kv_cache_dtype", str.upper, "kv_cache_dtype must be"),
-    (STAGE, "kv_cache_dtype", lambda _: "fp8", "staging_key must be uint8 under an fp8"),
-    (DRAFT, "kv_cache_dtype", lambda _: "fp8_e5m2", "key_cache must be uint8 under an fp8"),
-    (WRITE, "key", lambda t: t.double(), "key must be float32"),
-    (WRITE, "key", lambda t: t.flatten(1), "key must have shape"),
-    (WRITE, "value", lambda t: t.half(), "value must be BFloat16"),
-    (WRITE, "value", lambda t: t[:2], "value must have the shape"),
-    (DRAFT, "key value", lambda t: t[:2], "key must have"),
-    (DRAFT, "key", last_strided, "contiguous in its"),
-    (DRAFT, "key_cache", lambda t: t.half(), "value_cache must be Half"),
-    (DRAFT, CACHES, lambda t: t.half(), "key_cache must have the dtype of key"),
-    (MOVE, CACHES, lambda t: t.half(), "BFloat16"),
-    (DRAFT, CACHES, lambda t: t[:, :, :1], "2 heads"),
-    (DRAFT, CACHES, lambda t: t[..., :4], "size 8"),
-    (DRAFT, "key_cache", lambda t: t[0], "key_cache must have shape"),
-    (DRAFT, "value_cache", lambda t: t[:3], "value_cache must have the shape"),
-    (f"{DRAFT} {MOVE}", "key_cache", last_strided, "contiguous in its last"),
-    (f"{DRAFT} {RESTORE}", "key_cache", lambda t: t[:1].expand(4, -1, -1, -1), "must not be expanded"),
-    (LOG, "log_key", lambda t: t[:1].expand(3, -1, -1), "must not be expanded"),
-    (LOG, "log_key log_value", lambda t: t[:2], "each of"),
-    (f"{LOG} {RESTORE}", "log_value", lambda t: t[:2], "log_value must have"),
-    (f"{WRITE} {LOG}", "slot_mapping", lambda t: t.int(), "Long"),
-    (WRITE, "slot_mapping", lambda t: t[:, None], "slot_mapping must"),
-    (EACH_SLOT, "slot_mapping", with_gaps, "slot_mapping must be contiguous"),
-    (f"{DRAFT} {RESTORE}", "accepted_mask", lambda t: t[:2], "each of the 3"),
-    (f"{DRAFT} {RESTORE}", "accepted_mask", lambda t: t.int(), "Bool"),
-    (STAGE, "staging_key", lambda t: t.float(), "staging_key must have the dtype"),
-    (STAGE, "staging_key", lambda t: t[:, :1], "2 heads of size 8"),
-    (STAGED, "staging_value", lambda t: t[:2], "staging_value"),
-    (STAGED, "staging_slots", lambda t: t[:2], "staging_slots must"),
-    (STAGED, "staging_metadata", lambda t: t[:1], "[staged_count,"),
-    (STAGED, "staging_metadata", lambda t: t.long(), "Int"),
-    (COMMIT, "accepted_len", lambda t: t.repeat(2), "accepted_len must be"),
-    (COMMIT, "accepted_len", lambda t: t.float(), "accepted_len must be"),
+    (STAGE, "kv_cache_dtype", [str.upper, lambda _: "int8"], ""),
+    (STAGE, "kv_cache_dtype", [lambda _: "fp8"], "uint8"),
+    (DRAFT, "kv_cache_dtype", [lambda _: "fp8_e5m2"], "uint8"),
+    (WRITE, "key", [torch.Tensor.double, lambda t: t.flatten(1)], ""),
+    (WRITE, "value", [HALF, less], ""),
+    (DRAFT, "key value", [less], ""),
+    (DRAFT, "key", [last_strided], "contiguous"),
+    (DRAFT, "key_cache", [HALF], "value_cache"),
+    (DRAFT, "key_cache", [lambda t: t[0]], ""),
+    (DRAFT, "value_cache", [less], ""),
+    (DRAFT, CACHES, [HALF], ""),
+    (DRAFT, CACHES, [lambda t: t[:, :, :1]], "heads"),
+    (DRAFT, CACHES, [lambda t: t[..., :4]], "size"),
+    (MOVE, CACHES, [HALF], "BFloat16"),
+    (f"{DRAFT} {MOVE}", "key_cache", [last_strided], "contiguous"),
+    (MASKED, "key_cache", [lambda t: t[:1].expand(4, -1, -1, -1)], "expanded"),
+    (LOG, "log_key", [lambda t: t[:1].expand(3, -1, -1)], "expanded"),
+    (LOG, "log_key log_value", [less], "each of"),
+    (f"{LOG} {RESTORE}", "log_value", [less], ""),
+    (f"{WRITE} {LOG}", "slot_mapping", [INT], "Long"),
+    (WRITE, "slot_mapping", [lambda t: t[:, None]], ""),
+    (EACH_SLOT, "slot_mapping", [with_gaps], ""),
+    (MASKED, "accepted_mask", [less], "each of"),
+    (MASKED, "accepted_mask", [INT], "Bool"),
+    (STAGE, "staging_key", [FLOAT], ""),
+    (STAGE, "staging_key", [lambda t: t[:, :1]], "heads"),
+    (STAGED, "staging_value", [less], ""),
+    (STAGED, "staging_slots", [less], ""),
+    (STAGED, "staging_metadata", [less], "staged_count"),
+    (STAGED, "staging_metadata", [LONG], "Int"),
+    (COMMIT, "accepted_len", [FLOAT, lambda t: t.repeat(2)], ""),
 ]
-SCALES: list[tuple[str, torch.dtype, tuple[int, ...], str]] = [
-    ("k_scale", torch.float16, (1,), "k_scale must be Float"),
-    ("v_scale", torch.float32, (2,), "v_scale must hold one number, or be [tokens, 1] or [1, num_heads]"),
-    ("k_scale", torch.float32, (2, 1), "k_scale must have a row for each of the 3"),
-    ("k_scale", torch.float32, (1, 3), "k_scale must hold one number"),
-    ("k_scale", torch.float32, (4, 2), "k_scale must hold one number"),
+SCALES = [
+    ("k_scale", torch.float16, (1,)),
+    ("v_scale", torch.float32, (2,)),
+    ("k_scale", torch.float32, (2, 1)),
+    ("k_scale", torch.float32, (1, 3)),
+    ("k_scale", torch.float32, (4, 2)),
 ]
 # What only the contents of a tensor show: refused on the CPU, skipped on CUDA (test_ops_cuda.py).
 ONE_LAYER_VALUES: list[Wrong] = [
-    (f"{DRAFT} {LOG} {RESTORE}", "slot_mapping", at(2, 16), "slot_mapping[2] is 16 but the cache ends at slot 15"),
-    (COMMIT, "staging_slots", at(1, 16), "staging_slots[1] is 16"),
-    (COMMIT, "accepted_len", lambda t: t * 2, "accepted_len is 4 but 3 rows are staged"),
-    (COMMIT, "accepted_len", lambda t: t - 3, "accepted_len is -1"),
-    (STAGED, "staging_metadata", at(0, 99), "99"),
+    (f"{DRAFT} {LOG} {RESTORE}", "slot_mapping", [at(2, 16)], "[2] is 16"),
+    (COMMIT, "staging_slots", [at(1, 16)], "[1] is 16"),
+    (COMMIT, "accepted_len", [lambda t: t * 2, lambda t: t - 3], ""),
+    (STAGED, "staging_metadata", [at(0, 99)], "99"),
 ]
 
 
 @each_device
 @pytest.mark.parametrize("operator", [STAGE, DRAFT])
-@pytest.mark.parametrize(("name", "dtype", "shape", "message"), SCALES)
-def test_scales(operator, name, dtype, shape, message, device):
+@pytest.mark.parametrize(("name", "dtype", "shape"), SCALES)
+def test_scales(operator, name, dtype, shape, device):
     args = arguments(device, "fp8")[operator]
-    check_wrong(operator, args, name, lambda _: torch.ones(shape, dtype=dtype, device=device), message)
+    check_wrong(operator, args, name, lambda _: torch.ones(shape, dtype=dtype, device=device), name)
 
 
 # -- all layers --------------------------------------------------------------------------------------------------------
@@ -112,70 +113,48 @@ def test_scales(operator, name, dtype, shape, message, device):
 BOTH = "restore_all_layers commit_all_layers"
 EVERY = f"log_all_layers {BOTH}"
 ALL_LAYERS: list[Wrong] = [
-    (EVERY, "pool", lambda t: t.view(torch.int8), "pool must be Byte"),
-    (EVERY, "pool", lambda t: t[None], "pool must have shape [n]"),
-    (EVERY, "layer_offsets", lambda t: t.int(), "layer_offsets must be Long"),
-    (EVERY, "layer_offsets", lambda t: t[:1], "layer_offsets must have one entry"),
-    (EVERY, "cache_strides", lambda s: s[:2], "cache_strides must be (block, head, token)"),
-    (EVERY, "cache_strides", lambda s: (s[0], 0, s[2]), "cache_strides must be positive"),
-    (EVERY, "slots", lambda t: t.int(), "slots must be Long"),
-    (EVERY, "slots", lambda t: t.flatten(), "slots must have shape [requests"),
-    (EVERY, "slots", lambda t: t[:, :0], "slots must have at least one column"),
-    (EVERY, "slots", lambda t: t[:, 1:], "slots must be contiguous"),
-    (EVERY, "slots", lambda t: t.repeat(2, 2), "make rows larger"),
-    (EVERY, "rows", lambda t: t.view(torch.int8), "rows must be Byte"),
-    (EVERY, "rows", lambda t: t[0], "rows must have shape"),
-    (EVERY, "rows", lambda t: t[:, :, :0], "rows must have at least one"),
-    (EVERY, "rows", last_strided, "rows must be contiguous in its"),
-    ("log_all_layers", "rows", lambda t: t[:1].expand(2, -1, -1, -1, -1), "must not be expanded"),
-    (BOTH, "num_rejected", lambda t: t.long(), "num_rejected must be Int"),
-    (BOTH, "num_rejected", with_gaps, "num_rejected must be contiguous"),
-    (BOTH, "num_rejected", lambda t: t[:1], "num_rejected must have one entry for each of"),
-    (BOTH, "num_drafts", lambda t: t.long(), "num_drafts must be Int"),
-    (BOTH, "num_drafts", lambda t: t[:1], "num_drafts must have one entry for each"),
-    (BOTH, "kept", lambda t: t.long(), "kept must be Int"),
-    (BOTH, "kept", lambda t: t.repeat(2), "kept must have one entry"),
-    (BOTH, "counts", lambda t: t.int(), "counts must be Long"),
-    (BOTH, "counts", lambda t: t[:2], "counts"),
+    (EVERY, "pool", [torch.Tensor.char, lambda t: t[None]], ""),
+    (EVERY, "layer_offsets", [INT, less], ""),
+    (EVERY, "cache_strides", [lambda s: s[:2], lambda s: (s[0], 0, s[2])], ""),
+    (EVERY, "slots", [INT, torch.flatten, lambda t: t[:, :0], lambda t: t[:, 1:]], ""),
+    (EVERY, "slots", [lambda t: t.repeat(2, 2)], "rows"),
+    (EVERY, "rows", [torch.Tensor.char, lambda t: t[0], lambda t: t[:, :, :0], last_strided], ""),
+    ("log_all_layers", "rows", [lambda t: t[:1].expand(2, -1, -1, -1, -1)], "expanded"),
+    (BOTH, "num_rejected", [LONG, with_gaps, less], ""),
+    (BOTH, "num_drafts", [LONG, less], ""),
+    (BOTH, "kept", [LONG, lambda t: t.repeat(2)], ""),
+    (BOTH, "counts", [INT, lambda t: t[:2]], ""),
 ]
 ALL_LAYERS_VALUES: list[Wrong] = [
-    (EVERY, "slots", at((1, 2), 16), "slots[1, 2] is 16 but the layers end at slot 15"),
-    (EVERY, "layer_offsets", at(1, 10**6), "leaves no room for a block"),
-    (EVERY, "layer_offsets", at(0, -1), "layer_offsets[0] is -1"),
+    (EVERY, "slots", [at((1, 2), 16)], "[1, 2] is 16"),
+    (EVERY, "layer_offsets", [at(1, 10**6)], "room"),
+    (EVERY, "layer_offsets", [at(0, -1)], "[0] is -1"),
 ]
 PACKING: list[Wrong] = [
-    (EVERY, "packing", lambda t: t.long(), "packing must be Int"),
-    (EVERY, "packing", lambda t: t.flatten(), "packing must have shape"),
-    (EVERY, "packing", lambda t: t[:3], "packing must have one entry"),
-    (EVERY, "packing", lambda t: t[:, :5].contiguous(), "packing must list the elements"),
-    (EVERY, "packing", lambda t: t.T.contiguous().T, "packing must be contiguous"),
-    (EVERY, "packing", at((2, 1), 32), "packing[2, 1] is 32"),
-    (EVERY, "rows", lambda t: torch.cat([t, t], -1)[..., :16], "each (block, head) chunk of rows must be contiguous"),
+    (EVERY, "packing", [LONG, torch.flatten, less, lambda t: t[:, :5].contiguous(), lambda t: t.T.contiguous().T], ""),
+    (EVERY, "packing", [at((2, 1), 32)], "[2, 1] is 32"),
+    (EVERY, "rows", [lambda t: torch.cat([t, t], -1)[..., :16]], "contiguous"),
 ]
 OPEN = "open_window"
 BATCH: list[Wrong] = [
-    (OPEN, "query_start_loc", lambda t: t.long(), "query_start_loc must be Int"),
-    (OPEN, "query_start_loc", lambda t: t[:2], "query_start_loc must have a row for"),
-    (OPEN, "cu_num_logits", lambda t: t.long(), "cu_num_logits must be Int"),
-    (OPEN, "cu_num_logits", lambda t: t[:0], "cu_num_logits must have one entry more"),
-    (OPEN, "slot_mapping", lambda t: t.int(), "slot_mapping must be Long"),
-    (OPEN, "slots", lambda t: t[:1], "num_drafts"),
-    (OPEN, "slots", lambda t: t[0], "slots must have shape [requests"),
-    (OPEN, "slots", lambda t: t[:, 1:], "slots must be contiguous"),
-    (OPEN, "num_drafts", lambda t: t.long(), "num_drafts must be Int"),
-    (OPEN, "num_drafts", lambda t: t[:2], "num_drafts must have one entry for each"),
-    (OPEN, "page_slots", lambda t: None, "pass both (stage) or neither (cow)"),
-    (OPEN, "staging_rows", lambda t: None, "pass both (stage) or neither (cow)"),
-    (OPEN, "staging_rows", lambda t: t.int(), "staging_rows must be Long"),
-    (OPEN, "staging_rows", lambda t: t[3:], "page_slots"),
-    (OPEN, "page_slots", lambda t: t[1:], "page_slots must have one entry"),
-    (OPEN, "counts", lambda t: t[:4], "counts"),
+    (OPEN, "query_start_loc", [LONG, lambda t: t[:2]], ""),
+    (OPEN, "cu_num_logits", [LONG, lambda t: t[:0]], ""),
+    (OPEN, "slot_mapping", [INT], ""),
+    (OPEN, "slots", [lambda t: t[0], lambda t: t[:, 1:]], ""),
+    (OPEN, "slots", [lambda t: t[:1]], "num_drafts"),
+    (OPEN, "num_drafts", [LONG, lambda t: t[:2]], ""),
+    (OPEN, "page_slots", [lambda t: None], "both"),
+    (OPEN, "page_slots", [lambda t: t[1:]], ""),
+    (OPEN, "staging_rows", [lambda t: None], "both"),
+    (OPEN, "staging_rows", [INT], ""),
+    (OPEN, "staging_rows", [lambda t: t[3:]], "page_slots"),
+    (OPEN, "counts", [lambda t: t[:4]], ""),
 ]
 BATCH_VALUES: list[Wrong] = [
-    (OPEN, "query_start_loc", at(2, 1), "query_start_loc[2] is 1 but must ascend"),
-    (OPEN, "query_start_loc", at(0, -1), "query_start_loc[0] is -1"),
-    (OPEN, "query_start_loc", at(4, 25), "query_start_loc[4] is 25 but must ascend from 0 to at most the 24 tokens"),
-    (OPEN, "cu_num_logits", at(2, 1), "cu_num_logits[2] is 1"),
+    (OPEN, "query_start_loc", [at(2, 1)], "[2] is 1"),
+    (OPEN, "query_start_loc", [at(0, -1)], "[0] is -1"),
+    (OPEN, "query_start_loc", [at(4, 25)], "[4] is 25"),
+    (OPEN, "cu_num_logits", [at(2, 1)], "[2] is 1"),
 ]
 
 
@@ -183,7 +162,7 @@ BATCH_VALUES: list[Wrong] = [
 def test_page_slots_in_place(device):
     *batch, slots, num_drafts, rows, _, counts = arguments(device)[OPEN]
     given = (*batch, slots, num_drafts, rows[: len(batch[2])], batch[2], counts)
-    check_refused(OPEN, given, "must not share memory with slot_mapping")
+    check_refused(OPEN, given, "share")
 
 
 # -- every operator ----------------------------------------------------------------------------------------------------
@@ -218,7 +197,7 @@ def test_the_last_layer_ends_with_the_pool():
     args = arguments("cpu")["log_all_layers"]
     args[3][0, 1] = 15
     ops.log_all_layers(*args)
-    check_refused("log_all_layers", (args[0][:-1], *args[1:]), "the layers end at slot 11")
+    check_refused("log_all_layers", (args[0][:-1], *args[1:]), "slot 11")
 
 
 @pytest.mark.gpu
@@ -228,11 +207,11 @@ def test_tensors_of_two_devices(operator):
     drawn = calls("cuda", cache="fp8")[operator]
     for name, arg in zip(ops.OPERATORS[operator], drawn, strict=False):
         if isinstance(arg, torch.Tensor):
-            check_wrong(operator, drawn, name, lambda t: t.cpu(), "must be on the device of")
+            check_wrong(operator, drawn, name, lambda t: t.cpu(), "device")
 
 
 @pytest.mark.gpu
 def test_packing_is_for_the_cpu():
     *where, _, rows = arguments("cuda")["log_all_layers"]
     packing = torch.zeros(4, 8, dtype=torch.int32, device="cuda")
-    check_refused("log_all_layers", (*where, packing, rows), "pass None for a cache on the GPU")
+    check_refused("log_all_layers", (*where, packing, rows), "GPU")

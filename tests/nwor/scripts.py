@@ -22,7 +22,6 @@ from tests.nwor.specs import With
 
 K, BLOCK, LONGEST = 4, 32, 192
 BAD = "very"
-STOPS = ["\n\n", " = ", "self", ") "]
 
 
 def spec() -> EngineSpec:
@@ -62,7 +61,7 @@ class Ask:
 class Answer:
     """What came of a request: `ended` is vLLM's reason and what stopped it, both None where it was aborted.
 
-    logprobs: by place those of the best tokens. of_prompt: those of the prompt's tokens. cached: tokens of its prompt
+    logprobs: by place those of the best tokens. cached: tokens of its prompt
     that were in the prefix cache. place: how many had ended before.
     """
 
@@ -70,7 +69,6 @@ class Answer:
     text: str
     ended: tuple[str | None, Any]
     logprobs: list[dict[int, float]]
-    of_prompt: list[dict[int, float]]
     cached: int
     place: int
 
@@ -124,14 +122,13 @@ def _add(engine: Any, name: int, ask: Ask) -> None:
 
 def _answer(output: Any, place: int) -> Answer:
     if output is None:
-        return Answer([], "", (None, None), [], [], 0, place)
+        return Answer([], "", (None, None), [], 0, place)
     [made] = output.outputs
     return Answer(
         list(made.token_ids),
         made.text,
         (made.finish_reason, made.stop_reason),
         _values(made.logprobs),
-        _values(output.prompt_logprobs),
         output.num_cached_tokens or 0,
         place,
     )
@@ -181,20 +178,10 @@ def lengths(served: Served) -> Found:
     return drive(served, by_limit + by_room)
 
 
-def stop_strings(served: Served) -> Found:
-    return drive(served, [Ask(text[:40], {"stop": STOPS, "max_tokens": 64}) for text in texts()[:8]])
-
-
 def penalties(served: Served) -> Found:
     every = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.5}
     kinds = [{}, every, {"bad_words": [BAD]}, {"min_tokens": 24, "stop_token_ids": list(range(0, 4096, 2))}]
     return drive(served, [Ask(text[:40], sampling) for text in texts()[:2] for sampling in kinds])
-
-
-def prompt_logprobs(served: Served) -> Found:
-    """Of prompts in several chunks, beside requests that decode."""
-    asked = [Ask(text[:150], {"prompt_logprobs": 3, "max_tokens": 8}, step=6 * i) for i, text in enumerate(texts()[:3])]
-    return drive(served, [Ask(texts()[3][:30], {"max_tokens": 90}), *asked])
 
 
 def priorities(served: Served) -> Found:
@@ -302,9 +289,7 @@ def two_engines(served: Served) -> Found:
 
 SCRIPTS = (
     lengths,
-    stop_strings,
     penalties,
-    prompt_logprobs,
     priorities,
     grammars,
     resets_and_pauses,

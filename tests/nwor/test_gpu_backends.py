@@ -77,7 +77,7 @@ def test_another_signature_is_refused(stood_in, monkeypatch):
     layer = layer_of("flashinfer", "FlashInferImpl")
     builder = sys.modules[BACKENDS + "flashinfer"].FlashInferMetadataBuilder
     monkeypatch.setattr(builder, "build", lambda self, common_attn_metadata: None)
-    with pytest.raises(patch.IncompatibleVLLM, match=r"FlashInferMetadataBuilder.build takes"):
+    with pytest.raises(patch.IncompatibleVLLM, match="FlashInferMetadataBuilder.build"):
         attention_gpu.install([layer])
 
 

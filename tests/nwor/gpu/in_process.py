@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests watch inside an engine's own process on a GPU: functions for a child (`tests.engines.in_child`)."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from nwor.settings import Settings
-from nwor_lab.engines.child import Served
 from nwor_lab.engines.spec import EngineSpec
+from tests.engines import started
 
 Drafts = dict[tuple[str, int], tuple[bool, list[int]]]
-
-
-def started(spec: EngineSpec, settings: Settings) -> tuple[Served, Any]:
-    """An engine in this very process, and its worker."""
-    os.environ.update({**spec.environ(), **settings.environ()})
-    served = Served(spec)
-    return served, served.engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 def kernels_compiled_in_service(spec: EngineSpec, settings: Settings, batches: Sequence[int]) -> list[str]:
