@@ -4,13 +4,15 @@
 `rows` are keys and values as the cache holds them: raw bytes, uint8 `[2, T, H, D * element size]`, keys first.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from nwor_lab.model.traffic import Shape, Traffic
+from nwor_lab.reference.ledger import Traffic
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -33,21 +35,14 @@ class LayerContext:
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.pages.dtype
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one token's key and value."""
-        return self.pages[:, 0, 0].numel() * self.dtype.itemsize
+        return self.pages[:, 0, 0].numel() * self.pages.itemsize
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor, launches: int = 1) -> None:
         """vLLM's paged write: `key, value [T, H, D]` to `slot_mapping` int64 `[T]`, where a negative slot is skipped.
 
         It counts as `launches`.
-
-        Raises:
-            TypeError, ValueError, IndexError: wrong dtype, shape or slot; nothing has been written then.
         """
         valid = slot_mapping >= 0
         self.store(self.encode(key[valid], value[valid]), slot_mapping[valid])
@@ -65,70 +60,55 @@ class LayerContext:
         return self.decode(self.load(slots), dtype)
 
     def encode(self, key: Tensor, value: Tensor) -> Tensor:
-        """Convert `key, value [T, H, D]` to rows: fp8 divides by the scale, saturates and rounds.
-
-        Raises:
-            TypeError: another dtype than the cache's, which only fp8 converts from.
-            ValueError: another number of heads or head size than the cache's.
-        """
-        heads = self.pages.shape[3:]
-        if key.shape != value.shape or key.shape[1:] != heads:
-            raise ValueError(f"layer {self.layer}: key {tuple(key.shape)}, value {tuple(value.shape)}, cache {heads}")
-        rows = torch.stack((key, value))
-        if self.dtype in FP8:
-            limit = torch.finfo(self.dtype).max
-            rows = (rows.float() / self._scales).clamp(-limit, limit).to(self.dtype)
-        elif not key.dtype == value.dtype == self.dtype:
-            raise TypeError(f"layer {self.layer}: {key.dtype} rows for a cache of {self.dtype}; convert them first")
+        """The rows of `key, value [T, H, D]`: fp8 divides by the scale, saturates and rounds."""
+        rows, dtype = torch.stack((key, value)), self.pages.dtype
+        if dtype in FP8:
+            limit = torch.finfo(dtype).max
+            rows = (rows.float() / self._scales).clamp(-limit, limit).to(dtype)
         return rows.view(torch.uint8)
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The keys and values `[2, T, H, D]` of rows, in `dtype`."""
-        held = rows.view(self.dtype)
-        return (held.float() * self._scales if self.dtype in FP8 else held).to(dtype)
+        held = rows.view(self.pages.dtype)
+        return (held.float() * self._scales if held.dtype in FP8 else held).to(dtype)
 
     def load(self, slots: Tensor) -> Tensor:
         """The rows at `slots` int64 `[T]`; the caller counts them."""
-        return self._slots(slots)[:, slots]
+        return self._by_slot[:, slots]
 
     def store(self, rows: Tensor, slots: Tensor) -> None:
         """Put rows at `slots` int64 `[T]`; the caller counts them."""
-        self._slots(slots)[:, slots] = rows
+        self._by_slot[:, slots] = rows
 
     @property
     def _scales(self) -> Tensor:
         return torch.tensor([self.k_scale, self.v_scale]).view(2, 1, 1, 1)
 
-    def _slots(self, slots: Tensor) -> Tensor:
-        """The pages slot by slot, once it is sure that `slots` are among them."""
-        every = self.pages.view(torch.uint8).flatten(1, 2)
-        if len(slots) and not 0 <= slots.min() <= slots.max() < every.shape[1]:
-            span = f"{int(slots.min())}..{int(slots.max())}"
-            raise IndexError(f"layer {self.layer}: slots {span} reach out of a cache of {every.shape[1]} slots")
-        return every
+    @property
+    def _by_slot(self) -> Tensor:
+        return self.pages.view(torch.uint8).flatten(1, 2)
 
 
 class PagedCache:
     """Keys and values of several layers in pages of `block_size` tokens.
 
     Args:
-        shape: layers, KV heads and head size; `shape.tp` gives the heads of one rank.
+        num_layers, num_heads, head_size: layers, KV heads on this rank, and elements of a head's key and of its value.
         num_blocks, block_size: pages, and tokens a page.
-        dtype: of the cache; its size must be `shape.cache_bytes`.
+        dtype: of the cache.
         poison: fill pages never written with NaN bytes, so that a read of one shows; else with zeros, as vLLM does.
         first_layer: the number of the first layer; a drafter's cache begins where the target's ends.
     """
 
     def __init__(
-        self, shape: Shape, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32, *,
-        poison: bool = True, first_layer: int = 0,
+        self, num_layers: int, num_heads: int, head_size: int, num_blocks: int, block_size: int,
+        dtype: torch.dtype = torch.float32, *, poison: bool = True, first_layer: int = 0,
     ) -> None:  # fmt: skip
-        if dtype.itemsize != shape.cache_bytes:
-            raise ValueError(f"a cache of {dtype} has {dtype.itemsize} bytes an element, not {shape.cache_bytes}")
-        self.shape, self.num_blocks, self.block_size = shape, num_blocks, block_size
+        self.num_layers, self.num_heads, self.head_size = num_layers, num_heads, head_size
+        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
         self.traffic = Traffic()
-        size = (num_blocks, block_size, shape.heads, shape.head_size * dtype.itemsize)
-        self.pool = torch.full((shape.num_layers, 2, *size), 0xFF if poison else 0, dtype=torch.uint8)
+        size = (num_layers, 2, num_blocks, block_size, num_heads, head_size * dtype.itemsize)
+        self.pool = torch.full(size, 0xFF if poison else 0, dtype=torch.uint8)
         self.layers = {
             layer: LayerContext(layer, pages.view(dtype), traffic=self.traffic)
             for layer, pages in enumerate(self.pool, start=first_layer)
@@ -137,8 +117,6 @@ class PagedCache:
     def slots(self, block_table: Tensor, positions: Tensor) -> Tensor:
         """Slots int64 `[T]` of `positions` int64 `[T]`:
         `block_table[p // block_size] * block_size + p % block_size`."""
-        if len(positions) and positions.max() >= len(block_table) * self.block_size:
-            raise IndexError(f"position {int(positions.max())} is beyond the {len(block_table)} blocks of the request")
         return block_table[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def changed_bytes(self, before: Tensor, kept_slots: Tensor) -> int:
@@ -166,11 +144,6 @@ class Batch:
     query_start_loc: Tensor
     num_drafts: Tensor
     sequence_slots: list[Tensor]
-
-    def __post_init__(self) -> None:
-        verifies = self.num_drafts > 0
-        if (self.query_lens[verifies] != self.num_drafts[verifies] + 1).any():
-            raise ValueError("a request that verifies n drafts brings 1 + n rows")
 
     @property
     def query_lens(self) -> Tensor:

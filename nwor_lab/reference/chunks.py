@@ -23,8 +23,6 @@ class LookupDrafter(Drafter):
     """
 
     def __init__(self, k: int, n: int = 3) -> None:
-        if k < 1 or n < 1:
-            raise ValueError(f"k and n must be at least 1: {k}, {n}")
         self.k, self.n = k, n
 
     def propose(self, requests: list[Request], batch: Batch, hidden: Tensor, num_rejected: Tensor) -> None:

@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nwor_lab.model.traffic import Shape, Traffic, Window, step_traffic
-from nwor_lab.pair.model import Attend, EagleHead, hidden_states
 from nwor_lab.reference.cache import Batch, PagedCache
+from nwor_lab.reference.ledger import Traffic
 from nwor_lab.reference.policies import WriteAll, make_policy
 from nwor_lab.reference.staging import Counts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention of one layer, by its number: of `query [B, T, Hq, D]` and `key, value [B, T, Hkv, D]`, all after RoPE."""
 
 
 @dataclass
@@ -59,27 +57,34 @@ class Request:
 
 @dataclass
 class Step:
-    """What one step did.
+    """What one step did, in rows as `nwor_lab.model.traffic.Window` takes them.
 
     Attributes:
-        window: its rows, as the closed formula takes them.
+        requests: those that verified drafts.
+        draft_rows, rejected_rows: their drafts, and how many of them were rejected.
+        context_rows: rows that attention reads, this step's among them, of all requests.
+        prefill_rows: rows of requests that verified nothing.
         accepted: accepted drafts of each request that verified some.
-        traffic: what the target's cache counted, and `formula`: what `step_traffic` says of the window.
+        traffic: what the target's cache counted.
         dirty_bytes: bytes of the target's pages, outside kept rows, that the step changed and left so.
     """
 
-    window: Window
+    requests: int
+    draft_rows: int
+    rejected_rows: int
+    context_rows: int
+    prefill_rows: int
     accepted: list[int]
     traffic: Traffic
-    formula: Traffic
     dirty_bytes: int
 
 
 @dataclass
 class Generation:
-    """The tokens that each prompt brought forth, `[R][max_tokens]`, and the steps it took."""
+    """The tokens of each prompt, `[R][max_tokens]`, the steps they took, and the cache as these left it."""
 
-    shape: Shape
+    mode: str
+    cache: PagedCache
     k: int
     tokens: list[list[int]]
     steps: list[Step]
@@ -159,15 +164,20 @@ def make_batch(cache: PagedCache, requests: list[Request], starts: list[int], id
 class EagleDrafter(Drafter):
     """Drafts a chain of `k` tokens with an EAGLE head, whose own cache is written at once and is part of no window."""
 
-    def __init__(self, head: EagleHead, k: int) -> None:
+    def __init__(self, head: nn.Module, k: int) -> None:
         self.head, self.k = head, k
 
     def start(self, cache: PagedCache) -> None:
         """Pages of the head's own, as many as the target's and at layer numbers behind them."""
-        config, dtype = self.head.config, self.head.fc.weight.dtype
-        shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype.itemsize)
-        pages = PagedCache(shape, cache.num_blocks, cache.block_size, dtype, first_layer=cache.shape.num_layers)
-        self.policy = WriteAll(pages)
+        config = self.head.config
+        sizes = (
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.head_dim,
+            cache.num_blocks,
+            cache.block_size,
+        )
+        self.policy = WriteAll(PagedCache(*sizes, self.head.fc.weight.dtype, first_layer=cache.num_layers))
 
     def propose(self, requests: list[Request], batch: Batch, hidden: Tensor, num_rejected: Tensor) -> None:
         kept = batch.kept(num_rejected)
@@ -202,7 +212,8 @@ class SpeculativeDecoder:
     """Target, drafter, paged cache and write policy. Blocks are handed out in a shuffled order, so layout errors show.
 
     Attributes:
-        target: the model that verifies (`nwor_lab.pair.model.load_target`).
+        target: the model that verifies: one of transformers whose attention is an `Attend` that it is called with, as
+            `nwor_lab.pair.model.load_target` gives it.
         mode: `off`, `blind`, `cow` or `stage`.
         drafter: for `target`, such as an `EagleDrafter`.
         block_size: of the paged cache.
@@ -212,7 +223,7 @@ class SpeculativeDecoder:
         seed: of the shuffle.
     """
 
-    target: PreTrainedModel
+    target: nn.Module
     mode: str
     drafter: Drafter
     block_size: int = 16
@@ -242,17 +253,16 @@ class SpeculativeDecoder:
         tables = blocks[: sum(needed)].split(needed)
         requests = [Request(list(p), len(p), table) for p, table in zip(prompts, tables, strict=True)]
 
-        config, weight = self.target.config, self.target.lm_head.weight
-        dtype = self.cache_dtype or weight.dtype
-        sizes = config.num_key_value_heads, config.head_dim, dtype.itemsize, weight.element_size()
-        shape = Shape(config.num_hidden_layers, *sizes)
-        cache = PagedCache(shape, num_blocks, self.block_size, dtype, poison=self.poison)
+        config, dtype = self.target.config, self.cache_dtype or self.target.lm_head.weight.dtype
+        sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, num_blocks, self.block_size
+        cache = PagedCache(*sizes, dtype, poison=self.poison)
         policy = make_policy(self.mode, cache, capacity=len(requests) * (1 + k))
         self.drafter.start(cache)
         steps = []
         while active := [request for request in requests if request.is_active(max_tokens)]:
             steps.append(self._step(active, cache, policy))
-        return Generation(shape, k, [request.output[:max_tokens] for request in requests], steps, policy.counts)
+        tokens = [request.output[:max_tokens] for request in requests]
+        return Generation(self.mode, cache, k, tokens, steps, policy.counts)
 
     def _step(self, requests: list[Request], cache: PagedCache, policy: WriteAll) -> Step:
         starts = [request.num_computed_tokens for request in requests]
@@ -262,8 +272,9 @@ class SpeculativeDecoder:
 
         policy.begin(batch)
         try:
-            ids, positions = batch.input_ids[None], batch.positions[None]
-            hidden = hidden_states(self.target, ids, positions, attend_through(policy))[0]
+            ids, positions, attend = batch.input_ids[None], batch.positions[None], attend_through(policy)
+            output = self.target.model(ids, position_ids=positions, attend=attend, use_cache=False)
+            hidden = output.last_hidden_state[0]
         except BaseException:
             policy.cancel()
             raise
@@ -278,15 +289,16 @@ class SpeculativeDecoder:
         self.drafter.propose(requests, batch, hidden, num_rejected)
 
         verified = batch.num_drafts > 0
-        window = Window(
+        return Step(
             requests=int(verified.sum()),
             draft_rows=int(batch.num_drafts.sum()),
             rejected_rows=int(num_rejected.sum()),
             context_rows=sum(len(slots) for slots in batch.sequence_slots),
             prefill_rows=len(batch.input_ids) - len(batch.window_rows),
+            accepted=(batch.num_drafts - num_rejected)[verified].tolist(),
+            traffic=Traffic(cache.traffic),
+            dirty_bytes=dirty,
         )
-        accepted = (batch.num_drafts - num_rejected)[verified].tolist()
-        return Step(window, accepted, Traffic(cache.traffic), step_traffic(self.mode, cache.shape, window), dirty)
 
     def _next_ids(self, request: Request) -> list[int]:
         start = request.num_computed_tokens

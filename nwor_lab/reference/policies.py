@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nwor_lab.reference.cache import Batch, PagedCache
-from nwor_lab.reference.staging import Counts, StagingBuffer
+from nwor_lab.reference.staging import Counts, KVCacheInterceptor
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -106,13 +106,13 @@ class BlindStaging(WriteAll):
 
     def __init__(self, cache: PagedCache, capacity: int = 512) -> None:
         super().__init__(cache)
-        self.buffer = StagingBuffer(cache.layers, capacity, cache.traffic, fused=self.fused)
-        self.buffer.finish_warm_up()
-        self.counts = self.buffer.counts
+        self.interceptor = KVCacheInterceptor(cache.layers, capacity, fused=self.fused)
+        self.interceptor.finish_warm_up()
+        self.counts = self.interceptor.counts
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        self.buffer.begin(batch.slot_mapping, self.held_rows)
+        self.interceptor.begin(batch.slot_mapping, self.held_rows)
 
     @property
     def held_rows(self) -> Tensor:
@@ -120,13 +120,13 @@ class BlindStaging(WriteAll):
         return self.batch.window_rows
 
     def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self.buffer.write(self.cache.layers[layer], key, value, self.batch.slot_mapping)
+        self.interceptor.write(self.cache.layers[layer], key, value, self.batch.slot_mapping)
 
     def commit(self, num_rejected: Tensor) -> None:
-        self.buffer.commit(self.batch.kept(num_rejected))
+        self.interceptor.commit(self.batch.kept(num_rejected))
 
     def cancel(self) -> None:
-        self.buffer.cancel()
+        self.interceptor.cancel()
 
 
 class Staging(BlindStaging):
@@ -140,19 +140,19 @@ class Staging(BlindStaging):
 
     def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
         prefills = len(self.batch.window_rows) < len(self.batch.slot_mapping)  # these need vLLM's writer
-        self.buffer.write(self.cache.layers[layer], key, value, self.batch.slot_mapping, launches=int(prefills))
+        self.interceptor.write(self.cache.layers[layer], key, value, self.batch.slot_mapping, launches=int(prefills))
 
     def rows(self, layer: int, request: int, dtype: torch.dtype) -> Tensor:
-        drafts = self.batch.num_drafts
+        drafts, buffer = self.batch.num_drafts, self.interceptor.buffer
         first, end = int(drafts[:request].sum()), int(drafts[: request + 1].sum())  # in the buffer
-        if self.buffer.state == "direct" or first == end:
+        if buffer is None or first == end:
             return super().rows(layer, request, dtype)
         context, slots = self.cache.layers[layer], self.batch.sequence_slots[request]
         sampled = len(slots) - 1 - (end - first)
         pages = context.read(slots[:sampled], dtype)
         # Not counted, nor is the tail: a kernel that attends and stores has these rows on one read.
         own = context.decode(context.load(slots[sampled : sampled + 1]), dtype)
-        return torch.cat((pages, own, self.buffer.tail(layer, torch.arange(first, end), dtype)), dim=1)
+        return torch.cat((pages, own, buffer.tail(layer, torch.arange(first, end), dtype)), dim=1)
 
 
 POLICIES: dict[str, type[WriteAll]] = {"off": WriteAll, "blind": BlindStaging, "cow": CopyOnWrite, "stage": Staging}

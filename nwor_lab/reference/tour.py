@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isnan
+from typing import Any
 
-import pandas as pd
 import torch
 
-from nwor_lab.model.traffic import MODES, Shape
 from nwor_lab.reference.cache import PagedCache
 from nwor_lab.reference.decoder import Request, make_batch
-from nwor_lab.reference.policies import BlindStaging, CopyOnWrite, WriteAll, make_policy
+from nwor_lab.reference.policies import POLICIES, BlindStaging, CopyOnWrite, WriteAll, make_policy
 
 MOMENTS = ("before the forward", "attention runs", "after sampling")
 
@@ -35,23 +34,28 @@ class TinyWindow:
     block_size: int = 4
 
     def __post_init__(self) -> None:
-        room = len(self.block_table) * self.block_size
-        if self.k < 1 or self.num_computed + 1 + self.k > room:
-            raise ValueError(
-                f"k={self.k}: give 1 to {room - self.num_computed - 1}, two blocks of 4 slots hold no more"
-            )
+        room = len(self.block_table) * self.block_size - self.num_computed - 1
+        if not 1 <= self.k <= room:
+            raise ValueError(f"k={self.k}: give 1 to {room}, the blocks hold no more")
 
-    def slot_mapping(self) -> pd.DataFrame:
+    def slot_mapping(self) -> list[dict[str, Any]]:
         """The step's rows, and vLLM's way from the position of each to its slot."""
-        table = pd.DataFrame({"row": ["sampled token", *(f"draft {n}" for n in range(1, self.k + 1))]})
-        table["position"] = range(self.num_computed, self.num_computed + 1 + self.k)
-        table["position // block_size"] = table["position"] // self.block_size
-        table["block_table[...]"] = [self.block_table[n] for n in table["position // block_size"]]
-        table["position % block_size"] = table["position"] % self.block_size
-        table["slot"] = table["block_table[...]"] * self.block_size + table["position % block_size"]
-        return table
+        rows = []
+        for n in range(1 + self.k):
+            block, offset = divmod(self.num_computed + n, self.block_size)
+            rows.append(
+                {
+                    "row": f"draft {n}" if n else "sampled token",
+                    "position": self.num_computed + n,
+                    "position // block_size": block,
+                    "block_table[...]": self.block_table[block],
+                    "position % block_size": offset,
+                    "slot": self.block_table[block] * self.block_size + offset,
+                }
+            )
+        return rows
 
-    def run(self, mode: str, num_rejected: int) -> pd.DataFrame:
+    def run(self, mode: str, num_rejected: int) -> list[dict[str, Any]]:
         """One step under `mode`: what the pages and the buffer beside them hold at each of `MOMENTS`.
 
         Returns:
@@ -59,46 +63,45 @@ class TinyWindow:
             `position` of the row that lies there (NaN if none does), `state` (empty, context, kept, undecided or
             rejected) and `sees`, the positions that attention read, `?` where nothing was written.
         """
-        cache, before = PagedCache(Shape(1, 1, 2, 4), self.num_blocks, self.block_size), self.num_computed
+        cache, before = PagedCache(1, 1, 2, self.num_blocks, self.block_size), self.num_computed
         request = Request([], 0, torch.tensor(self.block_table), before, drafts=[0] * self.k)
         batch = make_batch(cache, [request], [before], [[0] * (1 + self.k)])
         (slots,) = batch.sequence_slots
         rows = torch.arange(len(slots)).float()[:, None, None].expand(-1, 1, 2)
         cache.layers[0].write(rows[:before], rows[:before], slots[:before])
         policy = make_policy(mode, cache)
-        frames = [self._cells(policy, MOMENTS[0])]
+        cells = self._cells(policy, MOMENTS[0])
         policy.begin(batch)
         policy.stage(0, rows[before:], rows[before:])
-        keys = policy.rows(0, 0, torch.float32)[0]
-        frames.append(self._cells(policy, MOMENTS[1]))
+        keys = policy.rows(0, 0, torch.float32)[0, :, 0, 0].tolist()
+        cells += self._cells(policy, MOMENTS[1])
         policy.commit(torch.tensor([num_rejected]))
-        frames.append(self._cells(policy, MOMENTS[2], num_rejected))
-        sees = " ".join("?" if key.isnan() else f"{int(key)}" for key in keys[:, 0, 0])
-        return pd.concat(frames, ignore_index=True).assign(mode=mode, sees=sees)
+        cells += self._cells(policy, MOMENTS[2], num_rejected)
+        sees = " ".join("?" if isnan(key) else f"{key:.0f}" for key in keys)
+        return [{"mode": mode, **cell, "sees": sees} for cell in cells]
 
-    def run_all(self, num_rejected: int) -> pd.DataFrame:
+    def run_all(self, num_rejected: int) -> list[dict[str, Any]]:
         """The rows of `run` under each of the four policies."""
-        return pd.concat([self.run(mode, num_rejected) for mode in MODES], ignore_index=True)
+        return [row for mode in POLICIES for row in self.run(mode, num_rejected)]
 
-    def _cells(self, policy: WriteAll, moment: str, num_rejected: int = 0) -> pd.DataFrame:
-        context = policy.cache.layers[0]
-        beside = torch.empty(2, 0, 1, 2)
+    def _cells(self, policy: WriteAll, moment: str, num_rejected: int = 0) -> list[dict[str, Any]]:
+        context, beside = policy.cache.layers[0], []
         if isinstance(policy, CopyOnWrite) and moment == MOMENTS[1]:
-            beside = context.decode(policy.log[0], torch.float32)
-        elif isinstance(policy, BlindStaging) and moment == MOMENTS[1]:
-            beside = policy.buffer.tail(0, torch.arange(len(policy.buffer.slots)), torch.float32)
-        first_draft, end = self.num_computed + 1, self.num_computed + 1 + self.k
+            beside = context.decode(policy.log[0], torch.float32)[0, :, 0, 0].tolist()
+        elif isinstance(policy, BlindStaging) and (buffer := policy.interceptor.buffer):
+            beside = buffer.tail(0, torch.arange(len(buffer.slots)), torch.float32)[0, :, 0, 0].tolist()
 
         def state(position: float) -> str:
             if isnan(position):
                 return "empty"
-            if position < first_draft:
+            if position <= self.num_computed:
                 return "context" if position < self.num_computed else "kept"
             if moment == MOMENTS[1]:
                 return "undecided"
-            return "kept" if position < end - num_rejected else "rejected"
+            return "kept" if position <= self.num_computed + self.k - num_rejected else "rejected"
 
-        lines = [*context.pages[0, :, :, 0, 0].tolist(), beside[0, :, 0, 0].tolist()]
-        cells = [(line, column, p) for line, places in enumerate(lines) for column, p in enumerate(places)]
-        frame = pd.DataFrame(cells, columns=["line", "column", "position"])
-        return frame.assign(state=[state(p) for p in frame["position"]], moment=moment)
+        return [
+            {"moment": moment, "line": line, "column": column, "position": position, "state": state(position)}
+            for line, places in enumerate([*context.pages[0, :, :, 0, 0].tolist(), beside])
+            for column, position in enumerate(places)
+        ]

@@ -4,11 +4,10 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nwor_lab.experiments.reference import ChunkedRun, compare, compare_chunks
 from nwor_lab.model.traffic import Shape
 from nwor_lab.pair.model import ATTENTION, EagleHead, hidden_states
 from nwor_lab.reference.cache import Batch, PagedCache
-from nwor_lab.reference.compare import compare
-from nwor_lab.reference.compare_chunks import ChunkedRun, compare_chunks
 from nwor_lab.reference.decoder import Drafter, Generation, Request, make_batch
 
 SMALL = {
@@ -91,9 +90,9 @@ class ScriptedDrafter(Drafter):
 
 
 def fresh_rows(cache: PagedCache, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = cache.layers[0].dtype
+    dtype = cache.dtype
     dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    key, value = torch.randn(2, rows, cache.shape.heads, cache.shape.head_size, generator=generator).to(dtype)
+    key, value = torch.randn(2, rows, cache.num_heads, cache.head_size, generator=generator).to(dtype)
     return key, value
 
 
@@ -104,7 +103,7 @@ def make_case(shape: Shape, dtype: torch.dtype, requests: list[tuple[int, int, i
     lens = [1 + drafts if drafts else prefill for _, drafts, prefill in requests]
     computed, num_drafts = [request[0] for request in requests], [request[1] for request in requests]
     needed = [-(-(c + n) // 4) for c, n in zip(computed, lens, strict=True)]
-    cache = PagedCache(shape, sum(needed) + 2, 4, dtype)
+    cache = PagedCache(shape.num_layers, shape.heads, shape.head_size, sum(needed) + 2, 4, dtype)
     tables = torch.randperm(sum(needed) + 2, generator=generator)[: sum(needed)].split(needed)
     running = [Request([], 0, table, drafts=[0] * n) for table, n in zip(tables, num_drafts, strict=True)]
     batch = make_batch(cache, running, computed, [[0] * n for n in lens])
@@ -121,7 +120,7 @@ def run_step(policy, batch: Batch, num_rejected: list[int]) -> list[torch.Tensor
     policy.begin(batch)
     for layer in cache.layers:
         rows = len(batch.slot_mapping)
-        query = torch.randn(rows, 2 * cache.shape.heads, cache.shape.head_size, generator=generator)
+        query = torch.randn(rows, 2 * cache.num_heads, cache.head_size, generator=generator)
         key, value = fresh_rows(cache, rows, generator)
         policy.stage(layer, key, value)
         outputs.append(policy.attend(layer, query.to(key.dtype)))

@@ -8,7 +8,6 @@ import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,11 @@ import pytest
 
 from nwor_lab import paths, results
 from nwor_lab.experiments import acceptance, gpu_steps, shipping
+from nwor_lab.experiments.reference import claim, claim_chunks
 from nwor_lab.model import predicted
-from nwor_lab.model.breakeven import H200, Chip
 from nwor_lab.model.traffic import Traffic
 from nwor_lab.operators import check
 from nwor_lab.plots import attention, kernels, paper
-from nwor_lab.reference import compare, compare_chunks
 from tests.lab.reference_models import compared, compared_in_chunks
 
 Inputs = tuple[Any, ...]
@@ -53,12 +51,12 @@ def set_where(rows: str, **columns: Any) -> Callable[[pd.DataFrame], pd.DataFram
 
 
 def reference() -> Inputs:
-    return compared(k=3), compared_in_chunks(k=12, chunk=4), H200
+    return compared(k=3), compared_in_chunks(k=12, chunk=4)
 
 
-def claim_reference(run: results.Run, runs: dict[str, Any], long_runs: list[Any], chip: Chip) -> None:
-    compare.claim(run, runs)
-    compare_chunks.claim(run, long_runs, chip)
+def claim_reference(run: results.Run, runs: dict[str, Any], long_runs: list[Any]) -> None:
+    claim(run, runs)
+    claim_chunks(run, long_runs)
 
 
 def operators() -> Inputs:
@@ -154,8 +152,8 @@ def each_chunked(**changes: Callable[[Any], Any]) -> Callable[[list[Any]], list[
 
 def all_computed(run: Any) -> list[Any]:
     """Every chunk is run, whatever was rejected before."""
-    forwards = -(-(1 + run.k) // run.chunk)
-    return [replace(window, forwards=forwards, rows=1 + run.k) for window in run.windows]
+    forwards = -(-(1 + run.generation.k) // run.chunk)
+    return [replace(window, forwards=forwards, rows=1 + run.generation.k) for window in run.windows]
 
 
 def no_right_draft(table: pd.DataFrame) -> pd.DataFrame:
@@ -218,16 +216,10 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
      generation=lambda run: replace(run.generation, tokens=[text[::-1] for text in run.generation.tokens]))),
      ["prompts whose tokens in chunks"]),
     ("01", "the first rejection in a chunk is not seen", change(1, each_chunked(
-     windows=lambda run: [replace(window, accepted=run.k) for window in run.windows])),
+     windows=lambda run: [replace(window, accepted=run.generation.k) for window in run.windows])),
      ["modes that accept the same drafts"]),
     ("01", "chunks behind a rejection are computed", change(1, each_chunked(windows=all_computed)),
      ["runs whose forwards", "rows computed in chunks"]),
-    ("01", "stage writes what it computes", change(1, lambda runs: [*runs[:-1], replace(runs[-1],
-     generation=runs[1].generation)]), ["runs whose forwards"]),
-    ("01", "a forward costs nothing", change(2, lambda chip: replace(chip, launch_us=0, copy_bytes_per_s=1e30)),
-     ["time of a window in chunks over one forward's, batch 1,"]),
-    ("01", "a row costs nothing", change(2, lambda chip: replace(chip, flop_per_s=inf)),
-     ["time of a window in chunks over one forward's, batch 64,"]),
     ("02", "an operator keeps rejected rows", change(0, set_where("metric == 'bytes_differing'", value=16)),
      ["bytes that differ from plain Python"]),
     ("02", "nothing is compared", change(0, lambda table: table.assign(value=0)),

@@ -6,6 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nwor_lab import results
+from nwor_lab.experiments.reference import formula, outcome, traffic_of_a_window
 from nwor_lab.model.traffic import MODES, Shape
 from nwor_lab.pair.model import causal_attention, hidden_states
 from nwor_lab.reference.decoder import EagleDrafter, SpeculativeDecoder, count_accepted
@@ -13,6 +15,7 @@ from nwor_lab.reference.policies import CopyOnWrite, Staging, attention, make_po
 from tests.lab.reference_models import (
     CONFIG,
     ScriptedDrafter,
+    compared,
     fresh_rows,
     make_case,
     prompts,
@@ -56,9 +59,9 @@ def test_three_policies_say_what_the_target_says_alone(pair, truth, k, seed, blo
     for mode, run in runs.items():
         assert run.tokens == want, mode
         assert run.accepted == off.accepted, mode
-        assert all(step.traffic == step.formula for step in run.steps), mode
+        assert all(step.traffic == formula(run, step) for step in run.steps), mode
         assert (run.dirty_bytes > 0) == (mode == "off" and spoil > 0), mode
-    assert any(step.window.prefill_rows and step.window.requests for step in off.steps)
+    assert any(step.prefill_rows and step.requests for step in off.steps)
     least, most = {0.0: (k + 1, k + 1), 0.3: (1, k + 1), 1.0: (1, 1)}[spoil]
     assert least <= off.acceptance_length <= most, "the bonus token is counted"
 
@@ -72,8 +75,6 @@ def test_three_policies_agree_exactly_in_other_dtypes(truth, dtype):
     runs = {mode: decode(target, mode, drafter[mode], cache_dtype=dtype) for mode in EXACT}
     assert runs["off"].tokens == runs["cow"].tokens == runs["stage"].tokens
     assert runs["off"].accepted == runs["cow"].accepted == runs["stage"].accepted
-    for run in runs.values():
-        assert all(step.traffic == step.formula for step in run.steps)
 
 
 def test_blind_staging_loses_acceptance_and_text(pair, truth):
@@ -83,7 +84,7 @@ def test_blind_staging_loses_acceptance_and_text(pair, truth):
     assert off.acceptance_length == 5.0
     assert blind.acceptance_length < 3.0
     assert blind.tokens != off.tokens
-    assert all(step.traffic == step.formula for step in blind.steps)
+    assert all(step.traffic == formula(blind, step) for step in blind.steps)
     assert blind.dirty_bytes == 0
 
 
@@ -168,7 +169,7 @@ def test_copy_on_write_restores_raw_bytes(dtype):
 
 def test_a_failed_forward_is_cancelled(pair, truth, monkeypatch):
     target, cancelled = pair[0], []
-    monkeypatch.setattr(Staging, "cancel", lambda policy: cancelled.append(policy.buffer.state))
+    monkeypatch.setattr(Staging, "cancel", lambda policy: cancelled.append(policy.interceptor.state))
 
     class Failing(ScriptedDrafter):
         def propose(self, requests, *args):
@@ -204,7 +205,7 @@ def test_cancel_undoes_a_window(mode):
 def test_counts_of_a_decode_are_those_of_its_steps(pair, truth):
     """Committed equals what the scheduler counts as accepted."""
     run = decode(pair[0], "stage", ScriptedDrafter(truth, 4, 0.4))
-    windows = [step.window for step in run.steps if step.window.requests]
+    windows = [step for step in run.steps if step.requests]
     counts = run.counts
     assert counts.windows == len(windows)
     assert (
@@ -267,12 +268,12 @@ def plain_chain(target, head, tokens, computed, k):
 
 def test_bad_input_is_an_error(pair, truth):
     drafter = ScriptedDrafter(truth, 4, 0.0)
-    with pytest.raises(ValueError, match="choose one of off, blind, cow, stage"):
+    with pytest.raises(ValueError, match="staging"):
         SpeculativeDecoder(pair[0], "staging", drafter).generate([[1, 2]], 4)
     with pytest.raises(ValueError, match="at least 1"):
         SpeculativeDecoder(pair[0], "off", ScriptedDrafter(truth, 0, 0.0))
     for bad in ([], [[]], [[1], []]):
-        with pytest.raises(ValueError, match="no empty one"):
+        with pytest.raises(ValueError, match="prompt"):
             SpeculativeDecoder(pair[0], "off", drafter).generate(bad, 4)
 
 
@@ -286,3 +287,23 @@ def test_more_rejected_than_drafted_is_an_error_before_anything_is_written():
             with pytest.raises(ValueError, match="num_rejected"):
                 policy.commit(torch.tensor(bad))
         assert torch.equal(cache.pool, before)
+
+
+# -- side by side ---------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_say_what_the_runs_do():
+    runs = compared(k=3)
+    frame = results.tidy(outcome(runs), k=3, batch=3)
+    value = frame[frame["position"].isna()].set_index(["mode", "metric"])["value"]
+    assert value["cow", "same_tokens"] == value["stage", "same_tokens"] == 1.0
+    assert value["off", "dirty_bytes"] > value["cow", "dirty_bytes"] == value["stage", "dirty_bytes"] == 0
+    for mode in MODES:
+        survival = frame[(frame["metric"] == "survival") & (frame["mode"] == mode)].sort_values("position")["value"]
+        assert len(survival) == 3 and survival.is_monotonic_decreasing
+        assert 1 + survival.sum() == pytest.approx(value[mode, "acceptance_length"])
+    assert value["off", "acceptance_length"] > 1.0
+    both = results.tidy(traffic_of_a_window(runs)).pivot_table("value", ["mode", "kind", "metric"], "origin")
+    assert not both.isna().any().any() and (both["counted"] == both["formula"]).all()
+    assert both.loc[("stage", "commit", "launches"), "counted"] == 1
+    assert both.loc[("off", "write", "launches"), "counted"] == 3

@@ -7,8 +7,8 @@ import torch
 from nwor.settings import Settings
 from nwor_lab import pair, paths
 from nwor_lab.engines.engine import Engine, EngineSpec
+from nwor_lab.experiments.reference import compare
 from nwor_lab.pair.model import hidden_states, load_pair
-from nwor_lab.reference import compare
 
 K, PROMPTS, MAX_TOKENS = 4, 6, 40
 TIE = 1e-3
@@ -24,7 +24,7 @@ def test_the_decoder_says_and_accepts_what_vllm_does():
     texts = pair.load_prompts(paths.PROMPTS, PROMPTS)
     ids = [pair.load_tokenizer().encode(text).ids for text in texts]
     target, head = load_pair()
-    ours = compare.compare(target, head, ids, k=K, max_tokens=MAX_TOKENS, modes=["stage"])["stage"]
+    ours = compare(target, head, ids, k=K, max_tokens=MAX_TOKENS, modes=["stage"])["stage"]
     spec = EngineSpec(str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), k=K, dtype="float32", max_model_len=1024)
     with Engine(spec, Settings()) as engine:
         assert engine.encode(texts) == ids

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small window of notebook 00, and what `make demo` says of two engines."""
 
+import pandas as pd
 import pytest
 
 from nwor_lab import demo
@@ -10,14 +11,14 @@ from nwor_lab.reference.tour import MOMENTS, TinyWindow
 
 
 def test_positions_become_slots_by_the_block_table() -> None:
-    assert TinyWindow(k=4).slot_mapping()["slot"].tolist() == [11, 0, 1, 2, 3]
+    assert [row["slot"] for row in TinyWindow(k=4).slot_mapping()] == [11, 0, 1, 2, 3]
     with pytest.raises(ValueError, match="give 1 to 4"):
         TinyWindow(k=5)
 
 
 @pytest.mark.parametrize("rejected", [0, 1, 3])
 def test_four_policies_leave_and_see_what_they_are_said_to(rejected: int) -> None:
-    frame = TinyWindow(k=3).run_all(rejected)
+    frame = pd.DataFrame(TinyWindow(k=3).run_all(rejected))
     last = frame[frame["moment"] == MOMENTS[2]]
     left = last[last["state"] == "rejected"].groupby("mode").size().to_dict()
     assert left == ({"off": rejected} if rejected else {})
@@ -30,8 +31,8 @@ def test_four_policies_leave_and_see_what_they_are_said_to(rejected: int) -> Non
 def test_figures_are_drawn(tmp_path) -> None:
     window = TinyWindow(k=2)
     drawn = [
-        tour.addresses(tmp_path, window.run("off", 0), window.block_table, window.block_size),
-        tour.policies(tmp_path, window.run_all(1), window.num_blocks),
+        tour.addresses(tmp_path, pd.DataFrame(window.run("off", 0)), window.block_table, window.block_size),
+        tour.policies(tmp_path, pd.DataFrame(window.run_all(1)), window.num_blocks),
     ]
     assert all(path.stat().st_size > 0 for path in drawn)
 

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes and launches, counted as they happen. The formulas of `nwor_lab.model.traffic` predict the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore", "open")
+"""What moves rows; `nwor_lab.model.traffic` says what each is."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes read, bytes written and kernel launches of one kind. Whole numbers, but for an expected step."""
+
+    read: float = 0
+    written: float = 0
+    launches: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.read + other.read, self.written + other.written, self.launches + other.launches)
+
+    def __sub__(self, other: Moved) -> Moved:
+        return Moved(self.read - other.read, self.written - other.written, self.launches - other.launches)
+
+
+class Traffic(dict[str, Moved]):
+    """What each kind moved; the ledger that the reference model's operators write in as they run.
+
+    Kinds that moved nothing are absent, so a ledger and a formula are equal as dictionaries.
+    """
+
+    def count(self, kind: str, *, read: float = 0, written: float = 0, launches: int = 0) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is no kind of traffic; the kinds are {', '.join(KINDS)}")
+        if read or written or launches:
+            self[kind] = self.get(kind, Moved()) + Moved(read, written, launches)
+
+    def total(self) -> Moved:
+        return sum(self.values(), Moved())
+
+    def __add__(self, other: Traffic) -> Traffic:
+        both = Traffic(self)
+        for kind, moved in other.items():
+            both.count(kind, read=moved.read, written=moved.written, launches=moved.launches)
+        return both
