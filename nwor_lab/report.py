@@ -24,7 +24,8 @@ def write(directory: Path) -> Path:
         if (directory / f"{name}.ipynb").exists():
             results.write_text(directory / f"{name}.html", notebook_page(directory, name))
     table = directory / "grid.csv"
-    varying = grid.varying(pd.read_csv(table)) if table.exists() else pd.DataFrame()
+    words = dict.fromkeys(grid.VALUE, str)
+    varying = grid.varying(pd.read_csv(table, dtype=words)) if table.exists() else pd.DataFrame()
     return results.write_text(
         directory / "index.html",
         _render(
