@@ -37,7 +37,7 @@ def read(text: str, kind: str) -> Any:
         pydantic.ValidationError: the text is not of that type; it is a ValueError.
     """
     items = [item.strip() for item in text.strip("[]").split(",") if item.strip()]
-    adapter = TypeAdapter(kind)  # type: ignore[arg-type]  # pydantic resolves the name of a type
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)  # type: ignore[arg-type]  # pydantic resolves the name of a type
     return adapter.validate_python(items if kind.startswith("list") else text)
 
 

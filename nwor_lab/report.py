@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import claims as claim_table
-from nwor_lab import paths, results
+from nwor_lab import grid, paths, results
 
 
 def write(directory: Path) -> Path:
@@ -23,7 +23,9 @@ def write(directory: Path) -> Path:
     for name in manifest["notebooks"]:
         if (directory / f"{name}.ipynb").exists():
             results.write_text(directory / f"{name}.html", notebook_page(directory, name))
-    grid = directory / "grid.csv"
+    table = directory / "grid.csv"
+    words = dict.fromkeys(grid.VALUE, str)
+    varying = grid.varying(pd.read_csv(table, dtype=words)) if table.exists() else pd.DataFrame()
     return results.write_text(
         directory / "index.html",
         _render(
@@ -35,7 +37,7 @@ def write(directory: Path) -> Path:
             notebooks=sorted(manifest["notebooks"].items()),
             pages={page.stem for page in directory.glob("*.html")},
             points=manifest.get("points", []),
-            grid=pd.read_csv(grid).to_html(index=False, border=0, na_rep="") if grid.exists() else "",
+            grid=varying.to_html(border=0, na_rep="", float_format="{:.4g}".format) if len(varying) else "",
             made_by=_made_by(manifest),
         ),
     )

@@ -31,10 +31,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from nwor_lab import claims as claim_table
-from nwor_lab import folders, parameters, paths, report, results
+from nwor_lab import folders, grid, parameters, paths, report, results
 
 DRAWS = ("09_paper_figures",)
 """Notebooks that draw the tables of the others: they run again when one of those has."""
@@ -147,10 +145,14 @@ def run_points(
     if "" in points:
         print("\n" + claim_table.as_text(results.claims(directory)))
     else:
-        table = grid_table(folders)
+        table = grid.measured(folders)
         results.write_table(directory / "grid.csv", table)
         report.write(directory)
-        print("\n" + varying(table).to_string(float_format="{:.4g}".format, na_rep=""))
+        varying = grid.varying(table)
+        said = (
+            varying.to_string(float_format="{:.4g}".format, na_rep="") if len(varying) else "all points measured alike"
+        )
+        print(f"\n{said}")
     print(f"\nresults: {directory}\nto read: {directory / 'index.html'}", flush=True)
     broken = [(point, claim) for point, table in claims.items() for claim in table.itertuples() if claim.holds is False]
     for point, claim in broken:
@@ -160,30 +162,6 @@ def run_points(
         count = f"{failed} of {len(chosen) * len(points)} notebooks failed"
         print(f"{count}; go on with: {_resume(directory)}", file=sys.stderr)
     return 1 if failed or broken else 0
-
-
-def grid_table(folders: dict[Path, parameters.Values]) -> pd.DataFrame:
-    """What was measured at each point: columns `point`, `table`, `mode`, `metric`, `unit`, `value`, the median, and
-    one for each parameter that the points were given.
-    """
-    rows = []
-    for folder, values in folders.items():
-        given = {name: str(value) for of in values.values() for name, value in of.items()}
-        for path in sorted(folder.glob("*.parquet")):
-            frame = pd.read_parquet(path)
-            if "metric" in frame:
-                medians = frame.groupby(["mode", "metric", "unit"], as_index=False, observed=True)["value"].median()
-                rows.append(medians.assign(point=folder.name, table=path.stem, **given))
-    return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["point", *VALUE, "value"])
-
-
-VALUE = ["table", "mode", "metric", "unit"]
-
-
-def varying(table: pd.DataFrame) -> pd.DataFrame:
-    """The values of a `grid_table` that are not the same at all points: a row a value, a column a point."""
-    wide = table.pivot_table("value", VALUE, "point", sort=False)
-    return wide[(wide.nunique(axis=1) > 1) | wide.isna().any(axis=1)]
 
 
 def _resume(directory: Path) -> str:

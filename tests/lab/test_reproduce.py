@@ -206,7 +206,7 @@ def test_a_grid_goes_on_past_a_failed_point_and_is_resumed(place: Path, capsys: 
     grid = pd.read_csv(run / "grid.csv")
     assert dict(zip(grid["k"], grid["value"], strict=True)) == {1: 1, 2: 2, 3: 3}, "what was measured at each point"
     page = (run / "index.html").read_text()
-    assert "steps" in page and 'href="k%3D2/index.html"' in page and (run / "k=2" / "index.html").exists()
+    assert "<th>steps</th>" in page and 'href="k%3D2/index.html"' in page and (run / "k=2" / "index.html").exists()
 
 
 def test_a_killed_grid_is_resumed_where_it_was(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
