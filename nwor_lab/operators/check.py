@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators against plain Python over drawn inputs, with faults injected to see that the comparison would notice.
 
-What `notebooks/02_kernel_correctness.ipynb` shows; the full grid is in `tests/kernels/test_ops*.py`.
+What `notebooks/02_kernel_correctness.ipynb` shows; more calls, and every past bug, are in `tests/kernels/test_ops*.py`.
 """
 
 import random

@@ -293,7 +293,7 @@ def test_a_step_that_was_not_opened_is_an_error():
 def test_a_slot_beyond_the_cache_is_an_error():
     """On a GPU it would end the process as it is used for an index."""
     audit = CacheAudit([torch.zeros(2, 1, 4, 8)])
-    with pytest.raises(ValueError, match="a row's slot is 8, and the cache has 8"):
+    with pytest.raises(ValueError, match="slot"):
         audit.before((0, 2), torch.tensor([7, 8]))
 
 

@@ -64,12 +64,12 @@ def test_target_layers_are_those_of_the_target_model():
 def test_an_audit_of_a_part_is_refused(other):
     layers = {"a": attention_layer(), "b": attention_layer(other), "draft": attention_layer()}
     runner = runner_of(layers, layers["draft"], [["a", "b", "draft"]])
-    with pytest.raises(RuntimeError, match=f"would not see the whole cache: b is a {other.__name__}"):
+    with pytest.raises(RuntimeError, match=other.__name__):
         hooks._initialize(lambda self: None, runner)
     assert runner.cache_audit is None
     two = {"a": attention_layer(), "b": attention_layer(), "draft": attention_layer()}
     stray = runner_of({"a": two["a"]}, two["draft"], [["a", "elsewhere"]])
-    with pytest.raises(RuntimeError, match="elsewhere is a NoneType"):
+    with pytest.raises(RuntimeError, match="elsewhere"):
         hooks.target_groups(stray)
 
 
@@ -82,7 +82,7 @@ def test_recurrent_layers_are_no_part_of_what_is_audited():
     of_rows = runner_of(layers, layers["draft"], [["state"], ["a", "draft"]])
     of_rows.kv_cache_config.kv_cache_groups[0].kv_cache_spec = Rows()
     for other in (mixed, of_rows):
-        with pytest.raises(RuntimeError, match="state is a ShortConv, no attention layer of the target that it knows"):
+        with pytest.raises(RuntimeError, match="ShortConv"):
             hooks.target_groups(other)
 
 
@@ -125,7 +125,7 @@ def test_the_layout_of_a_cpu_cache_is_learned_from_its_writer():
     layer = SimpleNamespace(kv_cache=paged.targets()[0], impl=Writer(paged.packing))
     assert torch.equal(hooks.slot_parts(layer), parts(paged.packing))
     layer.impl.fault = True
-    with pytest.raises(RuntimeError, match="no slot or to several"):
+    with pytest.raises(RuntimeError, match="slot"):
         hooks.slot_parts(layer)
 
 
@@ -138,7 +138,7 @@ def test_hooks_fit_the_installed_vllm_and_come_off_again():
         hooks.install_v1()
         hooks.install_v1()
         assert GPUModelRunner._sample is not before["_sample"]
-        with pytest.raises(RuntimeError, match="_sample takes self logits"):
+        with pytest.raises(RuntimeError, match="_sample"):
             hooks._wrapped.pop((GPUModelRunner, "_sample"))
             GPUModelRunner._sample = before["_sample"]
             hooks._wrap(GPUModelRunner, "_sample", "self logits", hooks._sample)
@@ -210,7 +210,7 @@ def test_a_parameter_that_some_releases_lack_is_passed_on(monkeypatch):
 
     for name in ("older", "newer"):
         hooks._wrap(Runner, name, "self query_start_loc", hooks._sample, optional="draft_tokens")
-    with pytest.raises(RuntimeError, match=r"newest takes self query_start_loc drafts; the audit knows self query"):
+    with pytest.raises(RuntimeError, match="newest"):
         hooks._wrap(Runner, "newest", "self query_start_loc", hooks._sample, optional="draft_tokens")
     hooks.uninstall()
 
@@ -249,7 +249,7 @@ def test_an_audit_that_came_too_late_is_no_clean_one(monkeypatch):
     worker = SimpleNamespace(model_runner=SimpleNamespace())
     assert hooks.report(worker)["audit"] == {}
     monkeypatch.setenv("VLLM_NWOR_AUDIT", "1")
-    with pytest.raises(RuntimeError, match="nothing was audited: VLLM_NWOR_AUDIT=1 .* make the audited one in another"):
+    with pytest.raises(RuntimeError, match="VLLM_NWOR_AUDIT"):
         hooks.report(worker)
 
 
@@ -259,7 +259,7 @@ def test_a_connector_that_the_audit_does_not_follow_is_refused(monkeypatch):
     unknown = type("NixlConnector", (), {})()
     for loaded in (unknown, SimpleNamespace(_connectors=[unknown])):
         monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda loaded=loaded: loaded)
-        with pytest.raises(RuntimeError, match="NixlConnector may write to pages"):
+        with pytest.raises(RuntimeError, match="NixlConnector"):
             hooks._watch_connector(SimpleNamespace())
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: False)
     hooks._watch_connector(SimpleNamespace())

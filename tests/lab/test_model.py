@@ -122,9 +122,9 @@ def test_stage_and_direct_are_predicted_with_the_attention_measured_between_its_
 
 def test_what_cannot_be_predicted_is_an_error():
     table = bench()
-    with pytest.raises(ValueError, match="no cache is known of model 'mine'; known: target, llama-2-7b"):
+    with pytest.raises(ValueError, match="mine"):
         predicted.against_measured(table.assign(model="mine"))
-    with pytest.raises(ValueError, match="mode off has no step times"):
+    with pytest.raises(ValueError, match="off"):
         predicted.against_measured(table[table["mode"] != "off"])
 
 

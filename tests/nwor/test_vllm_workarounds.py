@@ -53,7 +53,7 @@ def test_zeros_are_skipped_and_a_bias_that_only_the_config_promises_is_zero(engi
     ids=["eagle3 fc", "eagle3 values", "llama4 fc"],
 )
 def test_biases_of_other_heads(engines, tmp_path, method, name):
-    """Applied when asked for, which changes what is drafted; dropped else, as zeros are."""
+    """Applied when asked for, which changes what is drafted; dropped else."""
     checkpoints.random_pair(tmp_path, noise=0.3, head_dim=64)
     if method == "eagle3":
         head = checkpoints.random_eagle3(tmp_path / "plain", tmp_path / "target")
@@ -68,11 +68,9 @@ def test_biases_of_other_heads(engines, tmp_path, method, name):
 
     loud = 10.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
     with_bias = checkpoints.write_biased_copy(head, tmp_path / "biased", loud, name)
-    zeros = checkpoints.write_biased_copy(head, tmp_path / "zeros", torch.zeros(128), name)
     plain = drafted(head, False)
     assert plain["accepted_tokens"] > plain["drafts"] / 4
-    assert drafted(with_bias, False) == drafted(zeros, True) == plain
-    assert drafted(with_bias, True) != plain
+    assert drafted(with_bias, False) == plain != drafted(with_bias, True)
 
 
 def test_cpu_sampling_takes_the_temperature_it_was_given(engines, model):

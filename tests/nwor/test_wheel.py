@@ -152,18 +152,18 @@ def test_its_tuning_is_found(installed):
 
 
 @pytest.mark.engine
-def test_vllm_serves_the_pair_with_a_mode_on(installed, tmp_path, mode="stage"):
+def test_vllm_serves_the_pair_with_a_mode_on(installed, tmp_path):
     """The plugin is found by its entry point alone, and the modules of the rank are those of the environment."""
     pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to serve with")
     (tmp_path / "serve.py").write_text(SERVE)
     said = run(
         [installed, tmp_path / "serve.py", paths.PAIR_TARGET, paths.PAIR_EAGLE], tmp_path,
-        VLLM_NWOR_MODE=mode, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1",
+        VLLM_NWOR_MODE="stage", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1",
         VLLM_NWOR_DEBUG_SYNC="1",
     )  # fmt: skip
     found = json.loads(said.split("FOUND ")[1].splitlines()[0])
     (rank,) = found["ranks"]
-    assert (rank["mode"], rank["serving"], rank["reason"]) == (mode, mode, "")
+    assert (rank["mode"], rank["serving"], rank["reason"]) == ("stage", "stage", "")
     assert rank["target_layers"] > 0 and rank["counters"]["committed_tokens"] > 0, rank["counters"]
     assert len(found["tokens"]) == 24
     environment = str(installed.parents[1])

@@ -133,15 +133,6 @@ def test_zeros_without_a_place_are_skipped_with_one_notice(warned):
     assert len(warned) == 1 and "fc.bias" in warned[0] and "skipped" in warned[0]
 
 
-def test_a_bias_that_no_load_brings_is_zero_from_the_first_one_on():
-    """vLLM's memory for it is filled by nobody; that it has a value later is not the checkpoint's doing."""
-    head, load = Eagle3(promised=True), eagle_bias._make_load(Eagle3.load_weights)
-    bias = head.model["layers"][0]["self_attn"]["qkv_proj"].bias
-    bias.data.fill_(float("nan"))
-    one_by_one(load, head, WHOLE[0], BIASED[1], *WHOLE[1:])
-    assert bias.tolist() == [0, 0, 2, 2, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("promised", "weights", "said"),
     [
@@ -167,17 +158,6 @@ def test_a_bias_is_warned_of_once_and_nothing_else_is_changed(promised, weights,
     assert [name for name, _ in head.named_parameters()] == places
     assert {name for text in warned for name in ("qkv_proj", "fc") if f"{name}.bias" in text} == {*said}
     assert len(warned) <= 1 and all("VLLM_NWOR_EAGLE_BIAS=1" in text for text in warned)
-
-
-def test_biases_of_stacked_layers_go_where_vllm_would_have_them():
-    """A checkpoint may have some of a place's parts alone: the others are zero, and whole zeros make no place."""
-    head = Eagle3()
-    ones, zeros = torch.ones(2), torch.zeros(2)
-    weights = [(ATTENTION + "q_proj.bias", ones), (ATTENTION + "v_proj.bias", zeros), ("fc.bias", zeros)]
-    eagle_bias._make_load(Eagle3.load_weights)(head, iter(weights))
-    attention = head.model["layers"][0]["self_attn"]
-    assert attention["qkv_proj"].bias.tolist() == [1, 1, 0, 0, 0, 0] and head.model["fc"].bias is None
-    assert attention["qkv_proj"](zeros).tolist() == [1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
