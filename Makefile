@@ -44,9 +44,9 @@ test: setup $(VENV)/.interpreter ## ruff, mypy, import contracts and the tests t
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -n 2 tests/kernels/test_gpu_attention*.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
-soak: setup ## 20 minutes of random traffic on real engines, every step audited; MINUTES=, SEED=, MODE=, TP=, RESUME=<run>
+soak: setup ## 20 minutes of random traffic on real engines, every step audited; MINUTES=, SEED=, MODE=, TP=
 	@$(BIN)/nwor soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE)) \
-	  $(if $(TP),--tp $(TP)) $(if $(RESUME),--resume $(RESUME))
+	  $(if $(TP),--tp $(TP))
 
 lab: setup ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nwor soak`: random traffic on real vLLM engines, every step of each mode audited and every text beside vanilla's.
 
-An episode starts vanilla and the modes in one configuration that the seed draws, and serves scripts of arrivals, joins
-and aborts that it draws too. A fault ends it, and what it served is kept in a file that `--replay` runs. Finished
-episodes stay in the run's folder, where `--resume` goes on.
+An episode starts vanilla and the modes in one configuration, by its seed, and hypothesis draws the scripts of arrivals
+and aborts that they serve. The first fault ends the soak: hypothesis looks for a smaller script that still shows it,
+and `--seed` with the seed of its episode runs the same again.
 
 A run is clean if it has no fault and drafts were accepted, rejected, and both in one window, under each mode; one in
 which some of that did not occur is incomplete, and ends with a status of its own.
@@ -13,182 +13,166 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
+import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import pandas as pd
 
 from nwor.settings import CLEAN
 from nwor_lab import paths, results
-from nwor_lab.engines.engine import EngineError, EngineSpec
-from nwor_lab.soak import episode as episodes
-from nwor_lab.soak import script
-from nwor_lab.soak.judge import Verdict
+from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
+from nwor_lab.experiments.bench import started
+from nwor_lab.experiments.plan import settings_of
+from nwor_lab.soak import scripts
+from nwor_lab.soak.judge import Verdict, judge
 
-SHOWN = ("method", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "seed")
-"""Of an episode's configuration, columns of the table."""
-FOLDER = "soak-%Y%m%d-%H%M%S"
+SCRIPTS = 25
+"""Of an episode."""
 INCOMPLETE = 3
 """How a run ends that has no fault, and has not tried all that may become of drafts."""
-DEFAULTS: dict[str, Any] = {"minutes": 20.0, "seed": 0, "mode": "cow,stage", "tp": 0, "scripts": 64}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; 0 if the run is clean, 1 with a fault, 2 for wrong input, 3 if it is incomplete."""
-    given = _parser().parse_args(argv)
-    again = ""
-    try:
-        if given.replay:
-            run = partial(replay, *episodes.read_replay(Path(given.replay)))
-        else:
-            asked = {name: value for name in DEFAULTS if (value := getattr(given, name)) is not None}
-            directory, options = _open_run(given.resume, asked)
-            run, again = partial(soak, directory, options), f"; `nwor soak --resume {directory.name}` goes on"
-    except (ValueError, OSError) as error:
-        print(f"nwor soak: {error}", file=sys.stderr)
-        return 2
-    try:
-        return run()
-    except EngineError as error:
-        print(f"nwor soak: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"nwor soak: stopped{again}", file=sys.stderr)
-        return 130
+class Episode:
+    """Vanilla and `modes` in one configuration, and the verdicts on what they serve."""
+
+    def __init__(self, spec: EngineSpec, modes: Sequence[str]) -> None:
+        self.spec, self.modes = spec, modes
+        self.verdicts = {mode: Verdict() for mode in modes}
+        self._stack, self._engines = ExitStack(), dict[str, Engine]()
+
+    def serve(self, requests: list[scripts.Request]) -> None:
+        """Serve a script everywhere; AssertionError where a mode has a fault. Engines start for the first script, and
+        again after one has died."""
+        every = ("off", *self.modes)
+        if not self._engines:
+            settings = {mode: replace(settings_of(mode, audit=mode != "off"), debug_sync=False) for mode in every}
+            wanted = {mode: (self.spec, one, 0) for mode, one in settings.items()}  # which count, and do not stop
+            self._engines = self._stack.enter_context(started(wanted, ""))
+        # A near tie is known by its log-probabilities, and they cost time: float32 has hardly any.
+        events = scripts.events(requests, logprobs=5 if self.spec.dtype == "float32" else 20)
+        # On a CPU each rank has a core of its own; engines that would share them all follow each other.
+        at_once = 1 if 2 * self.spec.tp > len(os.sched_getaffinity(0)) else len(every)
+        with ThreadPoolExecutor(at_once) as pool:
+            served = {mode: pool.submit(self._engines[mode].traffic, events, self.spec.seed) for mode in every}
+        faults = []
+        for mode in self.modes:
+            verdict = Verdict()
+            try:
+                verdict = judge(events, served["off"].result(), served[mode].result(), mode, self.spec.dtype)
+            except EngineError as error:
+                verdict.blame("died", 1, str(error))
+                self.close()
+            self.verdicts[mode].add(verdict)
+            faults += [f"{mode}: {example}" for example in verdict.examples]
+        if faults:
+            raise AssertionError("\n".join(faults))
+
+    def run(self, deadline: float) -> str:
+        """Serve `SCRIPTS` scripts, or those that begin before `deadline` (`time.monotonic`), at least one.
+
+        Returns:
+            The faults of the smallest script that shows some, and that script; empty where there is none.
+        """
+        begun = failed = False
+
+        @hypothesis.seed(self.spec.seed)
+        @hypothesis.settings(
+            max_examples=SCRIPTS, deadline=None, database=None, report_multiple_bugs=False,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        )  # fmt: skip
+        @hypothesis.given(script=scripts.SCRIPTS)
+        def serve(script: list[scripts.Request]) -> None:
+            nonlocal begun, failed
+            if begun and not failed and time.monotonic() > deadline:
+                return
+            begun = True
+            try:
+                self.serve(script)
+            except AssertionError:
+                failed = True
+                raise
+
+        try:
+            serve()
+        except (AssertionError, hypothesis.errors.Flaky) as error:
+            return "\n".join([str(error), *getattr(error, "__notes__", [])])
+        finally:
+            self.close()
+        return ""
+
+    def close(self) -> None:
+        self._stack.close()
+        self._engines = {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What its modes served, tidy."""
+        common = {"seed": self.spec.seed, "k": self.spec.k, "tp": self.spec.tp, "unit": "1"}
+        tables = {mode: verdict.table() for mode, verdict in self.verdicts.items()}
+        return [{**common, "mode": m, "metric": n, "value": v} for m, found in tables.items() for n, v in found.items()]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nwor soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    text = {
-        "minutes": "minutes of the whole run, its earlier parts included; an episode begun is not cut inside a script",
-        "seed": "draws configurations and scripts",
-        "mode": f"modes beside vanilla, of {','.join(CLEAN)}",
-        "tp": "tensor-parallel ranks; 0 for one, and two in every fifth episode",
-        "scripts": "scripts of an episode, at most 1000",
-    }
-    for name, default in DEFAULTS.items():
-        parser.add_argument(f"--{name}", type=type(default), help=f"{text[name]} (default: {default})")
-    parser.add_argument("--resume", metavar="RUN", default="", help="go on with this run of results/, by its options")
-    parser.add_argument(
-        "--replay", metavar="FILE", default="", help="run what a failing episode wrote, and nothing else"
-    )
-    return parser
+def soak(minutes: float, seed: int, modes: Sequence[str], tp: int) -> int:
+    """Run episodes until the minutes are over, at least one; print what they found; returns the exit status.
 
-
-def _open_run(resume: str, asked: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The run's folder and its options, those of a run that is resumed but for its minutes.
-
-    Raises:
-        ValueError, OSError: an option is impossible, or the folder cannot be used.
+    What was counted is kept in `soak.parquet` of a new folder of results/.
     """
-    if resume:
-        directory = paths.RESULTS / resume
-        if not (request := directory / "request.json").is_file():
-            raise ValueError(f"--resume {resume}: there is no soak in {directory}; name a folder of results/")
-        if more := sorted(asked.keys() - {"minutes"}):
-            raise ValueError(
-                f"--resume takes the options of its run: leave out {', '.join('--' + name for name in more)}"
-            )
-        options = json.loads(request.read_text(encoding="utf-8")) | asked
-    else:
-        directory = paths.RESULTS / f"{datetime.datetime.now():{FOLDER}}"
-        if directory.exists():
-            raise ValueError(
-                f"{directory} is another run's: start again, or go on with it by --resume {directory.name}"
-            )
-        options = DEFAULTS | asked
-    modes = options["mode"].split(",")
-    if not set(modes) <= set(CLEAN) or len(set(modes)) < len(modes):
-        raise ValueError(f"--mode {options['mode']}: choose different ones of {','.join(CLEAN)}")
-    if options["minutes"] <= 0 or not 1 <= options["scripts"] <= 1000 or options["tp"] < 0:
-        raise ValueError("--minutes must be above 0, --scripts 1 to 1000, --tp 0 or more")
-    script.configuration(options["seed"], 0, options["tp"])  # heads that do not divide over the ranks
-    results.check_folder(directory)
-    results.write_json(directory / "request.json", options)
-    return directory, options
-
-
-def replay(spec: EngineSpec, mode: str, scripts: Sequence[episodes.Script]) -> int:
-    """Serve the scripts of a failure once more; returns the exit status."""
-    verdict = Verdict()
-    for found in episodes.served(spec, [mode], scripts):
-        verdict.add(found[mode])
-    print("\n".join([str(verdict), *verdict.examples]))
-    return int(bool(verdict.faults))
-
-
-def soak(directory: Path, options: dict[str, Any]) -> int:
-    """Run episodes until the minutes are over, at least one; returns the exit status.
-
-    What the finished ones found is in `soak.parquet`, by which a run that is resumed goes on.
-    """
-    modes, path = options["mode"].split(","), directory / "soak.parquet"
-    tables = [pd.read_parquet(path)] if path.exists() else []
-    number = sum(table["episode"].nunique() for table in tables)
-    spent = sum(table.loc[table["metric"] == "seconds", "value"].sum() for table in tables)
-    deadline = time.monotonic() + 60 * options["minutes"] - spent
-    print(f"soak of {options['minutes']:g} minutes, seed {options['seed']}, in {directory}", flush=True)
-    if number:
-        print(f"{number} episodes are finished", flush=True)
-    while not number or time.monotonic() < deadline:
-        spec = script.configuration(options["seed"], number, options["tp"])
-        drawn = (
-            f"{name}={getattr(spec, name)}" for name in ("draft", *SHOWN, "max_num_batched_tokens", "prefix_caching")
-        )
-        print(f"episode {number}: {', '.join(drawn)}", flush=True)
-        found = episodes.run(number, spec, modes, options["scripts"], _end(number, deadline), directory)
-        for mode, verdict in found.verdicts.items():
-            print(f"  {mode:6} {found.scripts} scripts, {found.seconds:.0f} s: {verdict}", flush=True)
-            print("".join(f"         {example}\n" for example in verdict.examples), end="")
-        for file in found.replays:
-            print(f"  replay: nwor soak --replay {directory / file}", flush=True)
-        tables = [pd.concat([*tables, _table(found, directory.name)], ignore_index=True)]
-        results.write_provenance(results.write_table(path, tables[0]), options)
+    directory = paths.RESULTS / f"{datetime.datetime.now():soak-%Y%m%d-%H%M%S}"
+    begin, rows, fault, number = time.monotonic(), list[dict[str, Any]](), "", 0
+    totals = {mode: Verdict() for mode in modes}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # engines share the cores, and threads that wait there would spin
+    while not fault and (not number or time.monotonic() < begin + 60 * minutes):
+        episode, start = Episode(scripts.configuration(seed + number, tp), modes), time.monotonic()
+        shown = ("method", "draft", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "prefix_caching", "seed")
+        print(f"episode {number}: {', '.join(f'{n}={getattr(episode.spec, n)}' for n in shown)}", flush=True)
+        fault = episode.run(begin + 60 * minutes)
+        seconds = {"mode": "", "metric": "seconds", "value": time.monotonic() - start, "unit": "s"}
+        rows += [{"episode": number, **row} for row in (*episode.rows(), seconds)]
+        for mode, verdict in episode.verdicts.items():
+            totals[mode].add(verdict)
         number += 1
-    every = tables[0].groupby(["metric", "unit", "mode"], sort=False)["value"].sum()
-    layer_steps, seconds = int(every["layer-steps"].sum()), every["seconds"].sum()
-    print(f"total: {number} episodes, {layer_steps:,} layer-steps audited in {seconds:.0f} s")
-    untried = []
-    for mode in modes:
-        sums = every.xs(mode, level="mode").astype(int)
-        counts, faults = (sums.xs(unit, level="unit").to_dict() for unit in ("count", "faults"))
-        scripts, _ = counts.pop("scripts"), faults.pop("faults")
-        verdict = Verdict(Counter(counts), Counter(faults))
-        print(f"  {mode:6} {scripts} scripts: {verdict}")
-        untried += [f"{words} under {mode}" for words in verdict.untried]
-    if number_of_faults := int(every["faults"].sum()):
-        print(f"verdict: {number_of_faults:,} faults")
+    table = results.write_table(directory / "soak.parquet", results.tidy(rows, run_id=directory.name))
+    results.write_provenance(table, {"minutes": minutes, "seed": seed, "mode": ",".join(modes), "tp": tp})
+
+    print(f"\n{number} episodes in {(time.monotonic() - begin) / 60:.1f} minutes; counts are in {table}")
+    counted = pd.DataFrame({mode: verdict.table() for mode, verdict in totals.items()})
+    print(counted.fillna(0).astype(int).to_string())
+    if fault:
+        print(f"\n{fault}\n\nagain: nwor soak --seed {seed + number - 1} --mode {','.join(modes)} --tp {tp}")
+        print(f"verdict: a fault, {', '.join(sorted(set().union(*(each.faults for each in totals.values()))))}")
         return 1
-    if untried:
-        more = f"nwor soak --resume {directory.name} --minutes {2 * options['minutes']:g}"
-        print(f"verdict: incomplete: {', '.join(untried)}; `{more}` goes on")
+    if untried := [f"{words} under {mode}" for mode, verdict in totals.items() for words in verdict.untried]:
+        print(f"verdict: incomplete, {', '.join(untried)}; let it run longer")
         return INCOMPLETE
     print("verdict: clean; drafts were accepted, rejected, and both in one window, under each mode")
     return 0
 
 
-def _end(number: int, deadline: float) -> float:
-    """When episode `number` ends: the first ones share the time, so that a short run meets every drafter."""
-    now = time.monotonic()
-    return now + (deadline - now) / max(1, len(script.DRAFTERS) - number)
-
-
-def _table(found: episodes.Episode, run_id: str) -> pd.DataFrame:
-    """Tidy rows of an episode: counts and faults of each mode, scripts and seconds."""
-    common = {name: getattr(found.spec, name) for name in SHOWN}
-    common |= {"episode": found.number, "model": Path(found.spec.model).parent.name, "run_id": run_id}
-    rows: list[dict[str, Any]] = [{"mode": "", "metric": "seconds", "value": found.seconds, "unit": "s"}]
-    for mode, verdict in found.verdicts.items():
-        counts = {**verdict.counts, "scripts": found.scripts}
-        faults = {**verdict.faults, "faults": verdict.faults.total()}
-        rows += [{"mode": mode, "metric": name, "value": value, "unit": "count"} for name, value in counts.items()]
-        rows += [{"mode": mode, "metric": name, "value": value, "unit": "faults"} for name, value in faults.items()]
-    return results.tidy(rows, **common)
+def main(argv: list[str] | None = None) -> int:
+    """The command; 0 if the run is clean, 1 with a fault, 2 for wrong input, 3 if it is incomplete."""
+    parser = argparse.ArgumentParser(
+        prog="nwor soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    modes = ",".join(CLEAN)
+    parser.add_argument("--minutes", type=float, default=20, help="of the run; a script begun is not cut (20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first episode; the others count on from it (0)")
+    parser.add_argument("--mode", default=modes, help=f"modes beside vanilla, of {modes} ({modes})")
+    parser.add_argument("--tp", type=int, default=0, help="tensor-parallel ranks; 0: two for every fifth seed (0)")
+    asked = parser.parse_args(argv)
+    chosen = asked.mode.split(",")
+    try:
+        if not set(chosen) <= set(CLEAN) or len(set(chosen)) < len(chosen):
+            raise ValueError(f"--mode {asked.mode}: choose different ones of {modes}")
+        if asked.minutes <= 0 or asked.tp < 0:
+            raise ValueError("--minutes must be above 0, --tp 0 or more")
+        return soak(asked.minutes, asked.seed, chosen, asked.tp)
+    except (ValueError, OSError, EngineError) as error:
+        print(f"nwor soak: {error}", file=sys.stderr)
+        return 1 if isinstance(error, EngineError) else 2

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from nwor_lab.engines.child import Generation
 from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, Traffic
 from nwor_lab.experiments.parity import SINGLE, compare, tolerance
-from nwor_lab.soak.script import kinds
 
 NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "shipped_slots", "dirty_by_step")
 """Fields of an `AuditReport` that count what was looked at; every other counts a fault."""
@@ -48,9 +47,9 @@ class Verdict:
         }
         return [words for words, windows in occurred.items() if not windows]
 
-    def __str__(self) -> str:
-        done = ", ".join(f"{number:,} {name}" for name, number in self.counts.items())
-        return f"{done}; faults: {', '.join(f'{n:,} {kind}' for kind, n in self.faults.items()) or 'none'}"
+    def table(self) -> dict[str, int]:
+        """What was counted, and the faults by kind, in the order of a table."""
+        return {**self.counts, "dirty slots": self.faults["dirty_slots"], "faults": self.faults.total()}
 
 
 def judge(events: Sequence[Event], vanilla: Traffic, traffic: Traffic, mode: str, dtype: str) -> Verdict:
@@ -63,9 +62,10 @@ def judge(events: Sequence[Event], vanilla: Traffic, traffic: Traffic, mode: str
     metrics = traffic.metrics
     asked = {event.name: event for event in events if event.prompt is not None}
     aborted = {event.name for event in events if event.prompt is None}
-    verdict.counts.update({"layer-steps": 0, "tokens": 0} | kinds(events))
+    verdict.counts["scripts"] += 1
     verdict.counts["tokens"] += sum(len(answer.tokens) for made in traffic.answers.values() for answer in made)
-    verdict.counts["aborted"] = sum(_ends(traffic, name).count(None) > 0 for name in aborted & asked.keys())
+    verdict.counts["requests"] += len(asked)
+    verdict.counts["aborted"] += sum(None in _ends(traffic, name) for name in aborted & asked.keys())
     verdict.counts["preempted"] += metrics.get("num_preemptions", 0)
     verdict.counts["drafts"] += metrics["spec_decode_num_draft_tokens"]
     verdict.counts["accepted"] += metrics["spec_decode_num_accepted_tokens"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak: what it draws, what it blames, how a failure is replayed, and that it goes on where it stopped."""
+"""The soak: what it draws, what it blames, and that a failure is made small and found again."""
 
-import json
 import re
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +16,15 @@ from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.engines import child
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, Traffic
+from nwor_lab.engines.traffic import Answer, Event, Traffic
 from nwor_lab.experiments import bench
-from nwor_lab.soak import command, script
+from nwor_lab.soak import command, scripts
 from nwor_lab.soak.judge import judge
 from tests.lab.soak_engines import FakeEngine, serve_without_restore
 
 GREEDY = {"temperature": 0.0, "max_tokens": 4}
+SHORT = ["--minutes", "1e-6"]
+"""One episode of one script."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,40 +36,48 @@ def results_of_its_own(monkeypatch, tmp_path):
 def fake(monkeypatch):
     FakeEngine.forget()
     monkeypatch.setattr(bench, "Engine", FakeEngine)
-    monkeypatch.setattr(script, "contrary", lambda: Path("contrary"))
+    monkeypatch.setattr(scripts, "worst_drafter", lambda: Path("worst"))
     return FakeEngine
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_a_seed_draws_the_same_again_and_another_seed_does_not(number):
-    spec = script.configuration(7, number)
-    assert spec == script.configuration(7, number) != script.configuration(8, number)
-    assert script.script(11, spec) == script.script(11, spec) != script.script(12, spec)
+# -- what is drawn --------------------------------------------------------------------------------------------------
 
 
-def test_a_soak_draws_every_drafter_size_and_kind_of_request():
-    specs = [script.configuration(0, number) for number in range(20)]
-    assert len({(spec.method, spec.draft) for spec in specs[:4]}) == len(script.DRAFTERS)
-    for field, least in {"tp": 2, "dtype": 2, "block_size": 2, "prefix_caching": 2}.items():
-        assert len({getattr(spec, field) for spec in specs}) == least, field
+def test_four_seeds_meet_every_drafter_and_twenty_every_size(fake):
+    specs = [scripts.configuration(seed) for seed in range(20)]
+    assert specs == [scripts.configuration(seed) for seed in range(20)]
+    assert len({(spec.method, spec.draft) for spec in specs[:4]}) == len(scripts.DRAFTERS)
+    for field in ("tp", "dtype", "block_size", "prefix_caching"):
+        assert len({getattr(spec, field) for spec in specs}) == 2, field
     assert {spec.tp for spec in specs[:4]} == {1, 2}
-    events = [event for seed in range(20) for event in script.script(seed, specs[0])]
-    every = script.kinds(events)
-    assert min(every[kind] for kind in ("aborts", "sampled", "n > 1", "structured", "stop strings", "joining")) >= 10
-    grammars = Counter(name for event in events for name in event.sampling.get("structured_outputs", ()))
-    assert grammars.keys() == {"json", "regex", "choice"}
-    prompts = [event.prompt for event in script.script(0, specs[0]) if event.prompt]
-    first = Counter(tuple(prompt[:16]) for prompt in prompts)
-    assert first.most_common(1)[0][1] > 1, "no two prompts begin alike"
-    names = [event.name for event in script.script(0, specs[0]) if event.prompt]
-    assert len(set(names)) == len(names)
+    assert all(spec.k > 1 for spec in specs[::4]), "some of a window's drafts may be accepted, and some not"
 
 
-def test_a_contrary_drafter_is_the_target_but_for_its_last_norm():
-    ours, target = (load_file(folder / "model.safetensors") for folder in (script.contrary(), paths.PAIR_TARGET))
+def test_an_episode_serves_every_kind_of_request_to_all_modes_alike(fake):
+    episode = command.Episode(scripts.configuration(0), ["cow", "stage"])
+    assert episode.run(time.monotonic() + 600) == ""
+    assert len(fake.served) == 3 * command.SCRIPTS and fake.started == ["off", "cow", "stage"]
+    by_mode = [[events for served, events in fake.served if served == mode] for mode in fake.started]
+    assert by_mode[0] == by_mode[1] == by_mode[2]
+    events = [event for script in by_mode[0] for event in script]
+    asked = [event for event in events if event.prompt is not None]
+    assert len(asked) > 4 * command.SCRIPTS
+    kinds = Counter(name for event in asked for name in event.sampling)
+    kinds["aborts"], kinds["follows"] = len(events) - len(asked), sum(bool(event.follows) for event in asked)
+    kinds["several"] = sum(event.sampling.get("n", 1) > 1 for event in asked)
+    assert min(kinds[kind] for kind in ("aborts", "follows", "several", "stop", "structured_outputs")) >= 3, kinds
+    begins = Counter(tuple(event.prompt[:16]) for event in asked if len(event.prompt) > 16)
+    assert begins.most_common(1)[0][1] > 1, "no two prompts begin alike"
+
+
+def test_the_worst_drafter_is_the_target_but_for_its_last_norm():
+    ours, target = (load_file(each / "model.safetensors") for each in (scripts.worst_drafter(), paths.PAIR_TARGET))
     assert ours.keys() == target.keys()
     assert [name for name in ours if not torch.equal(ours[name], target[name])] == ["model.norm.weight"]
     assert torch.equal(ours["model.norm.weight"], -target["model.norm.weight"])
+
+
+# -- what is blamed -------------------------------------------------------------------------------------------------
 
 
 def traffic(tokens: list[int], gap: float = 1.0, **more) -> Traffic:
@@ -119,29 +129,26 @@ def test_an_aborted_request_needs_no_end_and_stage_no_more_tokens_than_vanilla()
     assert judge(events, one, one, "cow", "float32").counts["aborted"] == 1
 
 
-def test_a_soak_without_a_fault_ends_well_and_goes_on_where_it_stopped(fake, tmp_path, capsys):
-    assert command.main(["--minutes", "1e-6", "--scripts", "3", "--seed", "5"]) == 0
-    [run] = tmp_path.glob("soak-*")
+# -- how it ends ----------------------------------------------------------------------------------------------------
+
+
+def verdict(capsys) -> str:
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_soak_without_a_fault_is_clean_and_kept(fake, tmp_path, capsys):
+    assert command.main([*SHORT, "--seed", "5"]) == 0
     assert fake.started == ["off", "cow", "stage"] and len(fake.served) == 3
     said = capsys.readouterr().out
-    assert "12 layer-steps audited" in said and said.count("faults: none") == 4
-    frame = pd.read_parquet(run / "soak.parquet")
-    assert (run / "soak.json").exists() and set(frame["mode"]) == {"", "cow", "stage"}
-    assert frame.query("mode == 'stage' and metric == 'layer-steps'")["value"].sum() == 6
-    fake.forget()
-    assert command.main(["--resume", run.name]) == 0  # by its minutes it is over
-    assert not fake.served
-    frame["value"] = frame["value"].mask(frame["metric"] == "seconds", -1.0)
-    frame.to_parquet(run / "soak.parquet")
-    fake.forget()
-    assert command.main(["--resume", run.name, "--minutes", "0.016"]) == 0
-    assert {seed // 1000 % 1000 for _, seed in fake.served} >= {1} and not [s for _, s in fake.served if s < 5001000]
-    more = pd.read_parquet(run / "soak.parquet")
-    assert more["episode"].nunique() > 1 and len(more) > len(frame)
+    assert "verdict: clean" in said and re.search(r"layer-steps +6 +6\n", said)
+    (table,) = tmp_path.glob("soak-*/soak.parquet")
+    frame = pd.read_parquet(table)
+    assert table.with_suffix(".json").exists() and frame["episode"].nunique() == 1
+    assert frame.query("mode == 'stage' and metric == 'layer-steps'")["value"].item() == 6
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "missing"),
+    ("windows", "missing"),
     [
         ({"none accepted": 5}, ["accepted", "both"]),
         ({"all accepted": 5}, ["rejected", "both"]),
@@ -149,106 +156,50 @@ def test_a_soak_without_a_fault_ends_well_and_goes_on_where_it_stopped(fake, tmp
         ({}, ["accepted", "rejected", "both"]),
     ],
 )
-def test_a_run_in_which_an_outcome_did_not_occur_under_a_mode_is_not_clean(fake, capsys, outcomes, missing):
-    fake.windows = {"stage": Counter(outcomes)}
-    assert command.main(["--minutes", "1e-6"]) == command.INCOMPLETE
-    verdict = capsys.readouterr().out.splitlines()[-1]
-    assert "incomplete" in verdict and verdict.count("under stage") == len(missing) and "cow" not in verdict
-    assert all(word in verdict for word in missing)
+def test_a_run_in_which_an_outcome_did_not_occur_is_not_clean(fake, capsys, windows, missing):
+    fake.windows = windows
+    assert command.main([*SHORT, "--mode", "stage"]) == command.INCOMPLETE
+    said = verdict(capsys)
+    assert "incomplete" in said and said.count("under stage") == len(missing)
+    assert all(word in said for word in missing)
 
 
-def test_a_fault_says_more_than_an_outcome_that_did_not_occur(fake):
-    fake.windows, fake.culprits = {"stage": Counter()}, {"r1"}
-    assert command.main(["--minutes", "1e-6"]) == 1
+@pytest.mark.parametrize("kind", ["tokens", "dirty_slots", "died"])
+def test_a_fault_is_shown_by_a_small_script_and_found_again_by_its_seed(fake, capsys, kind):
+    fake.fault, fake.windows = kind, {}
+    assert command.main(["--minutes", "1", "--seed", "4"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    blamed = [line for line in lines if ": " + kind in line]
+    assert kind in lines[-1] and blamed and all(line.startswith("stage: ") for line in blamed)
+    smallest = fake.served[-1][1]
+    assert len([event for event in smallest if event.prompt is None]) == 1 and len(smallest) == 2
+    (again,) = [line.split()[3:] for line in lines if line.startswith("again: ")]
+    assert command.main(["--minutes", "1", *again]) == 1
+    assert fake.served[-1][1] == smallest
+    fake.fault, fake.windows = "", {"some accepted": 1}
+    assert command.main([*SHORT, *again]) == 0
 
 
-def test_a_run_does_not_go_on_in_the_folder_of_another(fake, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(command, "FOLDER", "soak")
-    assert command.main(["--minutes", "1e-6"]) == 0
-    assert command.main(["--minutes", "1e-6", "--seed", "1"]) == 2
-    assert "--resume soak" in capsys.readouterr().err
+def test_a_fault_that_does_not_come_again_is_one_too(fake, capsys):
+    fake.fault, fake.lasts = "dirty_slots", 1
+    assert command.main(["--minutes", "1"]) == 1
+    assert "dirty_slots" in verdict(capsys)
 
 
-def test_a_short_run_meets_drafters_that_are_partly_always_and_never_right(fake, capsys):
-    fake.seconds = 0.01
-    assert command.main(["--minutes", "0.05", "--scripts", "1000"]) == 0
-    assert {str(paths.PAIR_EAGLE), str(paths.PAIR_TARGET), "contrary"} <= set(fake.drafts), fake.drafts
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_first_engines_of_a_run_can_accept_and_reject_in_one_window(seed):
-    first = script.configuration(seed, 0)
-    assert first.draft == str(paths.PAIR_EAGLE) and first.k > 1
-
-
-def test_a_failure_leaves_what_replays_it(fake, tmp_path, capsys):
-    fake.culprits = {"r2", "r4"}
-    assert command.main(["--minutes", "1e-6", "--mode", "stage"]) == 1
-    file = re.search(r"--replay (\S+)", capsys.readouterr().out)[1]
-    written = json.loads(Path(file).read_text())
-    assert {"r2", "r4"} <= {event["name"] for event in written["scripts"][-1]["events"]}
-    assert written["spec"]["model"] == "data/pair/target", "a replay serves in another checkout"
-    assert command.main(["--replay", file]) == 1
-    assert f"faults: {written['faults']['tokens']} tokens" in capsys.readouterr().out
-    fake.culprits = set()
-    assert command.main(["--replay", file]) == 0
-    Path(file).write_text(json.dumps(written | {"mode": "stagger"}))
-    assert command.main(["--replay", file]) == 2
-    error = capsys.readouterr().err
-    assert "'stagger' is not a mode; choose one of off, cow" in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(("kind", "fields"), [("died", {"dies": True}), ("dirty_slots", {"dirty": 2})])
-def test_a_failure_that_is_not_of_tokens_is_blamed_too(fake, capsys, kind, fields):
-    fake.culprits = {"r1"}
-    for name, value in fields.items():
-        setattr(fake, name, value)
-    assert command.main(["--minutes", "1e-6", "--mode", "cow,stage"]) == 1
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    faults = {line[0]: " ".join(line) for line in lines if line and line[0] in ("cow", "stage")}
-    assert "faults: none" in faults["cow"] and kind in faults["stage"]
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["--mode", "off"], "--mode off: choose different ones of cow,stage"),
-        (["--mode", "cow,cow"], "choose different ones"),
-        (["--minutes", "0"], "--minutes must be above 0"),
-        (["--scripts", "0"], "--scripts 1 to 1000"),
-        (["--tp", "3"], "do not divide over 3 ranks"),
-        (["--resume", "nothing"], "there is no soak in"),
-        (["--replay", "nothing.json"], "is no replay of a soak"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_line(fake, tmp_path, capsys, given, says):
+@pytest.mark.parametrize("given", [["--mode", "off"], ["--mode", "cow,cow"], ["--minutes", "0"], ["--tp", "3"]])
+def test_wrong_options_are_refused_in_one_line(fake, tmp_path, capsys, given):
     assert command.main(given) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
+    assert capsys.readouterr().err.count("\n") == 1
     assert not list(tmp_path.iterdir()) and not fake.started
-
-
-def test_a_run_is_resumed_with_its_own_options(fake, tmp_path, capsys):
-    command.main(["--minutes", "1e-6", "--scripts", "1"])
-    [run] = tmp_path.glob("soak-*")
-    assert command.main(["--resume", run.name, "--seed", "3"]) == 2
-    assert "leave out --seed" in capsys.readouterr().err
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_real_engines_are_clean_and_a_mode_that_does_not_restore_is_not(monkeypatch, tmp_path, capsys):
-    """A script each."""
-    options = ["--minutes", "0.01", "--scripts", "1", "--tp", "1"]
-    assert command.main([*options, "--mode", "stage"]) == 0, capsys.readouterr()
-    [run] = tmp_path.glob("soak-*")
-    frame = pd.read_parquet(run / "soak.parquet").query("mode == 'stage'").groupby("metric")["value"].sum()
-    assert frame["layer-steps"] > 100 and frame["drafts"] > frame["accepted"]
-    windows = [frame[f"windows {outcome}"] for outcome in OUTCOMES]
-    assert min(windows) > 0 and frame["accepted"] >= windows[0] + windows[1] and sum(windows) <= frame["drafts"]
+def test_real_engines_are_clean_and_a_mode_that_does_not_restore_is_not(monkeypatch):
+    monkeypatch.setattr(command, "SCRIPTS", 6)
+    episode = command.Episode(scripts.configuration(0, tp=1), ["stage"])
+    assert episode.run(time.monotonic() + 600) == ""
+    found = episode.verdicts["stage"]
+    assert found.untried == [] and found.counts["layer-steps"] > 100 and found.counts["scripts"] == 6
     monkeypatch.setattr(child, "serve", serve_without_restore)
-    assert command.main([*options, "--mode", "cow"]) == 1
-    said = capsys.readouterr().out
-    assert "dirty_slots" in said
-    events = json.loads(Path(re.search(r"--replay (\S+)", said)[1]).read_text())["scripts"][0]["events"]
-    assert events
+    assert "cow: dirty_slots" in command.Episode(scripts.configuration(0, tp=1), ["cow"]).run(time.monotonic() + 600)

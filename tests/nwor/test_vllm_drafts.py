@@ -8,7 +8,7 @@ import pytest
 from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.soak.script import contrary
+from nwor_lab.soak.scripts import worst_drafter
 from tests.engines import PROMPTS, Outcome
 from tests.nwor import scripts
 from tests.nwor.on_cpu import spec_of
@@ -54,7 +54,7 @@ def test_long_drafts(engines, model, k):
 @pytest.mark.parametrize("fate", ["all", "none"])
 def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate):
     """The drafter is the target itself, or one that proposes what the target finds least likely."""
-    draft = paths.PAIR_TARGET if fate == "all" else contrary()
+    draft = paths.PAIR_TARGET if fate == "all" else worst_drafter()
     spec = EngineSpec(
         str(paths.PAIR_TARGET), str(draft), method="draft_model", k=8, dtype="float32", num_blocks=64, batch=4
     )
@@ -87,7 +87,7 @@ def test_a_request_that_is_asked_again_by_its_id(engines):
     """All of its prompt but a token is cached, so no step prefills, and it is alone: only that it is new says that its
     slots may be others'. A drafter that is never right has every slot restored."""
     spec = EngineSpec(
-        str(paths.PAIR_TARGET), str(contrary()), method="draft_model", k=3, batch=2, dtype="float32",
+        str(paths.PAIR_TARGET), str(worst_drafter()), method="draft_model", k=3, batch=2, dtype="float32",
         block_size=scripts.BLOCK, num_blocks=6, max_model_len=96, prefix_caching=True,
     )  # fmt: skip
     call = {"script": scripts.asked_again_by_its_id}
