@@ -14,18 +14,7 @@ import numpy as np
 import pandas as pd
 
 from docs.values import table, value
-from nwor_lab.experiments.gpu_steps import (
-    MAIN,
-    SETTING,
-    beside_control,
-    beside_unsplit,
-    between_engine_spread,
-    gpu_steps,
-    of_pair,
-    of_stage,
-    ratios_to_paused,
-    unsplit_steps,
-)
+from nwor_lab.experiments.gpu_steps import MAIN, SETTING, UNSPLIT, kernel_us, step_ratios, unsplit_steps
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
 from nwor_lab.model.breakeven import H200, published_differences
@@ -45,14 +34,17 @@ def slashes(ratios: Iterable[float]) -> str:
 
 @functools.cache
 def steps() -> pd.DataFrame:
-    """One line a setting and mode, as `gpu_steps` has it: `step` over vanilla's in the same engine, `low` and `high`.
+    """One line a setting and mode of table `gpu_steps`, as `step_ratios` has it.
 
     `step` is missing where the mode was not at parity (column `at_parity`) or repeats lie too far apart (`stable`);
     `nwor_share` is the part of the GPU time that NWOR's own kernels take; `tuned_on` says whether the tuning was
     searched on the batch and prompt.
     """
-    found = gpu_steps(table("gpu_steps"), table("gpu_kernels")).query("mode != 'off'").copy()
-    found["nwor_share"] = found["nwor_us"] / found["gpu_ms"] / 1e3
+    found = step_ratios(table("gpu_steps")).query("mode != 'off'")
+    kernels = kernel_us(table("gpu_kernels"))
+    found = found.join(
+        kernels[["gpu"]].assign(nwor_share=kernels["NWOR"] / kernels["gpu_ms"] / 1e3), on=kernels.index.names
+    )
     searched = table("gpu_steps").groupby(["prompt", "batch"])["tuned_on"].first()
     return found.join(searched, on=["prompt", "batch"])
 
@@ -79,45 +71,44 @@ def engines_timed() -> list[tuple[Any, ...]]:
 
 
 @functools.cache
-def controls() -> pd.DataFrame:
-    """The lines of `beside_control`: one a setting and pair of modes."""
-    return beside_control(table("gpu_direct"))
+def controls(beside: str) -> pd.DataFrame:
+    """The lines of `step_ratios` of the run with the control, over one of its modes; `vllm` is the baseline."""
+    return step_ratios(table("gpu_direct"), "" if beside == "vllm" else beside)
 
 
 def control(mode: str, beside: str, batches: tuple[int, ...] = (1, 4, 16, 64), **other: Any) -> str:
-    """A mode's step over another's in a run with the control, by batch, between slashes; see `beside_control`.
+    """A mode's step over another's in a run with the control, by batch, between slashes.
 
     Of Llama-2-7B's shape, k=8, prompts of 512 and a bf16 cache, unless said otherwise.
     """
-    where = {"mode": mode, "beside": beside, "kv_heads": 32, "kv_cache_dtype": "auto", "k": 8, "prompt": 512} | other
-    return slashes(value(controls(), "ratio", batch=batch, **where) for batch in batches)
+    where = {"mode": mode, "kv_heads": 32, "kv_cache_dtype": "auto", "k": 8, "prompt": 512} | other
+    return slashes(value(controls(beside), "step", batch=batch, **where) for batch in batches)
+
+
+def costs() -> pd.DataFrame:
+    """The lines of `stage` over its control, each over its own engine paused."""
+    lines = controls("direct").query("mode == 'stage'")
+    if lines["step"].isna().any():
+        raise LookupError("a setting of gpu_direct is not at parity")
+    return lines
 
 
 def no_write() -> str:
     """`stage` over its control, each over its own engine paused: median, least and greatest of a setting."""
-    ratios = controls().query("beside == 'direct'")["ratio"]
-    if ratios.isna().any():
-        raise LookupError("a setting of gpu_direct is not at parity")
+    ratios = costs()["step"]
     return f"{ratios.median():.3f} (median of {len(ratios)} settings, {ratios.min():.3f} to {ratios.max():.3f})"
 
 
 def no_write_by(column: str) -> str:
     """The median of these by batch or by `k`, between slashes."""
-    return slashes(controls().query("beside == 'direct'").groupby(column)["ratio"].median())
-
-
-def paused_over_unpatched() -> str:
-    """Steps of the paused engines of `gpu_direct` over those of vLLM never patched: medians by batch."""
-    rows = table("gpu_direct").query("metric == 'step_ms' and mode in ('off', 'vllm')")
-    medians = rows.groupby([*SETTING, "repeat", "engine"])["value"].median().unstack("engine")
-    ratios = medians[["direct", "stage"]].div(medians[""], axis=0).stack()
-    return slashes(ratios.groupby("batch").median())
+    return slashes(costs().groupby(column)["step"].median())
 
 
 @functools.cache
 def unsplit() -> pd.DataFrame:
-    """The lines of `beside_unsplit`."""
-    return beside_unsplit(unsplit_steps())
+    """The lines of `stage` beside attentions that split no context; `beside` has their names in words."""
+    lines = step_ratios(unsplit_steps()).query("mode == 'stage'")
+    return lines.assign(beside=lines["attention"].map(UNSPLIT))
 
 
 def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16), k: int = 8) -> str:
@@ -127,8 +118,8 @@ def unsplit_row(beside: str, prompt: int, batches: tuple[int, ...] = (1, 4, 16),
 
 @functools.cache
 def next_steps() -> pd.DataFrame:
-    """The lines of `ratios_to_paused` for vLLM 0.33."""
-    return ratios_to_paused(table("gpu_next_steps")).reset_index()
+    """The lines of `step_ratios` for vLLM 0.33."""
+    return step_ratios(table("gpu_next_steps"))
 
 
 def next_row(mode: str, prompt: int) -> str:
@@ -138,8 +129,8 @@ def next_row(mode: str, prompt: int) -> str:
 
 @functools.cache
 def long_steps() -> pd.DataFrame:
-    """The lines of `of_stage` at long contexts."""
-    return of_stage(table("gpu_long_steps"))
+    """The lines of `stage` at long contexts."""
+    return step_ratios(table("gpu_long_steps")).query("mode == 'stage'")
 
 
 def long_step_row(**where: Any) -> str:
@@ -148,25 +139,19 @@ def long_step_row(**where: Any) -> str:
 
 
 @functools.cache
-def pair(tp: int, beside: str = "off") -> pd.DataFrame:
-    """The lines of `of_pair` on so many ranks, by mode, over mode `beside`."""
-    return of_pair(table("gpu_pair"), beside).loc[tp]
+def pair(tp: int) -> pd.DataFrame:
+    """The lines of `step_ratios` of the shipped pair on so many ranks, by mode."""
+    return step_ratios(table("gpu_pair").query("tp == @tp")).set_index("mode")
 
 
 def pair_rates(tp: int) -> str:
     """Tokens a second of `pair` over vanilla's, under each other mode."""
-    return ", ".join(f"{ratio:.2f} under `{mode}`" for mode, ratio in pair(tp)["rate"].drop("off").items())
-
-
-def pair_by_attempt(tp: int, mode: str) -> str:
-    """The `rate` of `of_pair` in each attempt alone, between slashes."""
-    attempts = table("gpu_pair").query("tp == @tp").groupby("attempt")
-    return " / ".join(f"{of_pair(rows).loc[(tp, mode), 'rate']:.2f}" for _, rows in attempts)
+    return ", ".join(f"{ratio:.2f} under `{mode}`" for mode, ratio in pair(tp)["tokens"].drop("off").items())
 
 
 def pair_loss(mode: str) -> float:
     """The share of vanilla's tokens a second that the shipped pair loses under a mode, on one rank."""
-    return float(1 - pair(1)["rate"][mode])
+    return float(1 - pair(1)["tokens"][mode])
 
 
 def pair_texts(metric: str) -> float:
@@ -228,17 +213,13 @@ def repeat_spread(quantile: float = 1.0) -> float:
     return float((np.maximum(rows["high"] / rows["step"], rows["step"] / rows["low"]) - 1).quantile(quantile))
 
 
-def engine_spread(name: str) -> float:
-    """How far apart vanilla's steps lie in engines of one setting of table `name`, at the worst: a factor less 1."""
-    return float(between_engine_spread(table(name)).max().max())
-
-
 def order_bias() -> float:
     """Over settings of batch 64, prompts of 512: the median ratio in one order of variants over the other order's."""
     rows = table("gpu_steps").query("metric == 'step_ms' and batch == 64 and prompt == 512")
-    medians = rows.groupby([*SETTING, "engine", "repeat", "mode"])["value"].median().unstack("mode")
+    keys = [name for name in SETTING if name in rows]
+    medians = rows.groupby([*keys, "engine", "repeat", "mode"])["value"].median().unstack("mode")
     ratios = (medians["stage"] / medians["off"]).dropna().reset_index("repeat", name="ratio")
-    orders = ratios.groupby([*SETTING, ratios["repeat"] % 2])["ratio"].median().unstack()
+    orders = ratios.groupby([*keys, ratios["repeat"] % 2])["ratio"].median().unstack()
     return float((orders[0] / orders[1] - 1).median())
 
 

@@ -48,15 +48,14 @@ def test_a_mode_more_is_a_word_more():
     more = measure.read_matrix(text.replace('mode = ["cow"]', 'mode = ["cow", "another"]'))
     added = {name: one for name, one in more.items() if name not in measure.MEASUREMENTS}
     assert {name.replace("another", "cow") for name in added} == {name for name in STEPS if "-cow-" in name}
-    assert all(one.command[one.command.index("--mode") + 1] == "another" for one in added.values())
+    assert all(one.command[one.command.index("--mode") + 1].endswith("another") for one in added.values())
 
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_is_one(name, tmp_path, monkeypatch):
     """Options, shapes and draft lengths that the bench takes; an hour on a GPU must not end at a misspelt word.
 
-    No point of a grid of steps is left out for want of cache but its largest of 32 KV heads, 64 prompts of 8k, which
-    are 131 GiB in fp8, and of the cliff, 16 of 32k.
+    No point of a grid of steps is left out for want of cache but the largest: the first fits twice beside weights.
     """
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
     words = [word.replace("{out}", str(tmp_path)) for word in measure.MEASUREMENTS[name].command]
@@ -68,18 +67,15 @@ def test_every_bench_is_one(name, tmp_path, monkeypatch):
     if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
         assert {size * rows for size in plan.sizes for rows in (1, engine.k + 1)} <= {*engine.cudagraph_capture_sizes}
         assert plan.tolerance == tolerance("bfloat16", engine.kv_cache_dtype, random_weights=True, on_gpu=True)
-    assert len(prompts) >= 1 and plan.variants[0].columns["mode"] in ("off", "vllm")
+    assert len(prompts) >= 1 and plan.modes[0] in ("off", "vllm")
     every = plan.loads(engine.max_model_len, 10**9)
     assert all(length + plan.max_tokens <= engine.max_model_len for length, _ in every if plan.random_prompts)
-    cliff = name.startswith("cliff_steps")
     if name in STEPS or name.startswith(("cliff_steps", "long_steps")):
         config = json.loads((Path(engine.model) / "config.json").read_text())
         layers, heads = config["num_hidden_layers"] + 1, config["num_key_value_heads"]  # the drafter has one
         position = 2 * layers * heads // engine.tp * 128 * (1 if engine.kv_cache_dtype == "fp8" else 2)
         loads = plan.loads(engine.max_model_len, (engine.kv_cache_memory << 20) // position)
-        assert set(every) - set(loads) == (
-            {(max(plan.random_prompts), max(plan.sizes))} if heads == 32 or cliff else set()
-        )
+        assert set(every) - set(loads) <= {(length, size) for length, size in every if length * size >= 48 * 2048}
 
 
 LAYERS = [name for name, one in measure.MEASUREMENTS.items() if one.command[0] == attention.__name__]
@@ -253,8 +249,7 @@ def test_every_attempt_counts(tmp_path):
     steps = pd.read_parquet(tmp_path / "recorded" / "gpu_steps.parquet")
     both = steps[steps["kv_heads"] == 1]
     assert both.groupby("attempt")["repeat"].agg(["min", "max"]).values.tolist() == [[0, 4], [6, 10]]
-    kernels = pd.read_parquet(tmp_path / "recorded" / "gpu_kernels.parquet")
-    line = gpu_steps.gpu_steps(steps, kernels).query("mode == 'stage' and kv_heads == 1").iloc[0]
+    line = gpu_steps.step_ratios(steps).query("mode == 'stage' and kv_heads == 1").iloc[0]
     assert (line["low"], line["high"]) == pytest.approx((0.7, 0.9))
     assert line["at_parity"] and not line["stable"] and pd.isna(line["step"])
     counts = [both[both["repeat"] == 0].assign(metric=metric, value=4.0) for metric in COUNTS]

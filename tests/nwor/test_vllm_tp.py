@@ -54,25 +54,6 @@ def test_bench_over_two_ranks(small, tmp_path):
     assert set(table["tp"]) == {2}
 
 
-def test_an_engine_whose_mode_pauses_is_vanilla_and_treated(small, tmp_path):
-    """Paused, every rank serves vLLM's own write, and the tokens are vanilla's; resumed, the mode serves and counts."""
-    more = ["--mode", "stage", "--paused", "--tp", "2", "--run-dir", str(tmp_path), "--name", "paused"]
-    assert bench.main([*small, "--repeats", "1", *more]) == 0
-    report = json.loads((tmp_path / "paused.json").read_text())
-    assert list(report["parity"]) == ["stage paused", "stage"], "vanilla is what tokens are compared with"
-    assert all(found["equal"] == found["requests"] == 2 * 6 for found in report["parity"].values())
-    table = pd.read_parquet(tmp_path / "paused.parquet")
-    assert set(table["engine"]) == {"stage"}
-    steps = table[table.metric == "step_ms"].groupby("mode").size()
-    assert steps["off"] == steps["stage"] > 0
-    ranks = report["ranks"]["stage"]
-    assert all(rank["serving"] == "stage" for rank in ranks), "it serves again at the end"
-    assert all(AuditReport(**rank["audit"]).clean for rank in ranks), "it pauses after the audit alone"
-    windows = table[(table.metric == "windows") & (table["mode"] == "stage")].value.sum()
-    judged = "the first pass, that of the repeat and the timed one, and none of the paused"
-    assert ranks[0]["counters"]["windows"] == 3 * windows, judged
-
-
 def publishes(worker: Any) -> bool:
     """Commits whose counts this rank has copied to the host."""
     return worker.model_runner.nwor.manager.counters.published() is not None
@@ -114,8 +95,8 @@ def test_a_mode_that_is_not_served_is_not_measured():
 def test_audit_command_tells_clean_from_dirty(small, tmp_path, capsys):
     assert audit.main([*small, "--mode", "off,stage", "--run-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "off    rank 0: DIRTY" in said
-    assert "stage  rank 0: clean" in said
+    assert "as expected" in next(line for line in said.splitlines() if line.startswith("off: "))
+    assert "stage: clean" in said and "DIRTY" not in said
 
 
 @pytest.mark.parametrize("tp", [1, 2])
