@@ -11,9 +11,19 @@ from typing import Any
 import pandas as pd
 
 from nwor.settings import CLEAN
-from nwor_lab.audit.auditor import AuditReport
+from nwor_lab.audit.auditor import FAULTS, AuditReport
 from nwor_lab.experiments import bench
 from nwor_lab.experiments.plan import Plan
+
+COLUMNS = (
+    "layer_steps",
+    "dirty_layer_steps",
+    "dirty_slots",
+    "kept_rows",
+    "unwritten_rows",
+    "wrong_rows",
+    "stray_slots",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,12 +32,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:
-    """Print what the audit found on each rank, with the first dirty slots, and return how the command ends."""
-    dirty = False
-    for name, ranks in report["ranks"].items():
-        for rank in ranks:
-            found = AuditReport(**rank["audit"])
-            print(f"{name:6} rank {rank['rank']}: {'clean' if found.clean else 'DIRTY'}  {found}")
-            print("".join(f"       {example}\n" for example in rank["dirty_examples"]), end="")
-            dirty |= rank["mode"] in CLEAN and not found.clean
-    return int(dirty)
+    """Print what the audit counted on each rank, the first dirty slots of a mode that must leave none, and a sentence a
+    mode; return how the command ends."""
+    ranks = [(name, rank, AuditReport(**rank["audit"])) for name, each in report["ranks"].items() for rank in each]
+    lines = [
+        {"mode": name, "rank": rank["rank"], **{column: getattr(found, column) for column in COLUMNS}}
+        for name, rank, found in ranks
+    ]
+    print(pd.DataFrame(lines).to_string(index=False))
+    for name in report["ranks"]:
+        print(verdict(name, [(rank, found) for mode, rank, found in ranks if mode == name]))
+    return int(any(rank["mode"] in CLEAN and not found.clean for _, rank, found in ranks))
+
+
+def verdict(name: str, ranks: list[tuple[dict[str, Any], AuditReport]]) -> str:
+    """What the audit says of a mode, in a sentence, and beneath it the first faults where there should be none."""
+    steps = sum(found.layer_steps for _, found in ranks)
+    seen = {fault: sum(getattr(found, fault) for _, found in ranks) for fault in FAULTS}
+    words = ", ".join(f"{count:,} {fault.replace('_', ' ')}" for fault, count in seen.items() if count)
+    if not all(found.steps for _, found in ranks):
+        return f"{name}: NOT AUDITED on every rank."
+    if not words:
+        return f"{name}: clean, no byte outside the kept rows changed in {steps:,} layer-steps."
+    if ranks[0][0]["mode"] not in CLEAN:
+        return f"{name}: {words} of {steps:,} layer-steps, as expected: it leaves rejected rows in the pages."
+    examples = [f"       {example}" for rank, _ in ranks for example in rank["dirty_examples"]]
+    return "\n".join([f"{name}: DIRTY, and must not be: {words} of {steps:,} layer-steps.", *examples])

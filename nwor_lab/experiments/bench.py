@@ -4,8 +4,9 @@
     nwor bench --mode vllm,off,cow,direct,stage --k 4,8 --batches 1,4
 
 All engines of a draft length are up at once. A first greedy pass shows whether each mode gives the baseline's tokens,
-under the audit of the whole cache; a mode that does not gets no step time. Then the variants are timed, interleaved
-within each repeat in an order that the next repeat reverses, so that a slow minute of the machine hits all alike.
+under the audit of the whole cache; a mode that does not gets no step time. Then the modes are timed, interleaved
+within each repeat in an order that the next repeat reverses, so that a slow minute of the machine hits all alike. It
+ends with a table and a sentence a mode, which says so where the repeats do not agree.
 `--count` counts accepted drafts instead (`nwor acceptance`), `--repeats 0` stops after the first pass (`nwor audit`).
 """
 
@@ -32,15 +33,14 @@ from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.engines.widened_pair import PAIR_AT
 from nwor_lab.experiments import options, survival
-from nwor_lab.experiments.bench_table import counted, kernel_rows, measured, summary
+from nwor_lab.experiments.bench_table import kernel_rows, rows_of_generation, rows_of_ranks, summary, verdicts
 from nwor_lab.experiments.parity import Parity, compare
-from nwor_lab.experiments.plan import UNPATCHED, Plan, Variant, settings_of
+from nwor_lab.experiments.plan import UNPATCHED, Plan, settings_of
 from nwor_lab.microbench import held_out
 
 Rows = list[dict[str, Any]]
 COMPARED = 8
-"""Requests of each load that parity is checked on at least, if there are as many prompts; in graphs that are captured
-again later, the load itself is enough."""
+"""Requests of each load that parity is checked on at least."""
 _BEGIN = time.monotonic()
 
 
@@ -125,7 +125,7 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str 
                 done = engines[name].generate(prompts, plan.max_tokens, temperature, seed)
                 where = {"mode": "off", "k": specs[name][0].k, "temperature": temperature}
                 where |= {"repeat": repeat, "seed": seed}
-                rows += [{**where, **row} for row in measured(done) if row["metric"] in survival.COUNTS]
+                rows += [{**where, **row} for row in rows_of_generation(done) if row["metric"] in survival.COUNTS]
             return rows
 
         at_once = max(1, len(os.sched_getaffinity(0)) // spec.tp) if machine.on_cpu() else len(engines)
@@ -135,24 +135,23 @@ def count(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str 
 
 
 class Session:
-    """Engines of one draft length, all up, and the prompts that the variants share.
+    """Engines of one draft length, all up, by mode, and the prompts that they share.
 
     A load is the length of prompts, none of which is longer, and their number; first is that of the first pass.
 
-    parity: by variant and load, of all passes compared so far. given: the last pass of each variant.
+    parity: by mode and load, of all passes compared so far. answers: the first texts of each mode's last pass.
     """
 
     def __init__(self, engines: list[Engine], spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]]) -> None:
         self.spec, self.plan = spec, plan
         self.engines = dict(zip(plan.modes, engines, strict=True))
-        self.variants = [(variant, self.engines[variant.engine]) for variant in plan.variants]
         longest, most = spec.max_model_len - plan.max_tokens, max(plan.num_prompts, *plan.sizes)
         self.prompts = [prompt[:longest] for prompt in (list(prompts) * most)[:most]]
         self.loads = plan.loads(longest, min(engine.capacity() for engine in engines))
         self.shortest = min(plan.random_prompts, default=longest)
         self.first = (self.shortest, plan.num_prompts)
-        self.parity: dict[str, dict[tuple[int, int], Parity]] = {variant.name: {} for variant in plan.variants}
-        self.given: dict[str, list[Generation]] = {}
+        self.parity: dict[str, dict[tuple[int, int], Parity]] = {mode: {} for mode in plan.modes}
+        self.answers: dict[str, list[str]] = {}
 
     def run(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
         """Rows and report of all passes: the first, the timed ones, a profile."""
@@ -164,8 +163,6 @@ class Session:
                 print(f"{plan.max_minutes:g} minutes hold {repeat} of {plan.repeats} repeats", file=sys.stderr)
                 break
             for temperature in plan.temperatures:
-                if plan.paused:  # where a capture puts its buffers must not pass for the mode's doing
-                    self.capture_anew()
                 rows += self.timed(temperature, repeat)
             longest = max(longest, time.monotonic() - now)
         ranks = {mode: engine.report() for mode, engine in self.engines.items()}
@@ -174,14 +171,12 @@ class Session:
             rows += self.profiled() if plan.profile else []
         except EngineError as error:  # a probe that fails must not cost the run its times
             say(f"no profile: {error}")
-        for variant in plan.variants:
-            by_load = self.parity[variant.name]
-            rows += [{**variant.columns, **self.load(*load), **row} for load in by_load for row in by_load[load].rows()]
-            here = [] if variant.paused else ranks[variant.engine]
-            rows += [{**variant.columns, "batch": self.spec.batch, **row} for row in counted(here)]
-        parity = {name: asdict(sum(by_load.values(), Parity())) for name, by_load in self.parity.items()}
-        answers = {name: first.text[:4] for name, (first, *_) in self.given.items()}
-        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity, "answers": answers}
+        for mode in plan.modes:
+            by_load = self.parity[mode]
+            rows += [{"mode": mode, **self.load(*load), **row} for load in by_load for row in by_load[load].rows()]
+            rows += [{"mode": mode, "batch": self.spec.batch, **row} for row in rows_of_ranks(ranks[mode])]
+        parity = {mode: asdict(sum(by_load.values(), Parity())) for mode, by_load in self.parity.items()}
+        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity, "answers": self.answers}
 
     def prompts_of(self, length: int, size: int) -> list[list[int]]:
         """The prompts of a load."""
@@ -192,89 +187,68 @@ class Session:
         load = {"batch": min(size, self.spec.batch)}
         return load | ({"prompt": length} if self.plan.random_prompts else {})
 
-    def check_parity(self, length: int, size: int, least: int = COMPARED) -> None:
-        """A greedy pass of a load by every variant, compared with the baseline's: the first mode's, or for an engine
-        that pauses its own, paused. An audit, if there is one, ends with the first pass.
+    def check_parity(self, length: int, size: int) -> None:
+        """A greedy pass of a load by every mode, compared with the first one's. An audit, if there is one, ends with
+        the first pass.
 
-        A load of few requests is run with other prompts too, until `least` have been: one text may part too early.
+        A load of few requests is run with other prompts too, until there are `COMPARED`: one text may part too early.
         """
-        prompts, tokens = self.prompts_of(length, max(size, least)), self.plan.max_tokens
+        prompts, tokens = self.prompts_of(length, max(size, COMPARED)), self.plan.max_tokens
         batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
         if self.spec.prefix_caching:
             for engine, batch in itertools.product(self.engines.values(), batches):
-                engine.generate(batch, 1)  # every variant finds the prompts cached: its sums are as in the others
-        unpaused_first = sorted(
-            self.variants, key=lambda pair: pair[0].paused
-        )  # an audit is over before its mode pauses
-        for variant, engine in unpaused_first:
-            with variant.on(engine):
-                if variant.paused:
-                    require_served("off", engine.report(), variant.engine)
-                say(f"parity: {variant.name}, {len(prompts)} prompts")
-                given = [engine.generate(batch, tokens, logprobs=20) for batch in batches]  # as many as vLLM gives
-                self.given[variant.name] = given
+                engine.generate(batch, 1)  # every mode finds the prompts cached: its sums are as in the others
+        passes: dict[str, list[Generation]] = {}
+        for mode, engine in self.engines.items():
+            say(f"parity: {mode}, {len(prompts)} prompts")
+            passes[mode] = [engine.generate(batch, tokens, logprobs=20) for batch in batches]  # as many as vLLM gives
             engine.stop_audit()
-        for variant in self.plan.variants:
-            baseline = replace(variant, paused=True) if variant.pauses else self.plan.variants[0]
+        for mode, generations in passes.items():
+            self.answers[mode] = generations[0].text[:4]
             alike = partial(compare, drafted=self.spec.acceptance_length > 0)
-            found = sum(map(alike, self.given[baseline.name], self.given[variant.name]), Parity())
-            by_load = self.parity[variant.name]
-            by_load[length, size] = by_load.get((length, size), Parity()) + found
-
-    def capture_anew(self) -> None:
-        """New graphs for every engine whose graphs hold the mode that pauses."""
-        for variant, engine in self.variants:
-            if variant.paused:
-                engine.capture_anew()
+            found = sum(map(alike, passes[self.plan.modes[0]], generations), Parity())
+            self.parity[mode][length, size] = self.parity[mode].get((length, size), Parity()) + found
 
     def timed(self, temperature: float, repeat: int) -> Rows:
-        """Rows of one repeat: every load, by every variant.
+        """Rows of one repeat: every load, by every mode.
 
-        Parity is checked first for loads that have not been compared: others than the first pass's, all of them in
-        graphs that are new, and where prompts are cached, since the first variant alone would find none, and the chip
-        cool.
+        Parity is checked first for loads that have not been compared: others than the first pass's, and where prompts
+        are cached all of them, since the first mode alone would find none, and the chip cool.
         """
         rows: Rows = []
         plan = self.plan
         for length, size in self.loads:
-            if plan.paused or self.spec.prefix_caching or (repeat == 0 and (length, size) != self.first):
-                self.check_parity(length, size, least=COMPARED if repeat == 0 else size)
+            if self.spec.prefix_caching or (length, size) not in self.parity[plan.modes[0]]:
+                self.check_parity(length, size)
             prompts = self.prompts_of(length, size)
             load = {"repeat": repeat, "temperature": temperature, **self.load(length, size)}
-            for variant, engine in self.in_order(repeat):
-                say(f"repeat {repeat + 1} of {plan.repeats}: {variant.name}, {size} prompts")
-                with variant.on(engine):
-                    done = engine.generate(prompts, plan.max_tokens, temperature, self.spec.seed + 1000 * repeat)
-                rows += [{**variant.columns, **load, **row} for row in measured(done)]
+            for mode, engine in self.in_order(repeat):
+                say(f"repeat {repeat + 1} of {plan.repeats}: {mode}, {size} prompts")
+                done = engine.generate(prompts, plan.max_tokens, temperature, self.spec.seed + 1000 * repeat)
+                rows += [{"mode": mode, **load, **row} for row in rows_of_generation(done)]
         return rows
 
     def profiled(self) -> Rows:
-        """Rows `kernel_us` of every variant and batch, once in each order: GPU microseconds of a decode step by kind
-        of kernel.
+        """Rows `kernel_us` of every mode and batch, once in each order: GPU microseconds of a decode step by kind of
+        kernel.
         """
         rows: Rows = []
         for size, repeat in itertools.product(self.plan.sizes, range(2)):
             load = {"repeat": repeat, **self.load(self.shortest, size)}
-            for variant, engine in self.in_order(repeat):
-                say(f"profile {repeat + 1} of 2: {variant.name}, {size} prompts")
-                with variant.on(engine):
-                    found = kernel_rows(
-                        *engine.kernel_times(self.prompts_of(self.shortest, size), self.plan.max_tokens)
-                    )
-                rows += [{**variant.columns, **load, "unit": "us", **row} for row in found]
+            for mode, engine in self.in_order(repeat):
+                say(f"profile {repeat + 1} of 2: {mode}, {size} prompts")
+                found = kernel_rows(*engine.kernel_times(self.prompts_of(self.shortest, size), self.plan.max_tokens))
+                rows += [{"mode": mode, **load, "unit": "us", **row} for row in found]
         return rows
 
-    def in_order(self, repeat: int) -> list[tuple[Variant, Engine]]:
-        """The variants in the order of a repeat: each repeat reverses the one before."""
-        return self.variants[:: -1 if repeat % 2 else 1]
+    def in_order(self, repeat: int) -> list[tuple[str, Engine]]:
+        """The modes in the order of a repeat: each repeat reverses the one before."""
+        return [*self.engines.items()][:: -1 if repeat % 2 else 1]
 
 
-def require_served(mode: str, ranks: list[dict[str, Any]], asked: str = "") -> None:
-    """Proof of treatment: raise `EngineError` unless `mode` itself is active on every rank.
-
-    asked: the mode that the engine was asked for, if it is another.
-    """
-    wrong = [rank for rank in ranks if rank["mode"] != (asked or mode) or rank["serving"] != mode]
+def require_served(mode: str, ranks: list[dict[str, Any]]) -> None:
+    """Proof of treatment: raise `EngineError` unless `mode` itself is active on every rank."""
+    wrong = [rank for rank in ranks if rank["mode"] != mode or rank["serving"] != mode]
     if wrong or not ranks:
         found = [{name: rank.get(name) for name in ("rank", "mode", "serving", "reason")} for rank in wrong]
         raise EngineError(
@@ -325,9 +299,16 @@ def main(
 
 
 def show_summary(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> int:
-    """Print one line a variant and load, or of counted acceptance one line a temperature and draft length."""
-    table = survival.summary(survival.survival(frame)).reset_index() if plan.count else summary(frame, plan)
+    """Print one line a mode and load, or of counted acceptance one line a temperature and draft length; and a sentence
+    or more that say what follows."""
+    if plan.count:
+        counts = survival.survival(frame)
+        table, said = survival.summary(counts).reset_index(), survival.verdicts(counts)
+    else:
+        table = summary(frame, plan)
+        said = verdicts(table, plan)
     print(table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3f}"))
+    print(*said, sep="\n")
     return 0
 
 

@@ -16,7 +16,7 @@ from nwor_lab.experiments.survival import lengths, tokens_per_s
 from nwor_lab.model.ratios import abba_ratio
 
 
-def measured(generation: Generation) -> list[dict[str, Any]]:
+def rows_of_generation(generation: Generation) -> list[dict[str, Any]]:
     """Tidy rows of one generation: step times, tokens, acceptance by position.
 
     `tokens` are those that the user gets, and `emitted_drafts` the accepted drafts among them: the end of an answer
@@ -60,7 +60,7 @@ def kernel_rows(ranks: Sequence[dict[str, float]], steps: int) -> list[dict[str,
     return [{"metric": "kernel_us", "value": value, "kind": kind} for kind, value in sums.items()]
 
 
-def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of_ranks(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tidy rows of what holds for the whole run: each rank's counters and audit."""
     counts = [
         (f"{kind}.{name}", value, rank["rank"])
@@ -74,12 +74,12 @@ def counted(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
-    """One line a draft length, load and variant: parity, tokens, step time and its ratio to the baseline's.
+    """One line a draft length, load and mode: parity, tokens, step time and its ratio to the first mode's.
 
     Tokens of a window are the verifier's and the user's (`survival.lengths`), those of a second the user's.
-    The baseline is the first mode, or for an engine that also ran with its mode paused itself so. A step's time is the
-    median over steps; repeats give its spread, and the ratio is their `abba_ratio`. Where a variant is without parity
-    its speed columns stay empty, and everywhere if a pass that is not timed, as the first, is without.
+    A step's time is the median over steps, of the median repeat; the ratio is the repeats' `abba_ratio`, `low` and
+    `high` their range. Where a mode is without parity its speed columns stay empty, and everywhere if a pass that is
+    not timed, as the first, is without.
     """
     if len(plan.ks) == 1:
         return _summary(frame, plan)
@@ -91,27 +91,62 @@ def _summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
     lines: list[dict[str, Any]] = []
     timed = frame[frame.metric == "step_ms"]
     loads = timed[[name for name in ("prompt", "batch") if name in timed]].drop_duplicates()
-    parts = {v: frame[(frame[list(v.columns)] == pd.Series(v.columns)).all(axis=1)] for v in plan.variants}
-    untimed = {variant: parity.of_rows(_without(part, loads)) for variant, part in parts.items()}
+    parts = {mode: frame[frame["mode"] == mode] for mode in plan.modes}
+    untimed = {mode: parity.of_rows(_without(part, loads)) for mode, part in parts.items()}
     for _, load in loads.iterrows() if len(timed) else [(0, pd.Series())]:
-        baselines: dict[str, pd.Series] = {}
-        for variant, part in parts.items():
+        baseline: Any = None
+        for mode, part in parts.items():
             rows = part[(part[load.index] == load).all(axis=1)]
             compared, total = parity.of_rows(rows), rows.groupby("metric")["value"].sum()
-            line = {"mode": variant.name, **{str(name): int(value) for name, value in load.items()}}
+            line = {"mode": mode, **{str(name): int(value) for name, value in load.items()}}
             line["equal"] = f"{compared.equal}/{compared.requests}"
             line |= {"gap_nats": compared.largest_gap, "shift_nats": compared.shift}
             if len(timed):
                 line |= lengths(total)
                 steps = rows[rows.metric == "step_ms"].groupby("repeat").value.median()
-                good = (compared + untimed[variant]).within(plan.tolerance)
-                baseline = baselines.setdefault(variant.columns["engine"], steps)
+                good = (compared + untimed[mode]).within(plan.tolerance)
+                baseline = steps if baseline is None else baseline
+                ratios = (steps if good else steps[:0]) / baseline
                 line["step_ms"] = steps.median() if good else math.nan
-                line["spread_ms"] = steps.max() - steps.min() if good else math.nan
-                line["ratio"] = abba_ratio(steps / baseline) if good and len(steps) else math.nan
+                line["ratio"] = abba_ratio(ratios) if good and len(ratios) else math.nan
+                line |= {"low": ratios.min(), "high": ratios.max()}
                 line["tokens_per_s"] = tokens_per_s(total) if good else math.nan
             lines.append(line)
     return pd.DataFrame(lines)
+
+
+def verdicts(table: pd.DataFrame, plan: Plan) -> list[str]:
+    """What a `summary` says, a sentence a mode other than the first: its tokens, its steps, and where that is noise."""
+    base, said = plan.modes[0], []
+    for mode in plan.modes[1:]:
+        rows = table[table["mode"] == mode]
+        equal, requests = rows["equal"].str.split("/", expand=True).astype(int).sum()
+        texts = f"{equal} of {requests} texts are those of {base}"
+        gap, shift = rows["gap_nats"].max(), rows["shift_nats"].max()
+        if equal < requests:
+            texts += f", the others part where tokens lie {gap:.3f} nats apart at most (mean shift {shift:.3f})"
+        if "ratio" not in rows:
+            said.append(f"{mode}: {texts}.")
+            continue
+        timed = rows.dropna(subset="ratio")
+        if not len(timed):
+            said.append(f"{mode}: {texts}; that is not parity (tolerance {plan.tolerance:g} nats), so it has no times.")
+            continue
+        low, high = timed["ratio"].min(), timed["ratio"].max()
+        takes = f"{low:.3f}" if len(timed) == 1 else f"{low:.3f} to {high:.3f} in {len(timed)} loads"
+        unclear = int(((timed["low"] <= 1) & (timed["high"] >= 1)).sum())
+        if plan.repeats < 2:
+            noise = "one repeat does not tell noise"
+        elif not unclear:
+            noise = "all repeats agree on which is faster"
+        else:
+            spread = f"they lie from {timed['low'].min():.3f} to {timed['high'].max():.3f}"
+            where = "this is noise" if unclear == len(timed) else f"{unclear} of these are noise"
+            noise = f"repeats do not agree on which is faster: {where} ({spread})"
+        left = len(rows) - len(timed)
+        noise += f"; {left} loads are not at parity and have no times" if left else ""
+        said.append(f"{mode}: a step takes {takes} of that of {base}; {noise}. {texts[0].upper()}{texts[1:]}.")
+    return said
 
 
 def _without(rows: pd.DataFrame, loads: pd.DataFrame) -> pd.DataFrame:

@@ -39,7 +39,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     """One line a mode: parity, acceptance, dirty layer-steps, `bytes_avoided` and, beside parity, step time."""
-    table = summary(bench, from_options(Plan, report["plan"])).drop(columns=["batch", "spread_ms"], errors="ignore")
+    table = summary(bench, from_options(Plan, report["plan"])).drop(columns=["batch", "low", "high"], errors="ignore")
     counts = ["audit.layer_steps", "audit.dirty_layer_steps", "counters.bytes_avoided"]
     first = pd.json_normalize([report["ranks"][mode][0] for mode in table["mode"]]).reindex(columns=counts).fillna(0)
     table["layer_steps"], table["dirty"], table["MB_avoided"] = (first[name] for name in counts)

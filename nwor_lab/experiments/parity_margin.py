@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far rounding moves mode `stage`'s log-probabilities from vanilla's, and how far injected faults do.
+"""How far rounding moves mode `stage`'s log-probabilities from vanilla's, and how far three injected faults do.
 
     python -m nwor_lab.experiments.parity_margin --out DIR
 
 On a GPU at shapes that are timed, Llama-2-7B's with random weights, k=8, prompts of 512, batch 1 and 16, with a bf16
-and an fp8 cache, about 4 minutes; on a CPU with the shipped pair and a small shape. One engine is its own vanilla, its
-mode paused. What DIR's `parity_margin.parquet` has of other configurations stays, of other devices say. Tolerances are
-in `experiments.parity`.
+and an fp8 cache, about 2 minutes; on a CPU with the shipped pair and a small shape. One engine is its own vanilla, its
+mode paused. What DIR's `parity_margin.parquet` has of other configurations stays. Tolerances are in
+`experiments.parity`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ import pandas as pd
 import torch
 
 from nwor.settings import Settings
-from nwor_lab import machine, pair, paths, results
+from nwor_lab import faults, machine, pair, paths, results
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.experiments import options, parity_faults
-from nwor_lab.experiments.parity import Parity, compare
+from nwor_lab.experiments import options
+from nwor_lab.experiments.parity import Parity, compare, tolerance
 from nwor_lab.experiments.plan import Plan
 
 NAME = "parity_margin"
@@ -37,46 +36,47 @@ NOISE = "none"
 GROUP = 8
 """Requests of each row at least: as many as a bench compares of each load."""
 PROMPTS = 4 * GROUP
+TOKENS = 32
 WHERE = ["device", "weights", "dtype", "kv_cache_dtype"]
 """Columns that identify a configuration."""
 
 
-def measure(
-    spec: EngineSpec, prompts: Sequence[list[int]], max_tokens: int, batches: Sequence[int], at: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Rows `shift` and `largest_shift` by `fault`, `batch` and `repeat` (a group of prompts), in nats, of `places`.
-
-    Rows `self_check` of each fault say whether the check at start-up fails by it.
-
-    batches: requests at once, without a fault; `at`, with one.
-    """
+def measure(spec: EngineSpec, prompts: Sequence[list[int]], batches: Sequence[int]) -> pd.DataFrame:
+    """Rows `shift` and `largest_shift` in nats, of `places`, by `fault`, `batch` and `repeat` (a group of prompts)."""
     rows: list[dict[str, Any]] = []
-    faults = [name for name in parity_faults.FAULTS if spec.kv_cache_dtype == "fp8" or name != "key_scale_ignored"]
     with Engine(spec, Settings(mode="stage", eagle_bias=True)) as engine:
 
         def generate(batch: int) -> list[Generation]:
             parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-            return [engine.generate(part, max_tokens, logprobs=20) for part in parts]
+            return [engine.generate(part, TOKENS, logprobs=20) for part in parts]
 
         engine.pause()
         vanilla = {batch: generate(batch) for batch in batches}
         engine.resume()
-        for fault in (NOISE, *faults):
-            engine.on_every_rank(partial(parity_faults.inject, name=fault if fault != NOISE else ""))
-            failed = any(engine.on_every_rank(parity_faults.check))
-            about = {"mode": "stage", "fault": fault}
-            rows.append({**about, "metric": "self_check", "value": failed, "unit": "failures"})
+        for fault in (NOISE, *faults.MARGIN):
+            engine.on_every_rank(faults.end if fault == NOISE else partial(faults.start, name=fault))
             engine.capture_anew()
-            for batch in batches if fault == NOISE else at:
+            for batch in batches:
                 alike = partial(compare, drafted=spec.acceptance_length > 0)
                 compared, together = list(map(alike, vanilla[batch], generate(batch))), max(1, GROUP // batch)
                 for first in range(0, len(compared), together):
                     found = sum(compared[first : first + together], Parity())
-                    row = {**about, "batch": batch, "repeat": first // together, "unit": "nats", "places": found.places}
+                    row = {"fault": fault, "batch": batch, "repeat": first // together, "places": found.places}
                     values = {"shift": found.shift, "largest_shift": found.largest_shift}
                     rows += [{**row, "metric": name, "value": value} for name, value in values.items()]
-                    print(f"{fault}, batch {batch}: {found.shift:.4g} nats, check fails: {failed}", flush=True)
-    return rows
+                    print(f"{fault}, batch {batch}: {found.shift:.4g} nats", flush=True)
+    return results.tidy(
+        rows,
+        mode="stage",
+        unit="nats",
+        device="CPU" if machine.on_cpu() else torch.cuda.get_device_name(),
+        weights="random weights" if spec.load_format == FORMAT else "shipped pair",
+        model=Path(spec.model).parent.name,
+        dtype=spec.dtype,
+        kv_cache_dtype=spec.kv_cache_dtype,
+        k=spec.k,
+        prompt=max(map(len, prompts)),
+    )
 
 
 def of_shape(shape: str, prompt: int, cache: str, **more: Any) -> tuple[EngineSpec, list[list[int]]]:
@@ -89,10 +89,9 @@ def of_shape(shape: str, prompt: int, cache: str, **more: Any) -> tuple[EngineSp
 
 def on_gpu(cache: str) -> tuple[EngineSpec, list[list[int]]]:
     """A timed configuration."""
-    sizes = tuple(sorted({rows * batch for rows in (1, 9) for batch in (1, 2 * GROUP)}))
     return of_shape(
         "llama-2-7b", 512, cache, acceptance_length=3.0, batch=16, max_num_batched_tokens=8192, kv_cache_memory=12000,
-        enforce_eager=False, cudagraph_capture_sizes=sizes,
+        enforce_eager=False, cudagraph_capture_sizes=(1, 9, 16, 144),
     )  # fmt: skip
 
 
@@ -111,43 +110,46 @@ def small(cache: str) -> tuple[EngineSpec, list[list[int]]]:
     return of_shape("small", 256, cache, draft=str(target), method="draft_model", block_size=32, batch=GROUP)
 
 
+def configurations() -> Iterator[tuple[EngineSpec, list[list[int]], tuple[int, ...]]]:
+    """What is measured on this machine: spec, prompts, and requests at once."""
+    caches = [cache for cache in ("auto", "fp8") if not machine.refuse_cache(cache)]
+    if not machine.on_cpu():
+        yield from ((*on_gpu(cache), (1, 2 * GROUP)) for cache in caches)
+        return
+    yield *of_pair("float32", "auto"), (1, GROUP)
+    for make in (partial(of_pair, "bfloat16"), small):
+        yield from ((*make(cache), (1, GROUP)) for cache in caches)
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """One configuration in a sentence: the most that rounding shifts, the tolerance, the least that a fault does."""
+    shifts = table[table["metric"] == "shift"].groupby("fault")["value"]
+    first, on_a_gpu = table.iloc[0], table["device"].iloc[0] != "CPU"
+    random = first["weights"] == "random weights"
+    bound = tolerance(first["dtype"], first["kv_cache_dtype"], random, on_a_gpu)
+    most, least = shifts.max()[NOISE], shifts.min().drop(NOISE)
+    unseen = ", ".join(least.index[least <= bound])
+    told = f"it does not tell {unseen} from rounding" if unseen else "all faults lie above it"
+    where = ", ".join(map(str, first[WHERE]))
+    return (
+        f"{where}: rounding shifts by {most:.3g} nats at most, a fault by {least.min():.3g} at least; the tolerance is "
+        f"{bound:g}, and {told}" + ("" if most < bound else ", and so does rounding")
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     described = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__, formatter_class=described)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the table")
     try:
-        folder = results.check_folder(parser.parse_args(argv).out)
-    except OSError as error:
+        path = results.check_folder(parser.parse_args(argv).out) / f"{NAME}.parquet"
+        for configuration in configurations():
+            table = measure(*configuration)
+            write(path, table)
+            print(verdict(table), flush=True)
+    except (OSError, EngineError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
-        return 2
-    path, on_cpu = folder / f"{NAME}.parquet", machine.on_cpu()
-    caches = [cache for cache in ("auto", "fp8") if not machine.refuse_cache(cache)]
-    kinds = [partial(on_gpu, cache) for cache in caches]
-    if on_cpu:
-        kinds = [partial(of_pair, "float32", "auto"), *(partial(of_pair, "bfloat16", cache) for cache in caches)]
-        kinds += [partial(small, cache) for cache in caches]
-
-    def measured(make: Callable[[], tuple[EngineSpec, list[list[int]]]]) -> pd.DataFrame:
-        spec, prompts = make()
-        batches = (1, GROUP) if on_cpu else (1, 2 * GROUP)
-        return results.tidy(
-            measure(spec, prompts, 32, batches, batches[1:] if on_cpu else batches),
-            device="CPU" if on_cpu else torch.cuda.get_device_name(),
-            weights="random weights" if spec.load_format == FORMAT else "shipped pair",
-            model=Path(spec.model).parent.name,
-            dtype=spec.dtype,
-            kv_cache_dtype=spec.kv_cache_dtype,
-            k=spec.k,
-            prompt=max(map(len, prompts)),
-        )
-
-    try:
-        with ThreadPoolExecutor(1 if on_cpu else len(kinds)) as pool:
-            for table in pool.map(measured, kinds):
-                write(path, table)
-    except EngineError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, OSError) else 1
     print(f"written: {path}")
     return 0
 

@@ -1,53 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an experiment runs: which variants, in which order, and with how many prompts of which length."""
+"""What an experiment runs: which modes, in which order, and with how many prompts of which length."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nwor.settings import MODES, Settings
 from nwor_lab.machine import on_cpu
 
-if TYPE_CHECKING:
-    from nwor_lab.engines.engine import Engine
-
 UNPATCHED = "vllm"
 """vLLM without NWOR's plugin, as a mode of a plan."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One side of a comparison: the engine of a mode, as it is or with its mode paused, which makes it vanilla.
-
-    engine: the mode of the engine that serves. pauses: whether this engine also runs with its mode paused.
-    """
-
-    engine: str
-    pauses: bool = False
-    paused: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.engine + " paused" * self.paused
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Columns that identify its rows: the mode that serves, and the engine where that is compared with itself."""
-        return {"mode": "off" if self.paused else self.engine, "engine": self.engine if self.pauses else ""}
-
-    @contextmanager
-    def on(self, engine: Engine) -> Iterator[None]:
-        """The mode of `engine` paused, if this is such a variant."""
-        if self.paused:
-            engine.pause()
-        yield
-        if self.paused:
-            engine.resume()
 
 
 @dataclass(frozen=True)
@@ -61,13 +25,11 @@ class Plan:
     batches: prompts of each timed generation, one generation after the other.
     random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold.
     max_tokens: tokens of every answer.
-    repeats: timed passes; the variants are interleaved, and each repeat reverses their order.
+    repeats: timed passes; the modes are interleaved, and each repeat reverses their order.
     max_minutes: no repeat but the first begins that would end later than this, by the longest so far; 0 for no limit.
     tolerance: nats by which a mode may shift log-probabilities, by their `Parity.shift`; 0 for what rounding in the
         dtypes of model and cache explains.
     profile: also take GPU time by kind of kernel, in untimed generations.
-    paused: compare each treated engine with itself, its mode paused; graphs that hold the mode are captured again for
-        every repeat.
     audit: compare the whole cache byte by byte in the first pass, which is not timed.
     count: count accepted drafts and nothing else: no parity, audit or times; engines of all draft lengths work side by
         side, and greedy passes are not repeated.
@@ -84,7 +46,6 @@ class Plan:
     max_minutes: float = 0.0
     tolerance: float = 0.0
     profile: bool = False
-    paused: bool = False
     audit: bool = True
     count: bool = False
 
@@ -104,15 +65,6 @@ class Plan:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.count and (not self.repeats or self.modes != ("off",)):
             raise ValueError("acceptance is counted in mode off, with at least one repeat")
-
-    @property
-    def variants(self) -> list[Variant]:
-        """Those of each repeat, in order; a repeat in two reverses it."""
-        variants = []
-        for mode in self.modes:
-            pauses = self.paused and mode not in ("off", UNPATCHED)
-            variants += [Variant(mode, pauses, paused) for paused in ((True, False) if pauses else (False,))]
-        return variants
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -95,6 +95,20 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return wide.astype({"windows": int, "draft_tokens": int})
 
 
+def verdicts(table: pd.DataFrame) -> list[str]:
+    """What `survival` says at each temperature's longest k, a sentence each, with the 95 % interval of its mean."""
+    said = []
+    for temperature, rows in table.groupby("temperature"):
+        longest = rows[rows["k"] == rows["k"].max()].set_index("metric")
+        mean, share = longest.loc["acceptance_length"], longest.loc["rejected_share", "value"]
+        how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        windows, k = longest.loc["windows", "value"], longest["k"].iloc[0]
+        within = f"({mean['low']:.2f} to {mean['high']:.2f}, 95 %, {windows:,.0f} windows)"
+        yields = f"the verifier yields {mean['value']:.2f} tokens a window {within}"
+        said.append(f"{how}, k={k}: {yields}, and {share:.0%} of the rows written are rejected.")
+    return said
+
+
 def predict_rejected(table: pd.DataFrame) -> pd.DataFrame:
     """Return columns `temperature`, `k`, `value`: the rejected share of 1 + k rows that survival at the longest k
     implies.

@@ -26,9 +26,9 @@ PREDICTIONS = {"launches and bytes": "predicted", "with its attention measured":
 def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None) -> pd.DataFrame:
     """Predicted and measured step-time ratio, on an H200, of every point of a bench table, none left out.
 
-    A point is a mode other than `off` under one setting: all columns but `NO_SETTING`. Its window is the mean step of
-    vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is the `abba_ratio` of
-    (median step of the mode / median step of vanilla in the same repeat).
+    A point is a mode other than vanilla (`vllm`, or `off`) under one setting: all columns but `NO_SETTING`. Its window
+    is the mean step of vanilla's own runs, and the prediction is 1 + difference / vanilla's step. The measured ratio is
+    the `abba_ratio` of (median step of the mode / median step of vanilla in the same repeat).
 
     Args:
         bench: tidy rows as `experiments.bench` writes them. `kv_heads` and `kv_cache_dtype`, where there are such
@@ -50,7 +50,8 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
     points = []
     for values, part in runs.groupby(setting, dropna=False, sort=False):
         where = dict(zip(setting, values, strict=True))
-        vanilla = part[part["mode"] == "off"]
+        modes = set(part["mode"])
+        vanilla = part[part["mode"] == ("vllm" if "vllm" in modes else "off")]
         steps = _medians(vanilla)
         count = vanilla.groupby("metric")["value"].sum().reindex(COUNTS, fill_value=0.0)
         if steps.empty or not count["windows"]:
@@ -59,7 +60,7 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
         requests, drafts = count["windows"] / number, count["draft_tokens"] / number
         window = Window(requests, drafts, drafts - count["accepted_tokens"] / number, requests + drafts)
         shape = shape_of(where)
-        for mode in sorted(set(part["mode"]) - {"off"}):
+        for mode in sorted(modes - {"off", "vllm"}):
             ratios = (_medians(part[part["mode"] == mode]) / steps).dropna()
             us, whole = H200.us(step_difference(mode, shape, window)), math.nan
             if attention is not None and mode not in SAME_ATTENTION:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nwor import ops
 from nwor_lab import machine, results
+from nwor_lab.faults import FAULTS
 from nwor_lab.operators.inputs import (
     LAYOUTS,
     cache_dtype_of,
@@ -31,6 +32,8 @@ ORDERS = ("LBNH", "LBHN", "BLHN")
 CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 VLLM_WRITERS = {"cpu": ("_C", "cpu_attn_reshape_and_cache"), "cuda": ("_C_cache_ops", "reshape_and_cache_flash")}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FEW = 16
+"""Calls of each fault: one may have nothing that it could move wrongly."""
 
 
 class Case(NamedTuple):
@@ -110,37 +113,23 @@ def compare(device: str, cases: int, seed: int) -> pd.DataFrame:
 # -- injected faults ---------------------------------------------------------------------------------------------------
 
 
-def _one_logit_more(cu_num_logits: Tensor) -> Tensor:
-    """The last row of a prefill or a plain decode is then a draft."""
-    return cu_num_logits + torch.arange(len(cu_num_logits)).to(cu_num_logits)
-
-
-# Faults that earlier work really had, each as the wrong argument that amounts to it.
-FAULTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "layout guessed from the shape": ("commit_draft_layer", "key_cache", lambda cache: cache.transpose(1, 2)),
-    "scale ignored": ("commit_draft_layer", "k_scale", lambda scale: None),
-    "mask one row late": ("commit_draft_layer", "accepted_mask", lambda mask: mask.roll(1)),
-    "keys committed, values not": ("commit_draft_layer", "value_cache", lambda cache: cache.clone()),
-    "rejected rows kept": ("restore_rejected_drafts", "accepted_mask", lambda mask: ~mask),
-    "slots of the captured step": ("log_cache_slots", "slot_mapping", lambda slots: slots.roll(1)),
-    "one staged row too few": ("commit_staged_kv_cache", "accepted_len", lambda accepted: accepted - 1),
-    "another layer's pages": ("restore_all_layers", "layer_offsets", lambda offsets: offsets.flip(0)),
-    "bonus row taken for a draft": ("commit_all_layers", "num_rejected", lambda rejected: rejected + 1),
-    "another request's rejections": ("commit_all_layers", "num_rejected", lambda rejected: rejected.flip(0)),
-    "prefill rows taken for drafts": ("open_window", "cu_num_logits", _one_logit_more),
-    "slots of the step before": ("open_window", "slot_mapping", lambda slots: slots.roll(1)),
-}
-
-
 def injected_faults(device: str) -> pd.DataFrame:
-    """Give each operator an argument that amounts to a known fault. Tidy rows: bytes that then differ, by fault."""
-    found = []
-    for fault, (operator, name, change) in FAULTS.items():
-        args = calls(device, seed=1)[operator]
-        given = [change(arg) if each == name else arg for each, arg in zip(ops.OPERATORS[operator], args, strict=False)]
-        compared, differing = run_both(operator, *args, given=given).compare()
-        found.append({"fault": fault, "operator": operator, "bytes_differing": differing, "bytes_compared": compared})
-    return pd.DataFrame(found)
+    """Give each operator the wrong arguments of each fault of the catalogue. Tidy rows: bytes that differ then, by
+    fault, over a few calls."""
+    rows = []
+    for fault in FAULTS.values():
+        if fault.change is None:
+            continue
+        sums = [0, 0]
+        for seed in range(FEW):
+            args = calls(device, seed)[fault.operator]
+            named = dict(zip(ops.OPERATORS[fault.operator], args, strict=False))
+            with_fault = [*(named | fault.change(named)).values()]
+            found = run_both(fault.operator, *args, given=with_fault).compare()
+            sums = [sum(pair) for pair in zip(sums, found, strict=True)]
+        about = {"fault": fault.name, "operator": fault.operator, "breaks": fault.breaks}
+        rows.append(about | dict(zip(("bytes_compared", "bytes_differing"), sums, strict=True)))
+    return pd.DataFrame(rows)
 
 
 # -- vLLM's own writer -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import paths, results
-from nwor_lab.experiments.gpu_steps import MAIN, beside_control, ratios_to_paused
+from nwor_lab.experiments.gpu_steps import MAIN, SETTING, step_ratios
 from nwor_lab.model import predicted, ratios
 from nwor_lab.plots import style
 
@@ -19,10 +19,11 @@ HEADLINE = paths.RECORDED / "headline.png"
 def ratio_points(steps: pd.DataFrame) -> pd.DataFrame:
     """One row a mode and setting of table `gpu_steps`: `measured` (step over vanilla's), `low`, `high`, `shown`.
 
-    Shown are those that have a ratio in `ratios_to_paused`. `heads` and `cache` name the cache in words.
+    Shown are those that have a ratio in `step_ratios`. `heads` and `cache` name the cache in words.
     """
-    shown = ratios_to_paused(steps)["step"].notna().rename("shown")
-    points = predicted.against_measured(steps).astype({"prompt": int}).join(shown, on=shown.index.names)
+    keys = [*(name for name in SETTING if name in steps), "mode"]
+    shown = step_ratios(steps).set_index(keys)["step"].notna().rename("shown")
+    points = predicted.against_measured(steps).astype({"prompt": int}).join(shown, on=keys)
     points["cache"] = points["kv_cache_dtype"].replace("auto", "bf16")
     points["heads"] = points["kv_heads"].astype(str) + " KV heads"
     return points.sort_values(["tp", "kv_heads", "cache", "k", "prompt", "mode", "batch"], ignore_index=True)
@@ -36,9 +37,8 @@ def headline(path: Path = HEADLINE, steps: pd.DataFrame | None = None) -> Path:
     Args:
         steps: table `gpu_direct`, by default the recorded one.
     """
-    points = beside_control(results.read_table("gpu_direct", paths.RECORDED) if steps is None else steps)
-    points = points.query(MAIN)
-    points = points[points["beside"] == "vllm"].rename(columns={"ratio": "measured"})
+    points = step_ratios(results.read_table("gpu_direct", paths.RECORDED) if steps is None else steps)
+    points = points.query(f"{MAIN} and mode != 'vllm'").rename(columns={"step": "measured"})
     points["panel"] = points["kv_heads"].astype(str) + " KV heads"
     return _over_batch(
         path, points.sort_values("kv_heads", ascending=False, kind="stable"), "vanilla vLLM, never patched"

@@ -14,7 +14,7 @@ from nwor_lab.experiments import bench
 def engines(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     """`FakeEngine` in place of the bench's engines, nothing noted yet."""
     monkeypatch.setattr(bench, "Engine", FakeEngine)
-    for name, value in (("calls", []), ("every", []), ("good_captures", 99), ("bad_batch", 0)):
+    for name, value in (("calls", []), ("every", []), ("bad_batch", 0)):
         monkeypatch.setattr(FakeEngine, name, value)
     return FakeEngine
 

@@ -12,15 +12,12 @@ ACCEPTED = {1: 40, 2: 25, 3: 10}
 class FakeEngine:
     """Notes each call in `calls`, beside its mode; a step takes 1 ms, under a paused mode 2.
 
-    From the capture after `good_captures` on, and for `bad_batch` prompts, mode stage gives another token than vanilla;
-    with `token_of_its_own` its whole engine does.
+    For `bad_batch` prompts mode stage gives another token than vanilla.
     """
 
     calls: ClassVar[list[tuple]] = []
     every: ClassVar[list["FakeEngine"]] = []
-    good_captures: ClassVar[int] = 99
     bad_batch: ClassVar[int] = 0
-    token_of_its_own: ClassVar[bool] = False
     hooks: ClassVar[list[str]] = []
 
     def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
@@ -66,9 +63,7 @@ class FakeEngine:
     def generate(self, prompts: list, max_tokens: int, temperature=0.0, seed=0, logprobs=0) -> Generation:
         how = (len(prompts), max_tokens, temperature, seed, logprobs)
         self.calls.append((self.mode, "generate", self.served_by, *how))
-        captures = self.calls.count(("stage", "capture_anew"))
-        broken = self.served_by == "stage" and (captures > self.good_captures or len(prompts) == self.bad_batch)
-        token = 1 + broken + 2 * (self.token_of_its_own and self.mode == "stage")
+        token = 1 + (self.served_by == "stage" and len(prompts) == self.bad_batch)
         cut = [min(self.spec.k, n) for n, windows in ACCEPTED.items() for _ in range(windows)]
         at = [sum(n > position for n in cut) for position in range(self.spec.k)]
         counters = {"drafts": 100, "draft_tokens": 100 * self.spec.k, "accepted_tokens": sum(cut), "decode_steps": 0}

@@ -13,7 +13,7 @@ from nwor.settings import Settings
 from nwor_lab import pair, paths, results
 from nwor_lab.engines.engine import Engine, EngineSpec, Generation
 from nwor_lab.experiments import acceptance, options
-from nwor_lab.experiments.bench_table import measured
+from nwor_lab.experiments.bench_table import rows_of_generation
 from nwor_lab.experiments.survival import COUNTS, lengths
 
 
@@ -114,7 +114,7 @@ def test_counts_at_scale_are_what_the_command_left(counts, tmp_path, monkeypatch
 
 
 def totals(generation: Generation) -> dict[str, float]:
-    return pd.DataFrame(measured(generation)).groupby("metric")["value"].sum().to_dict()
+    return pd.DataFrame(rows_of_generation(generation)).groupby("metric")["value"].sum().to_dict()
 
 
 def test_both_lengths_are_told_and_the_emitted_one_only_where_it_was_counted(counts) -> None:

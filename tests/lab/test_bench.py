@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 
 from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineError, EngineSpec
-from nwor_lab.experiments import acceptance, audit, bench, bench_table, options
+from nwor_lab.experiments import acceptance, audit, bench, bench_table, options, small_effect
 from nwor_lab.experiments.parity import tolerance
 from nwor_lab.experiments.plan import Plan
 from tests.devices import needs_fp8_cache
@@ -42,33 +42,27 @@ def test_loads_are_those_that_the_caches_hold(capsys):
     assert Plan(batches=(1, 8)).loads(longest=200, capacity=1) == [(200, 1), (200, 8)]
 
 
-def test_variants_of_a_repeat_differ_in_the_mode_alone(engines):
-    """A capture's luck, a prefill or a cool chip in the first variant would be taken for the mode's doing."""
-    plan = Plan(modes=("cow", "stage"), paused=True, batches=(1, 2), repeats=2, max_tokens=5, audit=False)
+def test_a_repeat_runs_every_mode_and_the_next_reverses_their_order(engines):
+    """A prefill or a cool chip in the first mode would be taken for the mode's doing: cached prompts are run before."""
+    plan = Plan(modes=("cow", "stage"), batches=(1, 2), repeats=2, max_tokens=5, audit=False)
     rows, _ = bench.run(EngineSpec("shape", prefix_caching=True), plan, [[1, 2, 3]])
-    asked = [call for call in engines.calls if call[1] in ("capture_anew", "generate")]
+    asked = [(call[0], *call[3:]) for call in engines.calls if call[1] == "generate"]
 
-    def compared(size: int, requests: int = 8) -> list[tuple]:
-        made = [(mode, "generate", mode, size, 1, 0.0, 0, 0) for mode in plan.modes]
-        made += [(mode, "generate", mode, size, 5, 0.0, 0, 20) for mode in plan.modes]  # an audit ends before a pause
-        made += [(mode, "generate", "off", size, 5, 0.0, 0, 20) for mode in plan.modes]
-        return [call for call in made for _ in range(requests // size)]  # 8 requests, however many at once
+    def compared(size: int) -> list[tuple]:
+        made = [(mode, size, 1, 0.0, 0, 0) for mode in plan.modes]
+        every = [call for call in made for _ in range(8 // size)]  # 8 requests, however many at once
+        return every + [(mode, size, 5, 0.0, 0, 20) for mode in plan.modes for _ in range(8 // size)]
 
     expected = compared(plan.num_prompts)
     for repeat in range(2):
-        expected += [(mode, "capture_anew") for mode in plan.modes]
         for size in plan.sizes:
-            timed = [(mode, served_by) for mode in plan.modes for served_by in ("off", mode)]
-            how = (size, 5, 0.0, 1000 * repeat, 0)
-            expected += compared(size, requests=size if repeat else 8)
-            expected += [(mode, "generate", by, *how) for mode, by in (timed[::-1] if repeat else timed)]
-    assert asked == expected
-    steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby(["engine", "mode"]).value.agg(["count", "max"])
-    assert steps.to_dict("index") == {
-        (engine, mode): {"count": 12, "max": 2.0 if mode == "off" else 1.0}
-        for engine in plan.modes
-        for mode in (engine, "off")
-    }
+            expected += compared(size)
+            expected += [(mode, size, 5, 0.0, 1000 * repeat, 0) for mode in plan.modes[:: -1 if repeat else 1]]
+    assert sorted(asked, key=str) == sorted(expected, key=str)
+    timed_calls = [[call for call in calls if call[2] == 5 and call[5] == 0] for calls in (asked, expected)]
+    assert timed_calls[0] == timed_calls[1]
+    steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby("mode").value.agg(["count", "max"])
+    assert steps.to_dict("index") == {mode: {"count": 12, "max": 1.0} for mode in plan.modes}
 
 
 @pytest.mark.parametrize(("batches", "compared"), [((), 0), ((8,), 0), ((1, 8), 1)])
@@ -79,49 +73,30 @@ def test_a_load_that_the_first_pass_was_not_is_compared_once(batches, compared, 
     assert passes == [8] + 8 * [1] * compared
 
 
-@pytest.mark.parametrize(
-    ("broken", "without"), [("", []), ("capture", [1, 2, 4]), ("batch", [2]), ("first pass", [1, 2, 4])]
-)
-def test_all_that_is_timed_is_held_to_parity(broken, without, engines, monkeypatch):
-    """A capture that goes wrong later than the first pass costs the mode its times, and so does the first pass itself;
-    one batch that does, its own.
-
-    Beside each ratio is the parity of that load, of 8 requests in the first capture and its own in the next; 8 has the
-    first pass.
-    """
-    monkeypatch.setattr(FakeEngine, "good_captures", 1 if broken == "capture" else 9)
-    monkeypatch.setattr(FakeEngine, "bad_batch", {"batch": 2, "first pass": 8}.get(broken, 0))
-    plan = Plan(modes=("stage",), paused=True, batches=(1, 2, 4), repeats=2, max_tokens=5, audit=False)
+@pytest.mark.parametrize(("bad_batch", "without"), [(0, []), (2, [2]), (8, [1, 2, 4])])
+def test_all_that_is_timed_is_held_to_parity(bad_batch, without, engines, monkeypatch):
+    """One batch that goes wrong costs the mode its own times, and the first pass, of 8 requests, all of them."""
+    monkeypatch.setattr(FakeEngine, "bad_batch", bad_batch)
+    plan = Plan(modes=("off", "stage"), batches=(1, 2, 4), repeats=2, max_tokens=5, audit=False)
     rows, report = bench.run(SPEC, plan, [[1, 2, 3]])
-    all_of_them = 8 + (8 + 8 + 8) + (1 + 2 + 4)
-    equal = all_of_them - {"": 0, "capture": 1 + 2 + 4, "batch": 8 + 2, "first pass": 8}[broken]
-    assert [found["equal"] for found in report["parity"].values()] == [all_of_them, equal]
-    table = bench_table.summary(pd.DataFrame(rows), plan).set_index(["mode", "batch"])
-    assert (table.step_ms["stage paused"] == 2).all()
-    assert table.equal["stage paused"].tolist() == ["9/9", "10/10", "12/12"]
+    assert [found["equal"] for found in report["parity"].values()] == [4 * 8, 4 * 8 - 8 * bool(bad_batch)]
+    summary = bench_table.summary(pd.DataFrame(rows), plan)
+    table = summary.set_index(["mode", "batch"])
+    assert (table.step_ms["off"] == 1).all() and table.step_ms["stage"].dropna().eq(1).all()
     assert table.step_ms["stage"].isna().pipe(lambda bad: bad.index[bad].tolist()) == without
-    assert table.step_ms["stage"].dropna().eq(1).all()
-
-
-def test_an_engine_that_pauses_is_its_own_baseline(engines, monkeypatch):
-    """Two engines of one configuration need not give the same tokens, and neither is wrong."""
-    monkeypatch.setattr(FakeEngine, "token_of_its_own", True)
-    for paused, equal in ((True, 8), (False, 0)):
-        plan = Plan(modes=("cow", "stage"), paused=paused, repeats=0, audit=False)
-        _, report = bench.run(SPEC, plan, [[1, 2, 3]])
-        assert report["parity"]["stage"]["equal"] == equal, "without a pause the first mode is the baseline"
+    (said,) = bench_table.verdicts(summary, plan)
+    assert ("not at parity" in said or "not parity" in said) == bool(without)
 
 
 def test_vllm_without_the_plugin_runs_beside_the_modes(engines, monkeypatch):
     """It is the baseline, and an engine that is patched all the same does not pass for it."""
-    plan = Plan(modes=("vllm", "stage"), paused=True, repeats=1, audit=False)
+    plan = Plan(modes=("vllm", "stage"), repeats=1, audit=False)
     rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
     plain, treated = engines.every[-2:]
     assert (plain.spec.plugins, plain.settings) == ("nwor_lab", Settings()) and treated.spec.plugins == ""
-    timed = pd.DataFrame(rows).query("metric == 'step_ms'")
-    assert {*zip(timed["mode"], timed["engine"], strict=True)} == {("vllm", ""), ("off", "stage"), ("stage", "stage")}
+    assert set(pd.DataFrame(rows).query("metric == 'step_ms'")["mode"]) == {"vllm", "stage"}
     monkeypatch.setattr(FakeEngine, "hooks", ["GPUModelRunner._sample"])
-    with pytest.raises(EngineError, match=r"vllm: vLLM without the plugin is patched all the same: .*_sample"):
+    with pytest.raises(EngineError, match="patched"):
         bench.run(SPEC, plan, [[1, 2, 3]])
 
 
@@ -133,32 +108,64 @@ def test_a_mode_that_does_not_serve_stops_the_run_before_anything_is_measured(en
     assert not any("generate" in call for call in engines.calls) and (engines.calls[-1] == ("stage", "close"))
 
 
-def test_a_ratio_is_of_both_orders():
-    """The variant that comes second takes a tenth longer, whichever it is; `stage` takes 0.9 times vanilla's."""
-    plan = Plan(modes=("stage",), paused=True, repeats=3)
+def timed(modes: dict[str, float], late: float = 1.1, repeats: int = 3) -> tuple[pd.DataFrame, Plan]:
+    """Rows of modes whose steps take so many ms, and `late` times that in the mode that comes second."""
+    plan = Plan(modes=tuple(modes), repeats=repeats)
     counts = {"tokens": 30.0, "windows": 10.0, "accepted_tokens": 25.0, "emitted_drafts": 15.0}
+    counts |= {"equal_requests": 4, "requests": 4}
     rows = [
-        {**variant.columns, "batch": 8, "repeat": repeat, "metric": metric, "unit": "", "value": number}
-        for repeat in range(3)
-        for variant, value, late in zip(
-            plan.variants, (10.0, 9.0), (1.1, 1.0) if repeat == 1 else (1.0, 1.1), strict=True
-        )
-        for metric, number in {"step_ms": value * late, "wall": value * late / 1e3, **counts}.items()
+        {"mode": mode, "batch": 8, "repeat": repeat, "metric": metric, "unit": "", "value": number}
+        for repeat in range(repeats)
+        for place, (mode, value) in enumerate(modes.items())
+        for step in [value * (late if (place + repeat) % 2 else 1)]
+        for metric, number in {"step_ms": step, "wall": step / 1e3, **counts}.items()
     ]
-    table = bench_table.summary(pd.DataFrame(rows), plan).set_index("mode")
-    assert table.ratio.to_dict() == pytest.approx({"stage paused": 1.0, "stage": 0.9})
-    assert table.tokens_per_s.to_dict() == pytest.approx({"stage paused": 90 / 0.031, "stage": 90 / 0.0288})
+    return pd.DataFrame(rows), plan
+
+
+def test_a_ratio_is_of_both_orders():
+    """The mode that comes second takes a tenth longer, whichever it is; `stage` takes 0.9 times vanilla's."""
+    table = bench_table.summary(*timed({"off": 10.0, "stage": 9.0})).set_index("mode")
+    assert table.ratio.to_dict() == pytest.approx({"off": 1.0, "stage": 0.9})
+    assert table.tokens_per_s.to_dict() == pytest.approx({"off": 90 / 0.031, "stage": 90 / 0.0288})
     assert table[["acceptance_length", "emitted_length"]].drop_duplicates().to_numpy().tolist() == [[3.5, 2.5]]
 
 
+@pytest.mark.parametrize(
+    ("stage", "late", "repeats", "word"),
+    [(9.0, 1.02, 4, "agree on which"), (9.9, 1.1, 4, "noise"), (11.0, 1.02, 1, "one repeat")],
+)
+def test_a_verdict_says_what_is_noise(stage, late, repeats, word):
+    rows, plan = timed({"off": 10.0, "stage": stage}, late, repeats)
+    (said,) = bench_table.verdicts(bench_table.summary(rows, plan), plan)
+    assert said.startswith("stage: a step takes ") and word in said and ("is noise" in said) == (word == "noise")
+    rows.loc[(rows["metric"] == "equal_requests") & (rows["mode"] == "stage"), "value"] = 3
+    (said,) = bench_table.verdicts(bench_table.summary(rows, plan), plan)
+    assert f"{3 * repeats} of {4 * repeats} texts" in said.lower()
+
+
 def test_kernels_are_profiled_in_both_orders(engines):
-    """A variant that comes first finds a cooler chip, and its kernels are the faster: the table has the mean."""
-    plan = Plan(modes=("stage",), paused=True, repeats=0, profile=True, audit=False)
+    """A mode that comes first finds a cooler chip, and its kernels are the faster: the table has the mean."""
+    plan = Plan(modes=("off", "stage"), repeats=0, profile=True, audit=False)
     rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
     assert [call[2] for call in engines.calls if call[1] == "kernel_times"] == ["off", "stage", "stage", "off"]
     found = pd.DataFrame(rows).query("metric == 'kernel_us' and kind == 'KV write'")
     assert found.groupby("mode").size().to_dict() == {"off": 2, "stage": 2} and (found.value == 1).all()
     assert sorted(found.repeat) == [0, 0, 1, 1]
+
+
+def test_a_small_effect_is_of_each_engine_beside_itself_paused(engines, monkeypatch, capsys):
+    """A paused engine takes twice as long here; graphs are captured anew in each repeat, whose order turns."""
+    monkeypatch.setattr(small_effect, "started", bench.started)
+    words = ["--mode", "direct,stage", "--random-prompts", "16", "--repeats", "2", "--num-prompts", "3"]
+    assert small_effect.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "stage over itself paused: 0.5000" in printed and "over direct, each over itself paused: 1.0000" in printed
+    calls = [call for call in engines.calls if call[1] == "capture_anew" or (call[1] == "generate" and call[4] > 1)]
+    assert [call[:3] for call in calls if call[0] == "stage"] == [
+        ("stage", "capture_anew"), ("stage", "generate", "off"), ("stage", "generate", "stage"),
+        ("stage", "capture_anew"), ("stage", "generate", "stage"), ("stage", "generate", "off"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from nwor_lab import paths, results
-from nwor_lab.experiments.gpu_steps import gpu_steps
+from nwor_lab.experiments.gpu_steps import step_ratios
 from nwor_lab.model import breakeven
 from nwor_lab.plots import breakeven as breakeven_plots
 from nwor_lab.plots import paper, steps, style
@@ -73,7 +73,7 @@ def test_the_step_ratio_is_that_of_the_documents(tmp_path: Path, measured: pd.Da
     path = steps.step_ratio(tmp_path, measured)
     assert "0 of 16 settings are left out" in path.with_suffix(".txt").read_text()
     data = drawn_data(path).query("mode != 'off'")
-    documents = gpu_steps(measured, results.read_table("gpu_kernels", paths.RECORDED))
+    documents = step_ratios(measured)
     both = data.merge(documents, on=["mode", "kv_heads", "batch"])
     assert len(both) == len(data) == 16
     for drawn, said in (("measured", "step"), ("low_x", "low_y"), ("high_x", "high_y")):

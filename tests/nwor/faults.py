@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults injected in a child's process, each one a way this has failed before; a test that stays green is no test."""
+"""What an engine of a test meets, injected in a child's process: an environment that a mode has to refuse or to serve,
+and by short names some faults of the catalogue, `nwor_lab.faults`."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from nwor import ops
 from nwor.manager import DraftCommitManager
-from nwor.step import Step
 from nwor.vllm import self_check
+from nwor.vllm.context import RunnerContext
+from nwor_lab import faults
 from nwor_lab.engines.child import Served
 from nwor_lab.engines.offload import ship_last_slots
+from nwor_lab.faults import wrong
+
+no_commit, commit_one_layer = faults.FAULTS["commit: nothing"], faults.FAULTS["commit: one layer"]
+no_log, no_restore = faults.FAULTS["log: nothing"], faults.FAULTS["restore: nothing"]
+blind_attention = faults.FAULTS["attention: drafts hidden"]
 
 
 def _behind_the_check(patch: pytest.MonkeyPatch) -> None:
@@ -22,47 +26,31 @@ def _behind_the_check(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(self_check, "failure", lambda *arguments: "")
 
 
-def no_commit(patch: pytest.MonkeyPatch) -> None:
-    _behind_the_check(patch)
-
-    def close_without_commit(self: DraftCommitManager, num_rejected: object) -> None:
-        self.way = None
-
-    patch.setattr(DraftCommitManager, "commit", close_without_commit)
+def none(patch: pytest.MonkeyPatch) -> None:
+    """No fault."""
 
 
 def instead_of(operator: str, do: Callable[[Callable, dict[str, Any]], None], patch: pytest.MonkeyPatch) -> None:
-    """Let ``do(operator, arguments by name)`` stand for the operator of all layers in each step that runs it."""
-    run, opens, closes = getattr(ops, operator), Step.open, Step.close
-
-    def named(step: Step, requests: int) -> dict[str, Any]:
-        some = {name: step.tensors[name][:requests] for name in ("slots", "num_drafts", "kept")}
-        return {name: given for name, given in (step.tensors | some).items() if name in ops.OPERATORS[operator]}
-
-    def opened(self: Step, *batch: Tensor, stages: bool = False, logs: bool = False) -> None:
-        opens(self, *batch, stages=stages)
-        if logs:
-            do(run, named(self, batch[1].numel() - 1))
-
-    def closed(
-        self: Step, num_rejected: Tensor, counts: Tensor, published: Tensor | None = None, restores: bool = False
-    ) -> None:
-        if restores is not (operator == "restore_all_layers"):
-            return closes(self, num_rejected, counts, published, restores=restores)
-        given = {"num_rejected": num_rejected, "counts": counts, "published": published}
-        do(run, named(self, len(num_rejected)) | given)
-
-    patch.setattr(Step, *(("open", opened) if operator == "log_all_layers" else ("close", closed)))
+    """`nwor_lab.faults.wrong.instead_of`."""
+    wrong.instead_of(operator, do, patch.setattr)
 
 
-def no_restore(patch: pytest.MonkeyPatch) -> None:
-    _behind_the_check(patch)
-    instead_of("restore_all_layers", lambda restore, arguments: None, patch)
+def blind_from_the_start(patch: pytest.MonkeyPatch) -> None:
+    """Attention that does not see the staged drafts, so that the check at start-up sees it."""
+    blind_attention.apply(patch.setattr)
 
 
-def no_log(patch: pytest.MonkeyPatch) -> None:
-    _behind_the_check(patch)
-    instead_of("log_all_layers", lambda log, arguments: None, patch)
+def held_in_block_0(patch: pytest.MonkeyPatch) -> None:
+    """No fault: an error where a held slot lies in block 0, which vLLM puts in place of what a window has left."""
+    begin = RunnerContext.begin
+
+    def checked(self, *arguments):  # type: ignore[no-untyped-def]
+        begin(self, *arguments)
+        for manager in (group.manager for group in self.groups):
+            held = manager.slots[manager.slots >= 0]
+            assert bool((held >= manager.layout.block_size).all()), "a held slot lies in block 0"
+
+    patch.setattr(RunnerContext, "begin", checked)
 
 
 def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
@@ -77,31 +65,6 @@ def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
         return opened
 
     patch.setattr(DraftCommitManager, "begin", mask)
-
-
-def commit_one_layer(patch: pytest.MonkeyPatch) -> None:
-    _behind_the_check(patch)
-
-    def first_only(arguments: dict[str, Any]) -> dict[str, Any]:
-        return {name: arguments[name][:1] for name in ("layer_offsets", "rows")}
-
-    moved_with("commit_all_layers", first_only, patch)
-
-
-def blind_attention(patch: pytest.MonkeyPatch) -> None:
-    """The second generation's flaw: the staged tail is not seen."""
-    _behind_the_check(patch)
-    blind_from_the_start(patch)
-
-
-def blind_from_the_start(patch: pytest.MonkeyPatch) -> None:
-    """The same, so that the check at start-up sees it."""
-    attend = ops.verify_attention
-
-    def blind(query, kv_cache, staging, *rest, **named):  # type: ignore[no-untyped-def]
-        attend(query, kv_cache, staging.new_zeros(staging.shape), *rest, **named)
-
-    patch.setattr(ops, "verify_attention", blind)
 
 
 def attention_fails(patch: pytest.MonkeyPatch) -> None:
@@ -268,140 +231,23 @@ def writes_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attention, "forward", forward)
 
 
-# -- of what a mode moves, for one call of an engine that has started; most are invisible in the count of rows ---------
+def states_touched(patch: pytest.MonkeyPatch) -> None:
+    """After each step one number in every state of every recurrent layer is another."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    update = GPUModelRunner._update_states_after_model_execute
 
-def none(patch: pytest.MonkeyPatch) -> None:
-    """No fault."""
+    def touched(self, *arguments):  # type: ignore[no-untyped-def]
+        update(self, *arguments)
+        for layer in self.compilation_config.static_forward_context.values():
+            if isinstance(layer, MambaBase):
+                layer.kv_cache[1].flatten(1)[:, 0] += 1
 
-
-def moved_with(operator: str, change: Callable[[dict[str, Any]], dict[str, Any]], patch: pytest.MonkeyPatch) -> None:
-    """The operator of all layers works with some arguments changed."""
-    instead_of(operator, lambda move, arguments: move(**(arguments | change(arguments))), patch)
-
-
-def _laid_out_as(rows: Tensor, changed: Tensor) -> Tensor:
-    """The changed rows with the strides of `rows`, which the operators hold to be those of the cache."""
-    return torch.empty_like(rows).copy_(changed)
-
-
-def another_layer(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"rows": _laid_out_as(arguments["rows"], arguments["rows"].roll(1, 0))}
-
-
-def another_head(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"rows": _laid_out_as(arguments["rows"], arguments["rows"].flip(2))}
-
-
-def another_request(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Pairs of requests with as many drafts, kept and rejected, have each other's."""
-    slots, alone = arguments["slots"].clone(), {}
-    decisions = torch.stack([arguments["num_drafts"][: len(slots)], arguments["num_rejected"]], dim=1).tolist()
-    for request, decision in enumerate(map(tuple, decisions)):
-        if (other := alone.pop(decision, None)) is None:
-            alone[decision] = request
-        else:
-            slots[[other, request]] = slots[[request, other]]
-    return {"slots": slots}
-
-
-def one_less_rejected(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"num_rejected": (arguments["num_rejected"] - 1).clamp(min=0)}
-
-
-def one_more_rejected(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"num_rejected": torch.minimum(arguments["num_rejected"] + 1, arguments["num_drafts"])}
-
-
-def requantised(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Fp8 rows read as scaled numbers, rounded to bf16, and written towards zero."""
-    rows = arguments["rows"].view(torch.float8_e4m3fn)
-    numbers = (rows.float() * 0.37).bfloat16().float() / 0.37
-    nearest = numbers.to(torch.float8_e4m3fn)
-    return {"rows": nearest.view(torch.uint8) - (nearest.float().abs() > numbers.abs()).byte()}
-
-
-def _part_committed(part: str, patch: pytest.MonkeyPatch) -> None:
-
-    def of_a_part(commit: Callable, arguments: dict[str, Any]) -> None:
-        pool, offsets, slots, packing, rows = (
-            arguments[name] for name in ("pool", "layer_offsets", "slots", "packing", "rows")
-        )
-        strides, before = arguments["cache_strides"], pool.clone()
-        commit(**arguments)
-        _, _, heads, size, width = rows.shape
-        blocks = int(slots.max()) // size + 1
-        if packing is None:  # a slot's bytes lie together, keys first
-            shape, each = (blocks, heads, size, width), (*strides, 1)
-            values = (..., slice(width // 2, None))
-        else:
-            shape = blocks, heads, packing.numel(), width // packing.shape[1]
-            each = (*strides[:2], shape[3], 1)
-            values = (slice(None), slice(None), packing[:, packing.shape[1] // 2 :].flatten().long())
-        for offset in offsets.tolist():
-            now, then = (torch.as_strided(memory, shape, each, offset) for memory in (pool, before))
-            if part == "keys":
-                now[values] = then[values]
-            else:
-                now[:, 1:] = then[:, 1:]
-
-    instead_of("commit_all_layers", of_a_part, patch)
-
-
-keys_without_values = partial(_part_committed, "keys")
-one_head_only = partial(_part_committed, "head 0")
-
-
-def late_commit(patch: pytest.MonkeyPatch) -> None:
-    """In the next step, once that one has begun."""
-    begin, waiting = DraftCommitManager.begin, []
-
-    def later(commit: Callable, arguments: dict[str, Any]) -> None:
-        copied = {name: given.clone() for name, given in arguments.items() if isinstance(given, Tensor)}
-        waiting.append(arguments | copied | {"pool": arguments["pool"], "published": None})
-
-    def begin_and_commit(self, *arguments, **named):  # type: ignore[no-untyped-def]
-        opened = begin(self, *arguments, **named)
-        while waiting:
-            ops.commit_all_layers(**waiting.pop())
-        return opened
-
-    instead_of("commit_all_layers", later, patch)
-    patch.setattr(DraftCommitManager, "begin", begin_and_commit)
+    patch.setattr(GPUModelRunner, "_update_states_after_model_execute", touched)
 
 
 def commits_behind_the_save(ships: Callable[[pytest.MonkeyPatch], None], patch: pytest.MonkeyPatch) -> None:
     """Every commit comes in the next step, when a connector has shipped what this one completed."""
-    _behind_the_check(patch)
-    late_commit(patch)
+    faults.FAULTS["commit: in the next step"](patch)
     ships(patch)
-
-
-def write_between_steps(patch: pytest.MonkeyPatch) -> None:
-    from nwor.vllm import carrier
-
-    commit, add_to_output, committed = DraftCommitManager.commit, carrier.add_to_output, []
-
-    def commit_and_remember(self, num_rejected):  # type: ignore[no-untyped-def]
-        commit(self, num_rejected)
-        committed.append(self.layout)
-
-    def add_and_write(*arguments: Any) -> None:
-        add_to_output(*arguments)
-        while committed:
-            layout = committed.pop()
-            layout.pool[layout.layer_offsets[-1]] ^= 1
-
-    patch.setattr(DraftCommitManager, "commit", commit_and_remember)
-    patch.setattr(carrier, "add_to_output", add_and_write)
-
-
-def stale_log(patch: pytest.MonkeyPatch) -> None:
-    """The log says that it holds a slot's bytes, and holds those of the first step."""
-    logged_once: list[bool] = []
-
-    def log_once(log: Callable, arguments: dict[str, Any]) -> None:
-        log(**(arguments | ({"rows": arguments["rows"].clone()} if logged_once else {})))
-        logged_once.append(True)
-
-    instead_of("log_all_layers", log_once, patch)

@@ -4,9 +4,10 @@
 import pytest
 
 from nwor.settings import Settings
+from nwor_lab.faults import DIRTY, FP8
 from tests.devices import needs_fp8_cache
 from tests.engines import PROMPTS
-from tests.injected import COW, DIRTY, FP8, STAGE, check_each_is_seen, red
+from tests.injected import check_each_is_seen, red
 from tests.nwor import faults
 from tests.nwor.on_cpu import spec_of
 
@@ -14,16 +15,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
-    ("mode", "cache", "injected"),
+    ("mode", "cache", "needs"),
     [
-        ("stage", ("float32",), STAGE),
-        ("cow", ("float32",), COW),
+        ("stage", ("float32",), ""),
+        ("cow", ("float32",), ""),
         pytest.param("cow", ("bfloat16", "fp8"), FP8, marks=needs_fp8_cache),
     ],
     ids=["stage", "cow", "cow fp8"],
 )
-def test_each_fault_is_seen_for_what_it_is(engines, model, mode, cache, injected):
-    check_each_is_seen(engines, spec_of(model, *cache), mode, injected)
+def test_each_fault_is_seen_for_what_it_is(engines, model, mode, cache, needs):
+    check_each_is_seen(engines, spec_of(model, *cache), mode, needs)
 
 
 def test_vanilla_is_dirty_by_its_rejected_rows_alone(engines, model):

@@ -8,9 +8,11 @@ import pytest
 
 from nwor import ops
 from nwor.settings import Settings
+from nwor_lab.experiments.parity import compare
+from nwor_lab.faults import FAULTS, GROUPS, injectable
 from tests import checkpoints, hybrids
 from tests.engines import Outcome
-from tests.nwor import group_faults
+from tests.nwor import faults
 from tests.nwor.on_cpu import assert_clean_and_counted, planned_is_held, spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -65,28 +67,22 @@ def test_blocks_go_from_one_group_to_another(engines, spec):
     plain = engines.run(small, Settings())
     assert plain.metrics["num_preemptions"] > 0
     for mode in ("cow", "stage"):
-        outcome = treated(engines, small, mode, group_faults.held_in_block_0)
+        outcome = treated(engines, small, mode, faults.held_in_block_0)
         assert outcome.tokens == plain.tokens
         assert_clean_and_counted(outcome, mode, LAYERS)
 
 
 @pytest.mark.parametrize(
-    ("mode", "fault", "seen"),
-    [
-        ("cow", group_faults.slots_of_another_group, "dirty_layer_steps"),
-        ("cow", group_faults.verdict_for_one_group, "dirty_layer_steps"),
-        ("stage", group_faults.verdict_for_one_group, "unwritten_rows"),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("mode", "fault"), [(mode, each) for mode in ("cow", "stage") for each in injectable(mode, GROUPS)]
 )
-def test_a_group_without_its_own_slots_or_verdict_is_seen(engines, spec, mode, fault, seen):
+def test_a_group_without_its_own_slots_or_verdict_is_seen(engines, spec, mode, fault):
     outcome = engines.run(spec, Settings(mode=mode, audit=True), fault)
-    assert outcome.audit[seen] > 0
+    assert all(outcome.audit[field] > 0 for field in fault.red)
 
 
 def test_stage_stops_at_slots_of_another_group(engines, spec):
     with pytest.raises(RuntimeError, match="copy"):
-        engines.run(spec, Settings(mode="stage"), group_faults.slots_of_another_group)
+        engines.run(spec, Settings(mode="stage"), FAULTS["groups: slots of the first"])
 
 
 def test_eagle3(engines, tmp_path):
@@ -128,7 +124,7 @@ def beside_states(engines, tmp_path_factory):
     @functools.cache
     def run(drafter: str, mode: str, fault=None) -> Outcome:
         if mode in ("cow", "stage"):
-            outcome = treated(engines, drafters[drafter], mode, group_faults.held_in_block_0, **LONG)
+            outcome = treated(engines, drafters[drafter], mode, faults.held_in_block_0, **LONG)
         else:
             outcome = engines.run(drafters[drafter], Settings(mode=mode, audit=True), fault, **LONG)
         return outcome
@@ -158,7 +154,7 @@ def test_recurrent_layers_are_left_alone(beside_states, drafter, mode, control):
 
 def test_a_touched_state_changes_tokens(beside_states):
     """The negative control of tokens, which alone say whether a state was left alone: one number of each is off."""
-    assert beside_states("eagle", "off", group_faults.states_touched).tokens != beside_states("eagle", "off").tokens
+    assert beside_states("eagle", "off", faults.states_touched).tokens != beside_states("eagle", "off").tokens
 
 
 # Layers with a cache; why stage logs every step, where it does.

@@ -8,8 +8,9 @@ import pytest
 
 from nwor.settings import Settings
 from nwor_lab.experiments.parity import compare
-from tests import hybrids, injected
-from tests.nwor import faults, group_faults
+from nwor_lab.faults import FAULTS
+from tests import hybrids
+from tests.nwor import faults
 from tests.nwor.gpu.on_gpu import STACKS, assert_clean_and_counted, assert_parity, both, spec_of, treated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -53,7 +54,7 @@ def test_every_group_is_held_back_and_committed(engines, hybrid, vanilla, stack,
 @stacks
 def test_cow_computes_what_vanilla_does_to_the_bit(engines, hybrid, stack):
     """In one engine: TorchInductor chooses kernels of norms by timing, so two engines may round differently."""
-    calls = [{"paused": True}, {}, {"paused": True}, {"fault": injected.restore_with(faults.one_more_rejected)}]
+    calls = [{"paused": True}, {}, {"paused": True}, {"fault": FAULTS["restore: one row too many"]}]
     settings = Settings(mode="cow", audit=True)
     outcome = engines.run(spec_of(hybrid, stack, **ROOM), settings, calls=calls, logprobs=5)
     vanilla, *others = outcome.generations
@@ -68,7 +69,7 @@ def test_blocks_go_from_one_group_to_another(engines, hybrid, mode):
     small = {"num_blocks": 72}
     plain = engines.run(spec_of(hybrid, "v2 FA graphs", **small), Settings(), logprobs=5)
     assert plain.metrics["num_preemptions"] > 0
-    outcome = treated(engines, hybrid, mode, "v2 FA graphs", group_faults.held_in_block_0, **small)
+    outcome = treated(engines, hybrid, mode, "v2 FA graphs", faults.held_in_block_0, **small)
     assert_clean_and_counted(outcome, mode, LAYERS)
     assert_parity(plain, outcome)
 
@@ -76,14 +77,13 @@ def test_blocks_go_from_one_group_to_another(engines, hybrid, mode):
 @pytest.mark.parametrize(
     ("mode", "fault", "seen"),
     [
-        ("cow", group_faults.slots_of_another_group_v2, "dirty_layer_steps"),
-        ("stage", group_faults.slots_of_another_group_v2, "unwritten_rows"),
-        ("stage", group_faults.verdict_for_one_group, "unwritten_rows"),
+        ("cow", "groups: slots of the first", "dirty_layer_steps"),
+        ("stage", "groups: slots of the first", "unwritten_rows"),
+        ("stage", "groups: the first alone is committed", "unwritten_rows"),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_group_without_its_own_slots_or_verdict_is_seen(engines, hybrid, mode, fault, seen):
-    outcome = engines.run(spec_of(hybrid, "v2 FA eager"), Settings(mode=mode, audit=True), fault)
+    outcome = engines.run(spec_of(hybrid, "v2 FA eager"), Settings(mode=mode, audit=True), FAULTS[fault])
     assert outcome.audit[seen] > 0
 
 
