@@ -8,7 +8,6 @@ import pytest
 
 from nwor import ops
 from nwor.settings import Settings
-from nwor_lab.experiments.parity import compare
 from nwor_lab.faults import FAULTS, GROUPS, injectable
 from tests import checkpoints, hybrids
 from tests.engines import Outcome
