@@ -94,7 +94,6 @@ def test_one_wheel_for_every_python_with_all_it_needs(wheel):
     data = {
         "nwor/attention/configs/NVIDIA_H200.json",
         "nwor/vllm/releases.json",
-        "nwor_lab/measurements.toml",
         "nwor_lab/report.html.j2",
     }
     assert held == tracked | data | {"nwor/_C.abi3.so"}
