@@ -92,6 +92,12 @@ MEASUREMENTS = (
         LAYERS + " --heads 32x8,32x32 --contexts 2048,8192,32768 --batches 1,4,16 --ks 8,3 --caches bf16",
         30,
     ),
+    Measurement(
+        "gpu_long",
+        "gpu_long",
+        LAYERS + " --heads 32x8,16x4 --contexts 32768,131072 --batches 1,4 --ks 8,3 --caches bf16,fp8",
+        30,
+    ),
     Measurement("steps_8kv", "gpu_direct", STEPS.replace("{shape}", "llama-2-7b-8kv"), 5, engines=3),
     Measurement("steps_32kv", "gpu_direct", STEPS.replace("{shape}", "llama-2-7b"), 5, engines=3),
     Measurement("gpu_cliff_steps_k8", "gpu_cliff_steps_k8", CLIFF, 5, engines=3, columns={"attention": "flash2"}),
