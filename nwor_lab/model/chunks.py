@@ -20,8 +20,6 @@ from math import inf
 from nwor_lab.model.breakeven import H200, MODELS, Chip
 from nwor_lab.model.traffic import Window, served_traffic
 
-PAGES = ("write", "commit", "restore")
-"""Kinds of traffic that write rows to their pages."""
 PRICED, LINEAR_WEIGHTS = "llama-3.1-8b", 7.504e9
 """The model whose time `window_us` gives, and how many weights its linear layers have by the shapes in its
 `config.json`: projections, MLP and output layer."""
