@@ -21,7 +21,7 @@ from nwor_lab.model.breakeven import H200, published_differences
 from nwor_lab.model.predicted import beside_no_effect
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import kernels, paper
-from nwor_lab.plots.attention import EACH, frame, over_each, saved
+from nwor_lab.plots.attention import EACH, frame, over_each
 
 
 def slashes(ratios: Iterable[float]) -> str:
@@ -313,12 +313,8 @@ def held(metric: str, all_move: bool = False) -> pd.Series:
 
 @functools.cache
 def attention() -> pd.DataFrame:
-    """One line a shape: `ratio` of attention and write of a layer in one launch to the faster backend of vLLM's.
-
-    `alone` and `between`: us saved beside FlashAttention 3, in samples of a layer alone and in a chain of kernels.
-    """
-    rows = table("attention")
-    return net(rows).reset_index().merge(saved(rows))
+    """One line a shape: `ratio` of attention and write of a layer in one launch to the faster backend of vLLM's."""
+    return net(table("attention")).reset_index()
 
 
 @functools.cache
