@@ -55,6 +55,6 @@ def verdict(name: str, ranks: list[tuple[dict[str, Any], AuditReport]]) -> str:
     if not words:
         return f"{name}: clean, no byte outside the kept rows changed in {steps:,} layer-steps."
     if ranks[0][0]["mode"] not in CLEAN:
-        return f"{name}: {words} of {steps:,} layer-steps, as expected: it leaves rejected rows in the pages."
+        return f"{name}: {words}, of {steps:,} layer-steps; as expected, it leaves rejected rows in the pages."
     examples = [f"       {example}" for rank, _ in ranks for example in rank["dirty_examples"]]
-    return "\n".join([f"{name}: DIRTY, and must not be: {words} of {steps:,} layer-steps.", *examples])
+    return "\n".join([f"{name}: DIRTY, and must not be: {words}, of {steps:,} layer-steps.", *examples])

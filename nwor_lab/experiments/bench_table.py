@@ -13,7 +13,7 @@ from nwor_lab.engines.engine import Generation
 from nwor_lab.experiments import parity
 from nwor_lab.experiments.plan import Plan
 from nwor_lab.experiments.survival import lengths, tokens_per_s
-from nwor_lab.model.ratios import abba_ratio
+from nwor_lab.model.ratios import abba_ratio, is_stable
 
 
 def rows_of_generation(generation: Generation) -> list[dict[str, Any]]:
@@ -137,12 +137,14 @@ def verdicts(table: pd.DataFrame, plan: Plan) -> list[str]:
         unclear = int(((timed["low"] <= 1) & (timed["high"] >= 1)).sum())
         if plan.repeats < 2:
             noise = "one repeat does not tell noise"
-        elif not unclear:
-            noise = "all repeats agree on which is faster"
         else:
-            spread = f"they lie from {timed['low'].min():.3f} to {timed['high'].max():.3f}"
+            spread = f"from {timed['low'].min():.3f} to {timed['high'].max():.3f}"
             where = "this is noise" if unclear == len(timed) else f"{unclear} of these are noise"
-            noise = f"repeats do not agree on which is faster: {where} ({spread})"
+            noise = f"all repeats ({spread}) agree on which is faster"
+            if unclear:
+                noise = f"repeats ({spread}) do not agree on which is faster: {where}"
+            elif not is_stable(timed).all():
+                noise += ", but lie far apart"
         left = len(rows) - len(timed)
         noise += f"; {left} loads are not at parity and have no times" if left else ""
         said.append(f"{mode}: a step takes {takes} of that of {base}; {noise}. {texts[0].upper()}{texts[1:]}.")

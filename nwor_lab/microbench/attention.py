@@ -20,32 +20,25 @@ prefix, attend, and leave the rows stored.
 
 The grid has the settings that `nwor tune` searched, and others between them (`held_out`): column `tuned_on`. Options
 name others: `--heads 32x8 --contexts 2048,131072 --batches 1,4 --ks 8,48 --caches bf16`.
-
-Metric `between` is what a layer takes in a chain of kernels: projection, rope, this, output projection, eight layers
-with weights of their own in one graph, whose replay is divided by eight; `none` is the same without it. There the new
-rows lie in the L2 cache, and each launch waits for the kernel before.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from nwor_lab import builds, results
 from nwor_lab.microbench import timer
 from nwor_lab.microbench.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on
 from nwor_lab.microbench.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
-from nwor_lab.microbench.timer import Call, interleaved
+from nwor_lab.microbench.timer import interleaved
 
-HIDDEN, CHAIN = 4096, 8  # of `between`: width of the model, layers
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 AXES = {
@@ -84,15 +77,13 @@ def grid(
 def measure(chosen: Sequence[AttentionShape], repeats: int) -> pd.DataFrame:
     """Time everything on every shape. One row a sample: op, the shape, bytes, `tuned_on`, and the tidy columns.
 
-    Metric `error` is the relative error of each call's output against fp32, `between` the time of a layer as a whole.
+    Metric `error` is the relative error of each call's output against fp32.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     found: list[dict[str, Any]] = []
-    layers = functools.cache(weights)
     for shape in chosen:
         case = AttentionCase(shape)
         calls = case.calls()
-        chains = between(case, calls, layers(shape.heads, shape.kv_heads))
         common = asdict(shape) | {"bytes": shape.bytes, "tuned_on": is_tuned_on(shape, builds.tuning())}
         rows = interleaved(calls, repeats, clean=True)
         timed = [common | {"op": op, "repeat": n, "metric": "time", "unit": "us", "value": us} for op, n, us in rows]
@@ -102,44 +93,11 @@ def measure(chosen: Sequence[AttentionShape], repeats: int) -> pd.DataFrame:
             for op, call in calls.items()
             if op not in ("empty", "write")
         ]
-        rows, common = interleaved(chains, repeats, clean=True), common | {"metric": "between", "unit": "us"}
-        found += [common | {"op": op, "repeat": n, "value": us / CHAIN} for op, n, us in rows]
         line = net(pd.DataFrame(timed)).iloc[0]
         forced = f", over flash2 {line['over_flash2']:.3f}" if "over_flash2" in line else ""
         print(f"{shape}: nwor over vLLM's faster {line['ratio']:.3f}{forced}", flush=True)
-        del case, calls, chains
+        del case, calls
     return results.tidy(found, mode="", model="", seed=0)
-
-
-def between(case: AttentionCase, calls: Mapping[str, Call], layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Call]:
-    """All that `layers` (their weights) run around the attention of `calls`: ours, vLLM's two and none, by name."""
-    from vllm import _custom_ops
-
-    tokens, shape = len(case.qkv), case.shape
-    hidden = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-    after, rows = torch.empty_like(hidden), case.qkv.view(tokens, -1)
-    query, key, _ = rows.split([n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)], dim=1)
-    angles = torch.rand(shape.context + shape.query, shape.head_size, device="cuda").bfloat16()
-    positions = torch.arange(shape.context, len(angles), device="cuda").repeat(shape.batch)
-
-    def run(attend: Call) -> None:
-        for projection, output in layers:
-            torch.mm(hidden, projection, out=rows)
-            _custom_ops.rotary_embedding(positions, query, key, shape.head_size, angles, True)
-            if case.fp8:
-                case.query.copy_(query.view(case.query.shape))
-            attend()
-            torch.mm(case.output.view(tokens, -1), output, out=after)
-
-    found = {name: functools.partial(run, calls[name]) for name in ("nwor", "flash", "triton")}
-    return {"none": functools.partial(run, lambda: None), **found}
-
-
-def weights(heads: int, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
-    """Weights before and after the attention, of each layer of `between`."""
-    widths = (HIDDEN, (heads + 2 * kv_heads) * HEAD_SIZE), (heads * HEAD_SIZE, HIDDEN)
-    random = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
-    return [tuple(random(*width).normal_(std=0.02) for width in widths) for _ in range(CHAIN)]
 
 
 def net(frame: pd.DataFrame) -> pd.DataFrame:
@@ -162,11 +120,22 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def verdict(table: pd.DataFrame) -> str:
+    """What `net` says, in a sentence."""
+    ratios = table["ratio"]
+    return (
+        f"nwor takes {ratios.median():.3f} of the time of vLLM's faster backend at the median of {len(ratios)} shapes "
+        f"({ratios.min():.3f} to {ratios.max():.3f}), and more than it in {(ratios > 1).sum()}."
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     found = timer.options("attention", __doc__, argv, AXES | {"name": str})
     times = measure(grid(**{axis: given for axis in AXES if (given := getattr(found, axis))}), found.repeats)
     timer.write(found, found.name or "attention", times)
-    print(net(times).filter(regex="ratio|over_flash2").round(3).to_string())
+    table = net(times)
+    print(table.filter(regex="ratio|over_flash2").round(3).to_string())
+    print(verdict(table))
     return 0
 
 

@@ -8,7 +8,7 @@ Needs a GPU, vLLM and Nsight Compute. Each kernel runs with its caches flushed, 
 
 from __future__ import annotations
 
-import csv
+import io
 import itertools
 import re
 import shutil
@@ -16,14 +16,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import pandas as pd
 import torch
 
 from nwor_lab import results
 from nwor_lab.microbench import timer
-from nwor_lab.microbench.inputs import KEYS, AttentionCase, AttentionShape
+from nwor_lab.microbench.inputs import AttentionCase, AttentionShape
 
 METRICS = {
     "gpu__time_duration.sum": "time",
@@ -38,10 +37,12 @@ KERNELS = {"verify_windows": "nwor", "reshape_and_cache": "write", "FlashAttnFwd
 """Names of kernels in the table, by the first pattern that the kernel name matches."""
 
 
-BASE = {
-    **{unit: ("byte", factor) for unit, factor in {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}.items()},
-    **{unit: ("us", factor) for unit, factor in {"ns": 1e-3, "us": 1, "ms": 1e3}.items()},
-    **{unit: (unit, 1) for unit in ("", "%", "warp")},
+TO_BASE = {
+    "Kbyte": ("byte", 1e3),
+    "Mbyte": ("byte", 1e6),
+    "Gbyte": ("byte", 1e9),
+    "ns": ("us", 1e-3),
+    "ms": ("us", 1e3),
 }
 """Units in which `ncu` may print a value: the one used here instead, and the factor."""
 FORBIDDEN = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded")
@@ -52,7 +53,7 @@ class Unreadable(results.Unmeasurable):
     """Counters cannot be read on this machine."""
 
 
-def read(code: str, metrics: Sequence[str], kernels: str, options: Sequence[str] = ()) -> list[dict[str, Any]]:
+def read(code: str, metrics: Sequence[str], kernels: str, options: Sequence[str] = ()) -> pd.DataFrame:
     """Run `python -c code` under the profiler and read `metrics` of each launch.
 
     Clocks are left as they are.
@@ -62,12 +63,11 @@ def read(code: str, metrics: Sequence[str], kernels: str, options: Sequence[str]
         options: further ones of `ncu`.
 
     Returns:
-        A dict a launch, in order: `kernel`, its name, and each metric as (value, unit), bytes in ``byte`` and times in
-        ``us``.
+        As `parse`.
 
     Raises:
         Unreadable: there is no such profiler, or none that may read counters.
-        RuntimeError: it failed, or a launch lacks a metric or has it in an unknown unit.
+        RuntimeError: it failed, or a launch lacks a metric.
     """
     if not shutil.which("ncu"):
         raise Unreadable("no ncu on the PATH: install Nsight Compute, or add its folder there")
@@ -82,22 +82,26 @@ def read(code: str, metrics: Sequence[str], kernels: str, options: Sequence[str]
     return parse(done.stdout, metrics)
 
 
-def parse(text: str, metrics: Sequence[str]) -> list[dict[str, Any]]:
-    """Launches from what `ncu --csv` prints: a line a launch and metric. Returns and raises as `read`."""
-    lines = text.splitlines()
-    begin = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    launches: dict[int, dict[str, Any]] = {}
-    for line in csv.DictReader(lines[begin:]):
-        launch = launches.setdefault(int(line["ID"]), {"kernel": line["Kernel Name"]})
-        if line["Metric Name"] in metrics:
-            if line["Metric Unit"] not in BASE:
-                raise RuntimeError(f"{line['Metric Name']} is in {line['Metric Unit']}, not in {', '.join(BASE)}")
-            unit, factor = BASE[line["Metric Unit"]]
-            launch[line["Metric Name"]] = float(line["Metric Value"].replace(",", "")) * factor, unit
-    for number, launch in launches.items():
-        if missing := set(metrics) - launch.keys():
-            raise RuntimeError(f"the profiler gave no {', '.join(sorted(missing))} of launch {number}")
-    return [launches[number] for number in sorted(launches)]
+def parse(text: str, metrics: Sequence[str]) -> pd.DataFrame:
+    """What `ncu --csv` prints, which is a line a launch and metric: rows `launch`, `kernel`, `metric`, `value`, `unit`,
+    bytes in ``byte`` and times in ``us``, in the order of launches.
+
+    Raises:
+        RuntimeError: a launch lacks a metric.
+    """
+    _, header, lines = text.partition('"ID"')
+    names = {"ID": "launch", "Kernel Name": "kernel", "Metric Name": "metric", "Metric Value": "value"}
+    if not header:
+        return pd.DataFrame(columns=[*names.values(), "unit"])
+    frame = pd.read_csv(io.StringIO(header + lines), thousands=",", keep_default_na=False)
+    frame = frame.rename(columns=names | {"Metric Unit": "unit"})[[*names.values(), "unit"]]
+    frame = frame[frame["metric"].isin(metrics)].reset_index(drop=True)
+    base = frame["unit"].map(lambda unit: TO_BASE.get(unit, (unit, 1)))
+    frame["value"] = frame["value"].astype(float) * base.str[1]
+    frame["unit"] = base.str[0]
+    if (frame.groupby("launch")["metric"].nunique() < len(metrics)).any():
+        raise RuntimeError(f"the profiler did not give each of {', '.join(metrics)} of every launch")
+    return frame
 
 
 # -- the attention -------------------------------------------------------------------------------------------------
@@ -138,22 +142,22 @@ def measure() -> pd.DataFrame:
     return table(read(run, metrics=list(METRICS), kernels="|".join(KERNELS), options=late))
 
 
-def table(seen: list[dict[str, Any]]) -> pd.DataFrame:
+def table(seen: pd.DataFrame) -> pd.DataFrame:
     """Rows of the launches as `read` gives them, in the order of `shapes`; each shape's first is ours."""
-    every, found, at = shapes(), [], -1
-    for launched in seen:
-        op = next(op for pattern, op in KERNELS.items() if re.search(pattern, launched["kernel"]))
-        at += op == "nwor"
-        shape = asdict(every[at]) if 0 <= at < len(every) else {}
-        for metric, name in METRICS.items():
-            value, unit = launched[metric]
-            found.append({**shape, "op": op, "metric": name, "value": value, "unit": unit or "count"})
-    frame = pd.DataFrame(found, columns=[*KEYS, "op", "metric", "value", "unit"])
-    each = frame[frame["metric"] == "time"].groupby(KEYS)["op"].agg(sorted)
-    whole = each.map(lambda ops: [op for op in ops if op != "combine"] == ["flash", "nwor", "write"])
-    if len(whole) != len(every) or not whole.all() or frame["heads"].isna().any():
+    every = shapes()
+    op = seen["kernel"].map(lambda name: next(op for pattern, op in KERNELS.items() if re.search(pattern, name)))
+    launches = seen.assign(op=op).drop_duplicates("launch").set_index("launch")["op"]
+    number = (launches == "nwor").cumsum()
+    each = launches.groupby(number).agg(lambda ops: sorted(op for op in ops if op != "combine"))
+    combined = (launches == "combine").groupby(number).sum()
+    whole = all(ops == ["flash", "nwor", "write"] for ops in each) and [*each.index] == [*range(1, len(every) + 1)]
+    if not whole or combined.max() > 1:
         wanted = f"this kit's kernel, vLLM's write and FlashAttention of {len(every)} shapes"
-        raise RuntimeError(f"the profiler saw {len(seen)} launches, which are not {wanted}")
+        raise RuntimeError(f"the profiler saw {len(launches)} launches, which are not {wanted}")
+    at = seen["launch"].map(number) - 1
+    of_shape = pd.DataFrame([asdict(every[n]) for n in at], index=seen.index)
+    frame = of_shape.assign(op=op, metric=seen["metric"].map(METRICS), value=seen["value"])
+    frame["unit"] = seen["unit"].replace("", "count")
     return results.tidy(frame, mode="", model="")
 
 

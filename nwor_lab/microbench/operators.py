@@ -168,15 +168,15 @@ def count_bytes() -> pd.DataFrame:
     """
     run, untouched = "from nwor_lab.microbench import operators; operators.run_counted()", ("--cache-control", "none")
     seen = counters.read(run, metrics=list(METRICS), kernels="move_rows", options=untouched)
-    if len(seen) != len(counted()):
-        raise RuntimeError(f"ncu saw {len(seen)} launches, expected {len(counted())}")
+    if seen["launch"].nunique() != len(counted()):
+        raise RuntimeError(f"ncu saw {seen['launch'].nunique()} launches, expected {len(counted())}")
     found = []
-    for (kv_heads, cache, rows, kept, op), launch in zip(counted(), seen, strict=True):
+    for case, (_, launch) in zip(counted(), seen.groupby("launch"), strict=True):
+        kv_heads, cache, rows, kept, op = case
         half = bytes_moved(op, shape_of(kv_heads, cache), rows, kept) // 2
-        case = {"op": op, "kv_heads": kv_heads, "cache": cache, "rows": rows, "kept": kept, "bytes": half}
-        found += [
-            case | {"metric": name, "value": launch[metric][0], "unit": "bytes"} for metric, name in METRICS.items()
-        ]
+        about = {"op": op, "kv_heads": kv_heads, "cache": cache, "rows": rows, "kept": kept, "bytes": half}
+        of_metric = launch.set_index("metric")["value"]
+        found += [about | {"metric": name, "value": of_metric[one], "unit": "bytes"} for one, name in METRICS.items()]
     return results.tidy(found, mode="", model="")
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nwor tune`: find the fastest configurations of `stage`'s attention on this GPU, in a file that vLLM takes.
 
-    nwor tune --model meta-llama/Llama-3.1-8B-Instruct --tp 1,2 --out tuning
+    nwor tune --heads 32x8 --head-size 128 --tp 1,2 --out tuning
     VLLM_NWOR_TUNING=$PWD/tuning VLLM_NWOR_MODE=stage vllm serve ...
 
 The file is named after the GPU, and holds what was known of it before as well. Each k, cache and number of ranks takes
 about a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
-interleaved with the candidates.
+interleaved with the candidates. A model's heads are `num_attention_heads`, `num_key_value_heads` and `head_dim` of its
+`config.json`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from nwor.attention.configs import (
 )
 from nwor.settings import PREFIX, Settings
 from nwor_lab import results
-from nwor_lab.engines.shapes import SHAPES, unreadable
+from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.microbench.attention import shapes
 from nwor_lab.microbench.held_out import CONTEXTS
 from nwor_lab.microbench.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
@@ -252,26 +253,6 @@ def in_words(config: dict[str, Any]) -> str:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def heads_of(model: str) -> tuple[int, int, int]:
-    """Query heads, KV heads and head size of a model, by a key of `SHAPES`, its folder or its name on the Hub.
-
-    Raises:
-        ValueError: no such model.
-    """
-    if model in SHAPES:
-        shape = SHAPES[model]
-        return shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-    except OSError as error:
-        raise unreadable(model, error) from error
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, head_size
-
-
 def of_rank(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
     """Query and KV heads of one of `tp` ranks; KV heads fewer than ranks are repeated, as vLLM does.
 
@@ -284,15 +265,15 @@ def of_rank(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
 
 
 def heads_of_ranks(options: argparse.Namespace) -> tuple[list[tuple[int, int]], int]:
-    """Query and KV heads of a rank, of each model and number of ranks that was asked for, and their head size.
+    """Query and KV heads of a rank, of each shape and number of ranks that was asked for, and their head size.
 
     Raises:
-        ValueError: no such model, heads do not divide among the ranks, or `stage` does not serve their size.
+        ValueError: heads do not divide among the ranks, or `stage` does not serve their size.
     """
     heads, head_size = options.heads, options.head_size
     if not heads:
-        of_all, kv, head_size = heads_of(options.model or options.shape)
-        heads = [(of_all, kv)]
+        shape = SHAPES[options.shape]
+        heads, head_size = [(shape["num_attention_heads"], shape["num_key_value_heads"])], shape["head_dim"]
     if head_size not in HEAD_SIZES:
         raise ValueError(f"stage serves no heads of size {head_size}")
     return list(dict.fromkeys(of_rank(of_all, kv, tp) for of_all, kv in heads for tp in options.tp)), head_size
@@ -313,9 +294,8 @@ def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterab
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nwor tune", description=__doc__.split("\n")[0].split(": ")[1])
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="a folder or a name on the Hub, of which the config alone is read")
     which.add_argument("--shape", choices=SHAPES, help="the shape of a model")
-    which.add_argument("--heads", type=pairs, help="query heads x KV heads of a rank, as many as you like: 32x8,16x4")
+    which.add_argument("--heads", type=pairs, help="query heads x KV heads of a model, as many as you like: 32x8,16x4")
     parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=HEAD_SIZE, help="with --heads")
     parser.add_argument("--tp", type=numbers, default=[1], help="ranks that share the heads: 1,2 (default: 1)")
     parser.add_argument("--ks", type=numbers, default=[8], help="drafts of a window: 1,3,8 (default: 8)")

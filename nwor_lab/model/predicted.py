@@ -119,12 +119,12 @@ def _rms(errors: pd.Series) -> float:
 def _with_attention(
     mode: str, where: Mapping[str, Any], shape: Shape, window: Window, attention: pd.DataFrame
 ) -> float:
-    """Microseconds of a step over vanilla's: attention and write of each layer as measured in a step (`between`),
+    """Microseconds of a step over vanilla's: attention and write of each layer as measured alone,
     and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there is none
     of the same build."""
     prompt = float(where.get("prompt", math.nan))
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
-    rows = attention[(attention["metric"] == "between") & (attention["build"] == where.get("build"))]
+    rows = attention[(attention["metric"] == "time") & (attention["build"] == where.get("build"))]
     rows = rows[(rows["kv_heads"] == shape.heads) & (rows["cache"] == cache)]
     rows = rows[(rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
     if rows.empty or math.isnan(prompt):

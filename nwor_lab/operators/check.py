@@ -70,7 +70,7 @@ def devices(device: str = "") -> list[str]:
     return [device] if device else here
 
 
-def everywhere(check: Callable[[str], pd.DataFrame], on: list[str]) -> pd.DataFrame:
+def on_each_device(check: Callable[[str], pd.DataFrame], on: list[str]) -> pd.DataFrame:
     """The rows of `check(device)` of all devices, each with its `device`."""
     return pd.concat([check(device).assign(device=device) for device in on], ignore_index=True)
 

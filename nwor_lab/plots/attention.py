@@ -77,16 +77,6 @@ def wins(table: pd.DataFrame) -> pd.DataFrame:
     return groups.agg(shapes=("won", "size"), won=("won", "sum"), median=("ratio", "median"), worst=("ratio", "max"))
 
 
-def saved(times: pd.DataFrame) -> pd.DataFrame:
-    """Microseconds that a layer saves beside FlashAttention 3 and vLLM's write, by shape: `alone`, in samples of its
-    own whose rows come from memory, and `between` its neighbours, where the projection has just left them in the L2
-    cache."""
-    alone, rows = net(times), times[times["metric"] == "between"]
-    between = rows.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median", observed=True)
-    both = {"alone": alone["flash"] - alone["nwor"], "between": between["flash"] - between["nwor"]}
-    return pd.DataFrame(both).astype(float).reset_index()
-
-
 def claim(run: results.Run, times: pd.DataFrame, table: pd.DataFrame, counted: pd.DataFrame, cache: str) -> None:
     """Record what must hold of the samples, their `frame` and the hardware's counters, each with its own origin."""
     origin, over_flash = run.origin(times), errors(times).set_index("cache")["over_flash"]

@@ -84,6 +84,16 @@ def test_shares_and_intervals_by_hand(counts) -> None:
     assert acceptance.summary(table).loc[(1, 3), "windows"] == 200
 
 
+def test_what_was_counted_is_said_in_a_sentence_and_what_was_not_is_not_claimed(counts, tmp_path) -> None:
+    greedy, sampled = acceptance.verdicts(table := acceptance.survival(counts))
+    assert greedy.startswith("greedy, k=3") and sampled.startswith("temperature 1, k=3")
+    assert "2.20 tokens a window" in greedy and "45% of the rows" in greedy
+    run = results.Run(tmp_path, "03")
+    acceptance.claim(run, table, table, "measured")
+    claimed = results.claims(tmp_path)
+    assert not claimed["claim"].str.contains("k=4").any() and "nan" not in claimed["measured"].astype(str).tolist()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

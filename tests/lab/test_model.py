@@ -96,15 +96,15 @@ def attention_times(times: dict[str, float], shapes: dict[tuple[int, int, int], 
         for (heads, batch, context), factor in shapes.items()
         for op, us in times.items()
     ]
-    return pd.DataFrame(rows).assign(cache="bf16", metric="between", k=8, build="k:1")
+    return pd.DataFrame(rows).assign(cache="bf16", metric="time", k=8, build="k:1")
 
 
-def test_stage_and_direct_are_predicted_with_the_attention_measured_between_its_neighbours():
+def test_stage_and_direct_are_predicted_with_the_attention_measured():
     """32 layers save 70 - 60 us each, and a step opens and commits 8 drafts once."""
     times = {"nwor": 60.0, "flash": 70.0, "triton": 65.0, "write": 4.0, "empty": 3.0}
     shapes = {(32, 4, 512): 1.0, (32, 4, 4096): 10.0, (16, 4, 512): 100.0, (32, 16, 512): 1000.0}
     attention = attention_times(times, shapes)
-    attention = pd.concat([attention, attention.assign(metric="time", value=1.0)])
+    attention = pd.concat([attention, attention.assign(metric="error", value=1.0)])
     staged = bench(prompt=700).replace({"mode": {"cow": "stage"}}).assign(k=8, build="k:1")
     (point,) = predicted.against_measured(staged, attention=attention).to_dict("records")
     commit = 2 * 32 * 16384 * 8 / 4.24e6

@@ -254,8 +254,8 @@ def test_without_a_gpu_it_says_so_in_a_line(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--shape", "llama-2-7b", "--tp", "1,3"], "32 query heads and 32 KV heads do not divide among 3 ranks"),
-        (["--model", "/no/such/model"], "/no/such/model"),
+        (["--shape", "llama-2-7b", "--tp", "1,3"], "do not divide among 3"),
+        (["--heads", "7x1", "--tp", "2"], "do not divide"),
     ],
 )
 def test_heads_that_cannot_be_had_are_one_line(words, said, capsys):
@@ -276,14 +276,6 @@ def test_heads_of_a_rank(heads, kv_heads, tp, expected):
 def test_heads_that_do_not_divide(heads, kv_heads, tp):
     with pytest.raises(ValueError, match=f"{heads} query heads and {kv_heads} KV heads do not divide among {tp}"):
         tune.of_rank(heads, kv_heads, tp)
-
-
-def test_heads_of_a_model(tmp_path):
-    from nwor_lab.engines.shapes import write_shape
-
-    assert tune.heads_of("llama-2-7b-8kv") == (32, 8, 128)
-    target, _ = write_shape("tiny", tmp_path, 128)
-    assert tune.heads_of(str(target)) == (4, 2, 64)
 
 
 @pytest.mark.gpu
