@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 
 from nwor_lab import paths, results
-from nwor_lab.experiments import gpu_steps, survival
+from nwor_lab.experiments import survival
+from nwor_lab.experiments.gpu_steps import MAIN, UNSPLIT, VANILLA, step_ratios, unsplit_steps
 from nwor_lab.microbench.attention import net
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import attention as layers
@@ -79,17 +80,18 @@ NEVER_PATCHED = "vLLM never patched"
 
 def whole_steps() -> pd.DataFrame:
     """Steps over vanilla's: a line a table, setting and mode, of all tables of whole steps."""
-    lines = []
-    for name in ("gpu_steps", "gpu_long_steps", "gpu_next_steps"):
-        lines.append(gpu_steps.ratios_to_paused(table(name)).reset_index().assign(table=name, over=PAUSED))
-    unsplit = gpu_steps.unsplit_steps()
-    for forced, words in gpu_steps.UNSPLIT.items():
-        ratios = gpu_steps.ratios_to_paused(unsplit[unsplit["attention"] == forced]).reset_index()
-        lines.append(ratios.assign(table="gpu_cliff_steps", over=f"{PAUSED}, {words}"))
-    control = gpu_steps.beside_control(table("gpu_direct")).rename(columns={"ratio": "step", "beside": "over"})
-    control["over"] = control["over"].replace("vllm", NEVER_PATCHED)
-    lines.append(control.assign(table="gpu_direct"))
-    found = pd.concat(lines, ignore_index=True).query("mode != 'off'")
+    lines = [
+        step_ratios(table(name)).assign(table=name, over=PAUSED)
+        for name in ("gpu_steps", "gpu_long_steps", "gpu_next_steps")
+    ]
+    unsplit = step_ratios(unsplit_steps())
+    over = PAUSED + ", " + unsplit["attention"].map(UNSPLIT)
+    lines.append(unsplit.assign(table="gpu_cliff_steps", over=over))
+    control = table("gpu_direct")
+    lines.append(step_ratios(control).assign(table="gpu_direct", over=NEVER_PATCHED))
+    lines.append(step_ratios(control, "direct").query("mode == 'stage'").assign(table="gpu_direct", over="direct"))
+    found = pd.concat(lines, ignore_index=True)
+    found = found[~found["mode"].isin(VANILLA)]
     searched = table("gpu_steps").groupby(["prompt", "batch"])["tuned_on"].first()
     found = found.join(searched, on=["prompt", "batch"]).assign(what="whole step", unit="of vanilla's time")
     return found.rename(columns={"step": "value", "prompt": "context", "kv_cache_dtype": "cache"}).replace(
@@ -130,12 +132,12 @@ def findings() -> pd.DataFrame:
     audited["what"] = audited["metric"].str.removeprefix("audit.").str.replace("_", " ")
     share = table("kv_write_share").assign(what="share of the paged write", table="kv_write_share", mode="off")
     share = share.rename(columns={"kv_cache_dtype": "cache", "prompt": "context"}).replace({"cache": {"auto": "bf16"}})
-    pair = [gpu_steps.of_pair(table("gpu_pair")).reset_index().rename(columns={"rate": "value"})]
-    pair[0] = pair[0].assign(what="tokens a second, shipped pair", table="gpu_pair", over="off", k=8, batch=16)
+    pair = step_ratios(table("gpu_pair")).query("mode != 'off'").rename(columns={"tokens": "value"})
+    pair = pair.assign(what="tokens a second, shipped pair", table="gpu_pair", over="off")
     faster = kernels.speedups(table("kernel_times")).reset_index().melt(kernels.KEYS, var_name="over")
     faster = faster.assign(table="kernel_times", batch=faster["rows"] // 9, k=8, unit="times faster")
     faster["what"] = "commit of all layers, " + faster["kept"].astype(str) + " of 9 rows kept"
-    parts = [whole_steps(), one_layer(), *pair, audited, accepted, share, faster]
+    parts = [whole_steps(), one_layer(), pair, audited, accepted, share, faster]
     whole = pd.concat([part.astype({"value": float}) for part in parts], ignore_index=True).reindex(
         columns=list(COLUMNS)
     )
@@ -194,9 +196,7 @@ def attention() -> pd.DataFrame:
 
 def control_us(kind: str, mode: str, batch: int) -> float:
     """GPU microseconds of a decode step in kernels of a kind, in the run with the control, 32 KV heads."""
-    rows = (
-        table("gpu_direct").query(gpu_steps.MAIN).query("metric == 'kernel_us' and batch == @batch and kv_heads == 32")
-    )
+    rows = table("gpu_direct").query(MAIN).query("metric == 'kernel_us' and batch == @batch and kv_heads == 32")
     return float(rows.loc[(rows["kind"] == kind) & (rows["mode"] == mode), "value"].mean())
 
 
