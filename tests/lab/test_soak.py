@@ -216,7 +216,6 @@ def test_a_failure_that_is_not_of_tokens_is_blamed_too(fake, capsys, kind, field
         (["--mode", "cow,cow"], "choose different ones"),
         (["--minutes", "0"], "--minutes must be above 0"),
         (["--scripts", "0"], "--scripts 1 to 1000"),
-        (["--tp", "3"], "do not divide over 3 ranks"),
         (["--resume", "nothing"], "there is no soak in"),
         (["--replay", "nothing.json"], "is no replay of a soak"),
     ],

@@ -14,7 +14,7 @@ from nwor.manager import DraftCommitManager
 from nwor.step import Step
 from nwor.vllm import self_check
 from nwor_lab.engines.child import Served
-from nwor_lab.engines.offload import ship_last_slots
+from tests.nwor.host_offload import ship_last_slots
 
 
 def _behind_the_check(patch: pytest.MonkeyPatch) -> None:
