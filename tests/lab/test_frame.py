@@ -247,7 +247,7 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     assert "invalid choice: 'benhc'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["reproduce", "--only", "09_paper_figures"]])
+@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["reproduce", "--only", "08_break_even"]])
 def test_a_command_that_nobody_reads_any_more_ends_quietly(words: list[str], tmp_path: Path) -> None:
     if words[0] == "reproduce":
         words = [*words, "--run", str(tmp_path / "run")]
@@ -266,7 +266,7 @@ def test_a_command_that_nobody_reads_any_more_ends_quietly(words: list[str], tmp
 def test_the_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main([])
     said, found = capsys.readouterr().out, doctor.examine()
-    assert list(found) == ["environment", "versions", "this machine", "folders", "operators", "plugin", "data", "modes"]
+    assert list(found) == ["environment", "folders", "operators", "plugin", "modes"]
     assert [one.name for one in found["modes"]] == ["off", "cow", "direct", "stage"]
     assert all(f"\n{section}\n" in said and one.name in said for section in found for one in found[section])
 
