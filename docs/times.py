@@ -28,10 +28,10 @@ from nwor_lab.experiments.gpu_steps import (
 )
 from nwor_lab.microbench.attention import net
 from nwor_lab.microbench.inputs import KEYS
-from nwor_lab.model.breakeven import H200, published_differences
-from nwor_lab.model.predicted import beside_no_effect
+from nwor_lab.model.breakeven import H200, published_differences, published_survival
+from nwor_lab.model.predicted import against_measured, beside_no_effect
 from nwor_lab.model.ratios import abba_ratio
-from nwor_lab.plots import kernels, paper
+from nwor_lab.plots import kernels
 from nwor_lab.plots.attention import EACH, frame, over_each, saved
 
 
@@ -245,7 +245,7 @@ def order_bias() -> float:
 @functools.cache
 def measured_steps() -> pd.DataFrame:
     """Every whole step of `gpu_steps` beside its prediction."""
-    return paper.measured_steps({name: table(name) for name in ("gpu_steps", "attention")})
+    return against_measured(table("gpu_steps"), attention=table("attention"))
 
 
 @functools.cache
@@ -270,7 +270,7 @@ def model_error(column: str, mode: str = "stage", with_attention: bool = False) 
 @functools.cache
 def faster_points(mode: str) -> tuple[int, int]:
     """At how many published models, k and batches a mode is predicted to be faster, and how many there are."""
-    points = published_differences(paper.published_survival(), (1, 16, 64, 256), modes=(mode,))
+    points = published_differences(published_survival(), (1, 16, 64, 256), modes=(mode,))
     return int(points["is_faster"].sum()), len(points)
 
 

@@ -37,7 +37,6 @@ from nwor.vllm.releases import release_of
 from nwor_lab import builds, paths, provenance, results
 from nwor_lab.experiments.gpu_steps import gpu_tables
 from nwor_lab.kept import keep_table
-from nwor_lab.plots import paper
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,8 @@ def read_matrix(text: str) -> dict[str, Measurement]:
 
 
 MEASUREMENTS = read_matrix(Path(__file__).with_name("measurements.toml").read_text())
+TABLES = ("reference", "acceptance", "traffic", "steps")
+"""Tables that a reproduction run makes."""
 TIMES = ("step_ms", "time", "between")
 """Metrics whose repeats are counted."""
 
@@ -268,7 +269,7 @@ def record_run(run: Path, recorded: Path = paths.RECORDED) -> None:
     if any(isinstance(made["gpu"], list) for made in every.values()):
         record_claims_on_gpus(run, every, recorded)
         return
-    for name in (*paper.TABLES, "claims"):
+    for name in (*TABLES, "claims"):
         keep_table(recorded / f"{name}.parquet", results.read_table(name, run))
     shutil.copy(run / "figures" / "reference_policies.png", recorded)
     results.write_json(recorded / "manifest.json", manifest)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nwor_lab import builds, paths, results
-from nwor_lab.plots import paper
+from nwor_lab import builds, measure, paths, results
 
 ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
 
@@ -75,7 +74,7 @@ def test_rows_of_different_builds_do_not_go_together(tmp_path: Path) -> None:
 def test_all_that_was_recorded_on_gpus_is_of_one_build_and_its_page_says_which() -> None:
     tables = {path.stem: results.read_table(path.stem, paths.RECORDED) for path in paths.RECORDED.glob("*.parquet")}
     unnamed = {name for name, table in tables.items() if "build" not in table}
-    assert unnamed == {*paper.TABLES, "claims", "soak", "gpu_claims"}, (
+    assert unnamed == {*measure.TABLES, "claims", "soak", "gpu_claims"}, (
         "of a CPU, but the last: gpu_claims.json has its commit"
     )
     (build,) = {build for table in tables.values() if "build" in table for build in table["build"]} - {""}
