@@ -13,7 +13,7 @@ def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(tmp
     recorded = tmp_path / "recorded"
     run = results.Run(tmp_path / "run", "01_x", {"k": 1, "run_dir": "somewhere"})
     run.claim("a", 1, 1, True)
-    monkeypatch.setattr(measure.paper, "TABLES", ("steps",))
+    monkeypatch.setattr(measure, "TABLES", ("steps",))
     with pytest.raises(ValueError, match="run is not whole: 01_x; go on with"):
         measure.record_run(run.directory, recorded)
     run.finish()
