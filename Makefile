@@ -51,8 +51,8 @@ soak: setup ## 20 minutes of random traffic on real engines, every step audited;
 lab: setup ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
-figures: setup ## redraw the paper figures from the newest results, or from the recorded ones
-	$(BIN)/nwor figures
+figures: setup ## draw the paper's figures from data/recorded, or from SOURCE=results/<run>
+	$(BIN)/nwor figures $(if $(SOURCE),--source $(SOURCE))
 
 docs: setup ## write README.md and the pages of docs/ that state numbers, from data/recorded
 	$(BIN)/python -m docs.generate

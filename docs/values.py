@@ -18,7 +18,7 @@ from nwor_lab.experiments.gpu_steps import MAIN, UNSPLIT, VANILLA, step_ratios, 
 from nwor_lab.microbench.attention import net
 from nwor_lab.model.ratios import abba_ratio
 from nwor_lab.plots import attention as layers
-from nwor_lab.plots import kernels, promises
+from nwor_lab.plots import kernels
 
 
 @functools.cache
@@ -297,16 +297,9 @@ def gpu_tests(outcome: str) -> int:
 # -- promises --------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def promises_beside() -> pd.DataFrame:
-    """What was promised beside what was measured, a row a value: `nwor_lab.plots.promises.beside`."""
-    return promises.beside({name: table(name) for name in promises.TABLES})
-
-
 def promise(name: str, case: str) -> str:
-    """The values of one case of a promise, as the figure has them."""
-    rows = promises_beside()
-    found = rows.loc[(rows["promise"] == name) & (rows["case"] == case), "value"]
-    if found.empty:
-        raise LookupError(f"the promise {name!r} has no case {case!r}")
-    return promises.spread(found)
+    """The values of one case of a promise in `data/promises.csv`: one, or the least and the greatest."""
+    rows = pd.read_csv(paths.PROMISES).query("promise == @name and case == @case")
+    found = [value(rows, column) for column in ("low", "high")]
+    ends = [f"{end:.0f}" if abs(end) >= 10 else f"{end:.3g}" for end in found]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)

@@ -23,7 +23,7 @@ COMMANDS = {
     "soak": ("nwor_lab.soak.command", "serve random traffic, every step audited and every text beside vanilla's"),
     "acceptance": ("nwor_lab.experiments.acceptance", "count accepted drafts at many draft lengths"),
     "tune": ("nwor_lab.microbench.tune", "find the fastest configurations of stage's attention on this GPU"),
-    "figures": ("nwor_lab.plots.paper", "redraw the paper figures"),
+    "figures": ("nwor_lab.figures", "draw the paper's figures from the tables of a folder"),
     "measure": ("nwor_lab.measure", "measure what data/recorded holds, and record it there"),
 }
 

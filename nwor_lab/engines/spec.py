@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nwor_lab.checkpoint import check_checkpoint, check_ranks, is_folder
 from nwor_lab.engines.random_weights import ASKED, FORMAT
 from nwor_lab.machine import on_cpu
 
@@ -31,7 +30,6 @@ class EngineSpec:
     block_size: slots of a cache block, or 0 for vLLM's own choice.
     enforce_eager: run without CUDA graphs.
     prefix_caching: reuse the cache of prompts that begin alike.
-    offload: MiB of host memory to which vLLM's OffloadingConnector copies whole blocks, answers' too; 0: none.
     async_scheduling: whether the scheduler runs a step ahead; left out, vLLM's own choice.
     kv_cache_memory: MiB of cache on each GPU, or 0 for what gpu_memory_utilization leaves; given, vLLM measures
         nothing at start-up, so engines may start side by side.
@@ -63,7 +61,6 @@ class EngineSpec:
     block_size: int = 0
     enforce_eager: bool = True
     prefix_caching: bool = False
-    offload: int = 0
     async_scheduling: bool | None = None
     kv_cache_memory: int = 0
     load_format: str = "auto"
@@ -86,10 +83,6 @@ class EngineSpec:
             raise ValueError(f"runner must be v1, v2 or empty for vLLM's own choice, got {self.runner!r}")
         if self.enforce_eager and (self.cudagraph_mode or self.cudagraph_capture_sizes):
             raise ValueError("graphs are asked for and ruled out: leave out enforce_eager (--no-enforce-eager)")
-        for path in filter(None, (self.model, self.draft)):
-            if is_folder(path):
-                config = check_checkpoint(Path(path), weights=self.load_format == "auto")
-                check_ranks(config, self.tp, path)
 
     def llm_arguments(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``; what is empty or 0 here is left to vLLM."""
@@ -109,7 +102,6 @@ class EngineSpec:
             "attention_backend": self.attention_backend,
             "attention_config": self.flash_attn_version and {"flash_attn_version": self.flash_attn_version},
             "compilation_config": {name: value for name, value in graphs.items() if value},
-            "kv_transfer_config": self.offload and self._offloading(),
         }
         arguments = {name: value for name, value in chosen.items() if value}
         if self.async_scheduling is not None:
@@ -131,16 +123,6 @@ class EngineSpec:
             "seed": self.seed,
             "disable_log_stats": False,
             "use_tqdm_on_load": False,
-        }
-
-    def _offloading(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"cpu_bytes_to_use": self.offload << 20, "offload_prompt_only": False}
-        if on_cpu():
-            options |= {"spec_name": "HostOffloadingSpec", "spec_module_path": "nwor_lab.engines.offload"}
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": options,
         }
 
     def environ(self, core: int = 0) -> dict[str, str]:

@@ -96,7 +96,7 @@ def survival_of(acceptance: float, k: int) -> list[float]:
 
 
 def step_difference(mode: str, shape: Shape, window: Window) -> Moved:
-    """Bytes and launches of a step in `mode`, less those of vanilla's."""
+    """Moved and launches of a step in `mode`, less those of vanilla's."""
     return served_traffic(mode, shape, window).total() - served_traffic("off", shape, window).total()
 
 
@@ -135,14 +135,28 @@ def differences(
     )
 
 
+def published_survival() -> pd.DataFrame:
+    """The published acceptance of chain drafts as survival: columns `source`, `model` ("<model>, <drafter>"),
+    `position` (0 is the first draft) and `value`.
+
+    A conditional acceptance is turned into survival by the running product over positions.
+    """
+    table = pd.read_csv(paths.PUBLISHED_ACCEPTANCE)
+    rows = table[table["draft"].str.startswith("chain") & table["metric"].isin(["survival", "conditional_acceptance"])]
+    rows = rows.sort_values("position").astype({"position": int})
+    product = rows.groupby(["source", "model", "drafter"])["value"].cumprod()
+    rows["value"] = product.where(rows["metric"] == "conditional_acceptance", rows["value"])
+    rows["model"] = rows["model"].str.removesuffix("-Instruct") + ", " + rows["drafter"]
+    return rows[["source", "model", "position", "value"]].reset_index(drop=True)
+
+
 def published_differences(
     survival: pd.DataFrame, batches: Sequence[int], chip: Chip = H200, modes: Sequence[str] = MODES
 ) -> pd.DataFrame:
     """`differences` at published acceptance, each k up to the positions that were published; nothing extrapolated.
 
     Args:
-        survival: columns `source`, `model` ("<model>, <drafter>"), `position`, `value`, as
-            `nwor_lab.plots.paper.published_survival` returns. Models that are not in `MODELS` are left out: those with
+        survival: as `published_survival` returns it. Models that are not in `MODELS` are left out: those with
             multi-head latent attention have no rows of keys and values, and no mode serves them.
 
     Returns:

@@ -105,7 +105,7 @@ def claim(run: Run, points: pd.DataFrame, origin: str) -> None:
 def claim_floor(run: Run, kernels: pd.DataFrame, origin: str) -> None:
     """Record that no kernel of this kit takes less than the model says: it has no launch or byte that is not made.
 
-    kernels: of `nwor_lab.plots.paper.priced_kernels`.
+    kernels: of `nwor_lab.plots.kernels.priced`.
     """
     fastest = kernels.loc[(kernels["bytes"] > 0) & (kernels["op"] != "vllm"), "error"].max()
     text = "predicted time over measured, less one, of this kit's kernels, largest"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the model of bytes, launches and time: where each mode is faster, the prediction beside what was measured,
+"""Figures of the model of bytes, launches and time: where each mode is faster, what was expected beside what was found,
 and one widget to explore the model."""
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 
-from nwor_lab import results
 from nwor_lab.model import breakeven, ratios, traffic
 from nwor_lab.model.breakeven import H200, MODELS, Chip
 from nwor_lab.plots import style
@@ -24,20 +23,15 @@ MAPS = (
 """Rows of the break-even map: mode, model, label."""
 BATCHES = (1, 16, 64, 256)
 KS = tuple(range(1, 13))
-LEVELS = (-100, -50, 0, 50, 200, 500)
 DOT: Any = {"color": "black", "marker": "o", "markerfacecolor": "white", "markersize": 3, "linestyle": "none"}
 
 
-def break_even(run: results.Run | Path, published: pd.DataFrame, chip: Chip = H200) -> Path:
-    """Draw where each mode is faster over k, acceptance and batch, with published models at their own acceptance.
-
-    Args:
-        published: survival by position, as `nwor_lab.plots.paper.published_survival` returns it.
-    """
+def break_even(run: style.Place, chip: Chip = H200) -> Path:
+    """Draw where each mode is faster over k, acceptance and batch, with published models at their own acceptance."""
     grid = breakeven.differences(
         {model: MODELS[model] for _, model, _ in MAPS}, KS, np.linspace(0, 1, 21), BATCHES, chip
     )
-    dots = breakeven.published_differences(published, BATCHES, chip)
+    dots = breakeven.published_differences(breakeven.published_survival(), BATCHES, chip)
     fig, axes = style.figure(style.TWO_COLUMNS, 4.4, nrows=len(MAPS), ncols=len(BATCHES), sharex=True, sharey=True)
     for line, (mode, model, label) in zip(axes, MAPS, strict=True):
         for ax, batch in zip(line, BATCHES, strict=True):
@@ -49,8 +43,6 @@ def break_even(run: results.Run | Path, published: pd.DataFrame, chip: Chip = H2
             )  # fmt: skip
             if wide.to_numpy().max() > 0:
                 ax.contourf(wide.columns, wide.index, wide, levels=[0, np.inf], colors="none", hatches=["////"])
-            lines = ax.contour(wide.columns, wide.index, wide, levels=LEVELS, colors="black", linewidths=0.6)
-            ax.clabel(lines, fontsize=6)
             there = dots[(dots["mode"] == mode) & (dots["batch"] == batch)]
             there = there[[_same_rows(name, model) for name in there["model"]]]
             ax.plot(there["k"], there["acceptance"], **DOT, clip_on=False, zorder=5)
@@ -65,7 +57,6 @@ def break_even(run: results.Run | Path, published: pd.DataFrame, chip: Chip = H2
     bar.minorticks_off()
     handles = [
         mpl.patches.Patch(facecolor="white", edgecolor="black", hatch="////", label="slower than vanilla"),
-        mpl.lines.Line2D([], [], color="black", linewidth=0.6, label="us, contour"),
         mpl.lines.Line2D([], [], **DOT, label="published models, at their own acceptance"),
     ]
     fig.legend(handles=handles, loc="outside upper center", ncols=3)
@@ -84,44 +75,39 @@ def _same_rows(name: str, model: str) -> bool:
     return theirs is not None and (theirs.num_kv_heads, theirs.head_size) == (ours.num_kv_heads, ours.head_size)
 
 
-def predicted_against_measured(run: results.Run | Path, kernels: pd.DataFrame, steps: pd.DataFrame) -> Path:
-    """Draw the model's prediction beside every measured kernel and every measured step-time ratio.
+def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame) -> Path:
+    """Draw what the model expected beside what was found, of every measured kernel and every measured step.
 
     Args:
-        kernels: `nwor_lab.plots.paper.priced_kernels`.
-        steps: `nwor_lab.model.predicted.against_measured`.
+        kernels: `nwor_lab.plots.kernels.priced`.
+        steps: `nwor_lab.model.predicted.against_measured`; points whose repeats lie too far apart are left out.
     """
-    fig, (left, right) = style.figure(style.TWO_COLUMNS, 3.2, ncols=2)
-    span = np.array([kernels[["us", "predicted"]].min().min() / 1.3, kernels[["us", "predicted"]].max().max() * 1.3])
-    left.plot(span, span, color="black", linewidth=0.8, label="equal")
-    left.fill_between(span, span / 1.25, span * 1.25, color="black", alpha=0.1, linewidth=0, label="within 25 %")
-    open_markers: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 3}
-    names = (kernels["op"] + ", one launch").replace("vllm, one launch", "vLLM's writer, 32 launches")
-    style.series(left, kernels.assign(name=names), "predicted", "us", "name", **open_markers)
-    left.set(xscale="log", yscale="log", xlabel="predicted (us)", ylabel="measured (us)", title="kernels, all layers")
     stable = ratios.is_stable(steps)
-    shown = steps[stable].assign(x=steps["with_attention"].fillna(steps["predicted"]))
-    edges = np.array([shown[["low", "x"]].min().min() - 0.01, shown[["high", "x"]].max().max() + 0.01])
-    right.plot(edges, edges, color="black", linewidth=0.8, label="equal")
-    whole = shown["with_attention"].notna()
-    style.series(right, shown[~whole], "x", "measured", "mode", linestyle="none", markersize=3, capsize=0)
-    attended: Any = {"label": "{}, its attention measured", **open_markers, "markerfacecolor": "white", "capsize": 0}
-    style.series(right, shown[whole], "x", "measured", "mode", **attended)
-    right.set(xlabel="predicted", ylabel="measured", title="time of a step over vanilla's", xlim=edges, ylim=edges)
-    for ax in (left, right):
+    shown = steps[stable].assign(expected=steps["with_attention"].fillna(steps["predicted"]), panel="steps")
+    names = (kernels["op"] + ", one launch").replace("vllm, one launch", "vLLM's writer, 32 launches")
+    priced = kernels.assign(panel="kernels", expected=kernels["predicted"], measured=kernels["us"], mode=names)
+    fig, axes = style.figure(style.TWO_COLUMNS, 3.2, ncols=2)
+    for ax, rows, margin in zip(axes, (priced, shown), (1.3, 1.01), strict=True):
+        both = rows[["expected", "measured"]].to_numpy()
+        span = np.array([both.min() / margin, both.max() * margin])
+        ax.plot(span, span, color="black", linewidth=0.8, label="equal")
+        look: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 3, "capsize": 0}
+        style.series(ax, rows, "expected", "measured", "mode", **look)
+        ax.set(xlim=span, ylim=span)
         ax.legend(loc="upper left", fontsize=6)
-    error = (shown["x"] - shown["measured"]).abs()
+    axes[0].set(xscale="log", yscale="log", xlabel="expected (us)", ylabel="found (us)", title="kernels, all layers")
+    axes[1].set(xlabel="expected", ylabel="found", title="time of a step over vanilla's")
+    error = (shown["expected"] - shown["measured"]).abs().max()
     caption = (
-        f"The model of launches and bytes against what was measured on a GPU. Left: {len(kernels)} kernels, "
+        f"What the model of launches and bytes expects beside what was found on a GPU. Left: {len(kernels)} kernels, "
         "medians, cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at "
-        f"once. Right: {len(shown)} settings of whole steps, the ratio to vanilla's, median over pairs of repeats, "
-        f"whiskers from least to greatest; the largest error is {shown['error'].abs().max():.3f} by launches and bytes "
-        f"alone, {error.max():.3f} with the time of both attention kernels, measured by the same build "
-        f"(open markers). {(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} "
-        "apart. The model leaves out the host's bookkeeping."
+        f"once. Right: {len(shown)} settings of whole steps, the ratio to vanilla's; that of `stage` with the time of "
+        f"both attention kernels, measured by the same build, where there is one. The largest error is {error:.3f}; "
+        f"{(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} apart. The "
+        "model leaves out the host."
     )
-    data = pd.concat([kernels.assign(panel="kernels"), steps.assign(panel="steps")], ignore_index=True)
-    return style.save(fig, run, "predicted_against_measured", data, caption)
+    columns = ["panel", "mode", "expected", "measured", "low", "high"]
+    return style.save(fig, run, "expected", pd.concat([priced, shown]).reindex(columns=columns), caption)
 
 
 def explore(chip: Chip = H200, **start: Any) -> Any:

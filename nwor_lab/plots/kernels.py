@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the samples of `nwor_lab.microbench.operators` say: medians, the model of time, and the figures.
+"""What the samples of `nwor_lab.microbench.operators` say: medians, the model of time, and one figure.
 
 The model of time has two terms, both measured in the same run: an empty kernel, and the bytes that have to move at the
 bandwidth of a large copy. Nothing is fitted. `claim` records what notebook 06 claims of them.
@@ -129,79 +129,47 @@ def claim(run: results.Run, times: pd.DataFrame, counters: pd.DataFrame, k: int 
     run.expect(text, 0.05, idle, idle <= 0.05, origin)
 
 
-# -- figures -------------------------------------------------------------------------------------------------------
+def priced(times: pd.DataFrame) -> pd.DataFrame:
+    """Commit, log, restore and vLLM's writer, all layers, beside the model's price: a row an op and case.
+
+    The price is by the launches and the copy that `times` holds itself: `predicted` (us), and `error`, which is
+    predicted / `us` - 1.
+    """
+    (bandwidth, empty), (_, further) = ceilings(times), per_launch(times)
+    frame = medians(times).query("op in ('commit', 'log', 'restore', 'vllm')").reset_index(drop=True)
+    frame["predicted"] = empty + (frame["launches"] - 1) * further + frame["bytes"] / (1e12 * bandwidth) * 1e6
+    return frame.assign(error=frame["predicted"] / frame["us"] - 1)
 
 
-def roofline(run: results.Run | Path, times: pd.DataFrame) -> Path:
-    """Draw the bandwidth reached over the bytes that have to move, below the model's roof."""
-    bandwidth, empty = ceilings(times)
-    frame = modelled(times).assign(MB=lambda frame: frame["bytes"] / 1e6)
-    fig, ax = style.figure()
-    x = np.geomspace(frame["MB"].min() / 2, frame["MB"].max() * 2, 100)
-    ax.plot(x, x / (empty + x / bandwidth), color="black", linewidth=0.8, label="model: launch + bytes")
-    ax.axhline(bandwidth, color="black", linestyle=":", linewidth=0.8, label="copy of 4 GiB")
-    style.series(ax, frame, "MB", "tb_s", "op", linestyle="none", markerfacecolor="none")
-    ax.set(xscale="log", yscale="log", xlabel="MB read and written", ylabel="TB/s", ylim=(0.02, 6))
-    style.legend(ax, ncols=3)
+# -- the roofline ------------------------------------------------------------------------------------------------------
+
+
+def roof_points(times: pd.DataFrame) -> pd.DataFrame:
+    """The all-layer operators of `modelled` as points of `roofline`."""
+    return modelled(times).assign(panel="commit, log, restore: all layers", kernel=lambda rows: rows["op"])
+
+
+def roofline(run: style.Place, points: pd.DataFrame, bandwidth: float, empty: float, name: str = "roofline") -> Path:
+    """Draw the bandwidth that kernels reach over the bytes that have to move, below the model's roof.
+
+    Args:
+        points: a row a kernel and case: `panel`, `kernel`, `bytes` (read and written) and `us`.
+        bandwidth, empty: of `ceilings`: TB/s of a large copy, and microseconds of an empty kernel.
+    """
+    points = points.assign(MB=points["bytes"] / 1e6, tb_s=points["bytes"] / points["us"] / 1e6)
+    panels = points["panel"].unique()
+    width = style.TWO_COLUMNS if len(panels) > 1 else style.COLUMN
+    fig, axes = style.figure(width, 2.9, ncols=len(panels), sharey=True, squeeze=False)
+    for ax, panel in zip(axes[0], panels, strict=True):
+        rows = points[points["panel"] == panel]
+        x = np.geomspace(rows["MB"].min() / 2, rows["MB"].max() * 2, 100)
+        ax.plot(x, x / (empty + x / bandwidth), color="black", linewidth=0.8, label="roof: launch + bytes")
+        style.series(ax, rows, "MB", "tb_s", "kernel", linestyle="none", markerfacecolor="none", markersize=3)
+        ax.set(xscale="log", yscale="log", xlabel="MB that have to move", title=panel)
+        ax.legend(loc="lower right", fontsize=6)
+    axes[0, 0].set_ylabel("TB/s reached")
     caption = (
-        "Bandwidth of the all-layer operators over the bytes that have to move, one marker a cache, number of rows and "
-        f"share accepted. Line: an empty kernel ({empty:.1f} us) plus the bytes at the bandwidth of a large "
-        f"copy ({bandwidth:.2f} TB/s). Medians of {frame['samples'].min()} samples, cold L2 cache."
+        "Bandwidth that kernels reach over the bytes that have to move; a marker a shape, medians, cold L2 cache. "
+        f"Line: an empty kernel ({empty:.1f} us) and the bytes at the bandwidth of a large copy ({bandwidth:.2f} TB/s)."
     )
-    return style.save(fig, run, "kernel_roofline", frame, caption)
-
-
-def over_rows(run: results.Run | Path, times: pd.DataFrame, kept: int = 3) -> Path:
-    """Draw time over the rows of a window beside the peers, `kept` rows of each request accepted."""
-    frame = medians(times)
-    frame = frame[(frame["kept"] == kept) & frame["op"].isin(["commit", "stream", *PEERS])].copy()
-    frame["panel"] = frame["kv_heads"].astype(str) + " KV heads, " + frame["cache"]
-    names = {"commit": "commit (one launch)", "stream": "the same bytes, streamed"}
-    frame["writer"] = [names.get(op, f"{op} (a launch a layer)") for op in frame["op"]]
-    frame = frame.sort_values("rows").astype({"rows": str})
-    panels = sorted(set(frame["panel"]))
-    grid = style.relplot(frame, "rows", "us", "writer", col="panel", col_order=panels, panel=2.0, ncols=4)
-    grid.set(yscale="log").set_titles("{col_name}").set_axis_labels("rows of the window", "us, all 32 layers")
-    caption = (
-        f"Time to write the accepted rows, {kept} a request, in all 32 layers: this kit's commit in one launch, "
-        "and what writes them layer by layer today. Every peer gets the accepted rows alone. Medians, cold L2 cache."
-    )
-    return style.save(grid, run, "kernel_over_rows", frame, caption)
-
-
-def over_share(run: results.Run | Path, times: pd.DataFrame) -> Path:
-    """Draw time over the share of rows accepted: rejected rows cost nothing."""
-    bandwidth, empty = ceilings(times)
-    frame = medians(times)
-    frame = frame[frame["op"].isin(["commit", "restore"])]
-    heads, cache, rows = frame.groupby(KEYS[:3])["kept"].nunique().iloc[::-1].idxmax()  # timed at most shares
-    frame = frame[(frame["kv_heads"] == heads) & (frame["cache"] == cache) & (frame["rows"] == rows)]
-    frame = frame.assign(model=empty + frame["bytes"] / bandwidth / 1e6, accepted=frame["kept"] / frame["kept"].max())
-    fig, ax = style.figure()
-    style.series(ax, frame, "accepted", "us", "op", label="{}, measured", linestyle="none")
-    style.series(ax, frame, "accepted", "model", "op", label="{}, model", marker="")
-    ax.set(xlabel="share of rows accepted", ylabel="us", ylim=(0, None))
-    style.legend(ax)
-    caption = (
-        f"Time over the share of rows accepted: {rows:,} rows, 32 layers of {heads} KV heads, {cache}. The "
-        "commit moves what is accepted and the restore what is rejected; lines: the model."
-    )
-    return style.save(fig, run, "kernel_over_share", frame, caption)
-
-
-def launches(run: results.Run | Path, times: pd.DataFrame) -> Path:
-    """Draw the time of vLLM's writer over the number of layers written, and the commit of all of them beside it."""
-    frame, (first, further) = medians(times), per_launch(times)
-    rows = frame.query("op == 'vllm launches'").sort_values("launches")
-    commit = frame[frame["op"] == "commit"].merge(rows[KEYS].drop_duplicates())
-    fig, ax = style.figure()
-    ax.plot(rows["launches"], first + further * (rows["launches"] - 1), color="black", linewidth=0.8, label="fit")
-    ax.plot(rows["launches"], rows["us"], "D", color=style.OTHER[6], label="vLLM's writer, a launch a layer")
-    ax.plot([32] * len(commit), commit["us"], "^", color=style.OTHER[0], label="commit, one launch")
-    ax.set(xlabel="layers written", ylabel="us", ylim=(0, None))
-    style.legend(ax)
-    caption = (
-        f"Why one launch: {rows['rows'].iloc[0]} rows, {rows['kv_heads'].iloc[0]} KV heads, in a CUDA graph. Each "
-        f"further launch costs {further:.1f} us, whatever it moves; one launch for all layers pays that once."
-    )
-    return style.save(fig, run, "kernel_launches", pd.concat([rows, commit]), caption)
+    return style.save(fig, run, name, points[["panel", "kernel", "MB", "us", "tb_s"]], caption)

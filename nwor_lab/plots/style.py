@@ -24,6 +24,17 @@ COLUMN, TWO_COLUMNS = 3.35, 7.0
 """Widths of a figure in inches: one column of a two-column paper, and the page."""
 
 
+class Folder(NamedTuple):
+    """Where figures go that belong to no notebook's run, and the command that makes them."""
+
+    directory: Path
+    command: str
+
+
+Place = results.Run | Folder | Path
+"""Where a figure goes: a run's folder, or another."""
+
+
 class ModeStyle(NamedTuple):
     label: str
     color: str
@@ -45,10 +56,7 @@ OTHER = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#555
 MARKERS = "^osDvPX*"
 LINES = ("-", "--", ":", "-.", "-", "--", ":", "-.")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--", "oo")
-DASHES: Any = {"-": "", "--": (4, 2), ":": (1, 1), "-.": (4, 1, 1, 1)}
 WHISKERS: Any = {"elinewidth": 0.6, "capsize": 1.5}
-HELD_OUT: Any = {"linestyle": "none", "marker": "o", "markerfacecolor": "white"}
-"""Markers of settings that the tuning was not searched on."""
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -103,47 +111,6 @@ def styles(names: Any) -> dict[Any, ModeStyle]:
     return {name: MODE_STYLE.get(name) or ModeStyle(str(name), *look) for name, look in zip(names, free, strict=False)}
 
 
-def relplot(
-    frame: pd.DataFrame, x: str, y: str, by: str, width: float = TWO_COLUMNS, panel: float = 1.5, ncols: int = 3,
-    **kwargs: Any,
-) -> sns.FacetGrid:  # fmt: skip
-    """`seaborn.relplot` in the kit's style: a line for each value of column `by`, the legend above; see `save`.
-
-    Args:
-        frame: one row a point. Columns `low` and `high`, where there are such, are drawn as whiskers, and where column
-            `tuned_on` is False the marker is an open circle.
-        width: of the figure, `panel`: height of a panel, both in inches. `ncols`: columns of the legend.
-        kwargs: as `seaborn.relplot` takes them, such as `col` and `col_wrap`; `style` is another column than `by`
-            where line and marker mean something of their own.
-    """
-    use()
-    looks = {look.label: look for look in styles(frame[by]).values()}
-    shown = frame.assign(**{by: [MODE_STYLE[name].label if name in MODE_STYLE else str(name) for name in frame[by]]})
-    lines: dict[str, Any] = {"markers": True}
-    if "style" not in kwargs:
-        lines = {"style": by, "style_order": list(looks)}
-        lines["markers"] = {name: look.marker for name, look in looks.items()}
-        lines["dashes"] = {name: DASHES[look.linestyle] for name, look in looks.items()}
-    across = kwargs.get("col_wrap") or (frame[kwargs["col"]].nunique() if "col" in kwargs else 1)
-    grid = sns.relplot(
-        shown, x=x, y=y, hue=by, kind="line", errorbar=None, height=panel, aspect=width / across / panel,
-        hue_order=list(looks), palette={name: look.color for name, look in looks.items()},
-        **{"facet_kws": {"legend_out": False, "despine": False}, "legend": "full", **lines, **kwargs},
-    )  # fmt: skip
-    for ax, (_, rows) in zip(grid.axes.flat, grid.facet_data(), strict=False):
-        if "low" in rows:
-            series(ax, rows, x, y, by, looks, marker="", linestyle="none")
-        if not rows.get("tuned_on", pd.Series(True)).all():
-            held_out = rows[~rows["tuned_on"].astype(bool)].drop(columns=["low", "high"], errors="ignore")
-            series(ax, held_out, x, y, by, looks, **HELD_OUT, zorder=5)
-    if not frame.get("tuned_on", pd.Series(True)).all():
-        marker = mpl.lines.Line2D([], [], color="black", **HELD_OUT)
-        grid.figure.legend([marker], ["held out of the tuning"], loc="outside lower center")
-    sns.move_legend(grid, "outside upper center", ncols=ncols, title=None, columnspacing=1, handlelength=2.8)
-    grid.figure.set_size_inches(width, grid.figure.get_size_inches()[1] + 0.5)
-    return grid
-
-
 def series(
     ax: Any, frame: pd.DataFrame, x: str, y: str, by: str, looks: dict[Any, ModeStyle] | None = None, label: str = "{}",
     **kwargs: Any,
@@ -188,7 +155,7 @@ def legend(ax: Any, ncols: int = 2) -> None:
     ax.figure.legend(handles, names, loc="outside upper center", ncols=ncols, columnspacing=1, handlelength=2.4)
 
 
-def write(fig: Any, path: Path, dpi: int = 300) -> Path:
+def write(fig: Any, path: Path, dpi: int = 200) -> Path:
     """Write a figure as a PDF or PNG, by the suffix of `path`: the same figure gives the same bytes. Return `path`."""
     unsaid = {".pdf": ("CreationDate", "ModDate", "Creator", "Producer"), ".png": ("Software",)}[path.suffix]
     with mock.patch.dict(os.environ, {"SOURCE_DATE_EPOCH": "0"}), results.whole_file(path) as part:
@@ -196,23 +163,27 @@ def write(fig: Any, path: Path, dpi: int = 300) -> Path:
     return path
 
 
-def save(fig: Any, run: results.Run | Path | str, name: str, data: pd.DataFrame, caption: str) -> Path:
-    """Save a figure (or a grid of seaborn) with its data and its caption; return the path of its PDF.
+def save(fig: Any, run: Place, name: str, data: pd.DataFrame, caption: str) -> Path:
+    """Save a figure with its data and its caption; return the path of its PDF.
 
-    Writes `<run>/figures/<name>.pdf`, `.png` (300 dpi), `.csv` (what is drawn) and `.txt` (the caption).
+    Writes `figures/<name>.pdf`, `.png`, `.csv` (what is drawn) and `.txt` (the caption, and the command that
+    made it) under the folder of `run`.
 
     Raises:
-        ValueError: nothing is drawn (`data` is empty), or there is no caption.
+        ValueError: nothing is drawn (`data` is empty).
     """
-    if data.empty or not caption.strip():
-        raise ValueError(f"figure {name} needs data and a caption")
-    if isinstance(fig, sns.FacetGrid):
-        fig = fig.figure
-        fig.set_layout_engine("constrained")  # seaborn's own is in the way of a legend above the panels
-    path = Path(run.directory if isinstance(run, results.Run) else run) / "figures" / f"{name}.pdf"
+    if data.empty:
+        raise ValueError(f"figure {name} needs data")
+    if not isinstance(run, Folder):
+        run = (
+            Folder(run, "python")
+            if isinstance(run, Path)
+            else Folder(run.directory, f"nwor reproduce --only {run.name}")
+        )
+    path = run.directory / "figures" / f"{name}.pdf"
     use()
     write(fig, path)
     write(fig, path.with_suffix(".png"))
     results.write_table(path.with_suffix(".csv"), data)
-    results.write_text(path.with_suffix(".txt"), caption.strip() + "\n")
+    results.write_text(path.with_suffix(".txt"), f"{caption.strip()}\n\nMade by: {run.command}\n")
     return path

@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 from matplotlib.patches import ConnectionPatch, Patch, Rectangle
 
-from nwor_lab import results
 from nwor_lab.plots import style
 
 STATES = {
@@ -45,11 +44,12 @@ def legend(fig: Any, states: Any) -> None:
     fig.legend(handles=marks, loc="outside upper center", ncols=len(marks), columnspacing=1)
 
 
-def addresses(run: results.Run | Path, frame: pd.DataFrame, block_table: Sequence[int], block_size: int) -> Path:
+def addresses(run: style.Place, frame: pd.DataFrame, block_table: Sequence[int], block_size: int) -> Path:
     """Draw the request's positions in its own order, the block table, and where the pages hold them.
 
     frame: rows of `nwor_lab.reference.tour.TinyWindow.run` under mode `off`, of which the second moment is drawn.
     """
+    frame = pd.DataFrame(frame)
     frame = frame[frame["moment"] == frame["moment"].unique()[1]]
     slots = frame["line"] * block_size + frame["column"]
     pages = frame.assign(text=[f"slot {slot}" for slot in slots])
@@ -70,8 +70,9 @@ def addresses(run: results.Run | Path, frame: pd.DataFrame, block_table: Sequenc
     return style.save(fig, run, "tour_addresses", pages, caption)
 
 
-def policies(run: results.Run | Path, frame: pd.DataFrame, num_blocks: int) -> Path:
+def policies(run: style.Place, frame: pd.DataFrame, num_blocks: int) -> Path:
     """Draw the rows of `TinyWindow.run_all`: a column of panels a policy, a line of panels a moment."""
+    frame = pd.DataFrame(frame)
     moments, modes = frame["moment"].unique(), frame["mode"].unique()
     fig, axes = style.figure(width=style.TWO_COLUMNS, height=4.6, nrows=len(moments), ncols=len(modes))
     frame = frame.assign(text=["" if isnan(p) else f"{p:.0f}" for p in frame["position"]])
@@ -87,11 +88,12 @@ def policies(run: results.Run | Path, frame: pd.DataFrame, num_blocks: int) -> P
         axes[n][0].set_ylabel(moment)
     legend(fig, frame["state"])
     caption = "Pages of one layer at three moments of a step, under four write policies. Numbers are positions."
-    return style.save(fig, run, "tour_policies", frame, caption)
+    return style.save(fig, run, "pages", frame, caption)
 
 
-def pages(run: results.Run | Path, frame: pd.DataFrame) -> Path:
+def pages(run: style.Place, frame: pd.DataFrame) -> Path:
     """Draw one request's pages in vLLM, a panel a mode: `frame` has `mode, line, column, state` and `block`."""
+    frame = pd.DataFrame(frame)
     lines, modes = int(frame["line"].max()) + 1, frame["mode"].unique()
     fig, axes = style.figure(width=style.TWO_COLUMNS, height=0.4 + (0.3 + 0.21 * lines) * len(modes), nrows=len(modes))
     for ax, mode in zip(axes, modes, strict=True):

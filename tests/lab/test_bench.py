@@ -218,8 +218,6 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):
         (["--mode", "stag"], "'stag' is not a mode; choose of off, cow, direct, stage, vllm"),
         (["--mode", "cow,cow"], "modes must be different values"),
         (["--k", "0"], "k must be at least 1, got 0"),
-        (["--tp", "3"], "tp=3: 8 heads and 4 KV heads"),
-        (["--model", "./nowhere"], "nowhere holds no config.json"),
         (["--model", "no/such/model"], "--shape of llama-2-7b"),
         (["--prompts", "./nothing.jsonl"], "no prompts at nothing.jsonl"),
         (["--max-minutes", "-1"], "max_minutes must be at least 0, got -1.0"),

@@ -184,7 +184,7 @@ def test_the_table_and_the_figure(tmp_path):
     written = wide["rows_written"].loc[:, 4]
     assert written["stage"] < written["off"] < written["cow"]
     drawn = pd.read_csv(plots.when_they_pay(run, runs[1].survival, 4, 0.5).with_suffix(".csv"))
-    (ours,) = drawn.query("panel == 'rows computed' and x == 4 and drafts.str.endswith('this run')")["y"]
+    (ours,) = drawn.query("chunk == 4 and drafts.str.endswith('this run')")["share"]
     assert ours == pytest.approx(runs[1].counted[1] / runs[0].counted[1]), "the ring lies on its line"
 
 

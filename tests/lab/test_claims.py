@@ -15,12 +15,12 @@ import pandas as pd
 import pytest
 
 from nwor_lab import paths, results
-from nwor_lab.experiments import acceptance, gpu_steps, shipping
+from nwor_lab.experiments import acceptance, gpu_steps
 from nwor_lab.experiments.reference import claim, claim_chunks
 from nwor_lab.model import predicted
 from nwor_lab.model.traffic import Traffic
 from nwor_lab.operators import check
-from nwor_lab.plots import attention, kernels, paper
+from nwor_lab.plots import attention, kernels
 from tests.lab.reference_models import compared, compared_in_chunks
 
 Inputs = tuple[Any, ...]
@@ -68,19 +68,6 @@ def accepted() -> Inputs:
     return recorded("acceptance"), acceptance.survival(recorded("gpu_acceptance")), "measured"
 
 
-def shipped() -> Inputs:
-    """What a run on a CPU found: before the repair a few of the answers' last slots hold a rejected row."""
-    counts = {shipping.NOW: {mode: (3840, 0) for mode in shipping.MODES}}
-    counts[shipping.ONCE] = {mode: (8800, 45 * (mode == "off")) for mode in shipping.MODES}
-    rows = [
-        {"watermark": watermark, "mode": mode, "metric": name, "value": value, "unit": "slots"}
-        for watermark, by_mode in counts.items()
-        for mode, counted in by_mode.items()
-        for name, value in zip(shipping.COUNTED, (*counted, 0), strict=True)
-    ]
-    return "here", results.tidy(rows)
-
-
 def controlled() -> Inputs:
     return recorded("gpu_direct"), gpu_steps.step_ratios(gpu_steps.unsplit_steps())
 
@@ -108,8 +95,8 @@ def claim_attention(run: results.Run, times: pd.DataFrame, table: pd.DataFrame, 
 
 
 def modelled() -> Inputs:
-    tables = paper.tables(paths.RECORDED)
-    return paper.measured_steps(tables), paper.priced_kernels(tables["kernel_times"])
+    points = predicted.against_measured(recorded("gpu_steps"), attention=recorded("attention"))
+    return points, kernels.priced(recorded("kernel_times"))
 
 
 def claim_model(run: results.Run, points: pd.DataFrame, priced: pd.DataFrame) -> None:
@@ -122,7 +109,6 @@ HONEST: dict[str, tuple[Callable[..., None], Callable[[], Inputs]]] = {
     "02": (check.claim, operators),
     "03": (acceptance.claim, accepted),
     "04": (claim_steps, controlled),
-    "05": (shipping.claim, shipped),
     "06": (kernels.claim, bandwidth),
     "07": (claim_attention, attended),
     "08": (claim_model, modelled),
@@ -200,7 +186,6 @@ def as_long_as(mode: str, factor: float, *others: str) -> Callable[[pd.DataFrame
 
 
 OURS = "op in ('commit', 'log', 'restore')"
-REJECTED = "metric == 'shipped_rejected'"
 PRECISE = "error against fp32 over FlashAttention 3's"
 NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
     ("01", "stage hides drafts from attention", change(0, lambda runs: {**runs, "stage": runs["blind"]}),
@@ -245,14 +230,6 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
      change(1, set_where("attention == 'triton' and batch == 4", step=float("nan"))), ["Triton"]),
     ("04", "one attention was not measured", change(1, lambda points: points.query("attention == 'triton'")),
      ["FlashAttention 2"]),
-    ("05", "a mode leaves what vanilla leaves", change(1, set_where(f"{REJECTED} and watermark == '{shipping.ONCE}'",
-     value=25)), ["leave under cow", "leave under stage"]),
-    ("05", "a commit comes behind the save", change(1, set_where("mode == 'stage' and metric == 'shipped_unwritten'",
-     value=3)), ["leave under stage"]),
-    ("05", "nothing is shipped", change(1, lambda table: table.assign(value=0)),
-     ["leave under cow", "leave under stage", f"vanilla {shipping.NOW}", f"vanilla {shipping.ONCE}"]),
-    ("05", "vLLM was not repaired", change(1, set_where(f"{REJECTED} and mode == 'off'", value=25)),
-     [f"vanilla {shipping.NOW}"]),
     ("06", "one byte is wrong", change(0, set_where("metric == 'bytes_differing'", value=1.0)),
      ["bytes that differ"]),
     ("06", "no byte is compared", change(0, lambda times: times[times["metric"] != "bytes_differing"]),

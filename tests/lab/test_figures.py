@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures: all that the tables allow are drawn, from what they say, and only whole runs are drawn from."""
+"""The figures: each is drawn from what its tables say, and one without a table is said not to be drawn."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
-from nwor_lab import paths, results
-from nwor_lab.experiments.gpu_steps import step_ratios
+from nwor_lab import figures, paths, results
+from nwor_lab.experiments import gpu_steps
+from nwor_lab.experiments.survival import predict_rejected
 from nwor_lab.model import breakeven
 from nwor_lab.plots import breakeven as breakeven_plots
-from nwor_lab.plots import paper, steps, style
+from nwor_lab.plots import policies, ratios, style
+from nwor_lab.serving.table import summary
 
 
 @pytest.fixture(autouse=True)
@@ -23,113 +25,118 @@ def closed() -> Iterator[None]:
     style.close()
 
 
-@pytest.fixture(scope="module")
-def recorded() -> dict[str, pd.DataFrame]:
-    return paper.tables(paths.RECORDED)
-
-
-@pytest.fixture(scope="module")
-def measured(recorded: dict) -> pd.DataFrame:
-    """Some of the recorded steps, since to draw all of them takes seconds; rows of counters have no `prompt`."""
-    where = "k == 8 and tp == 1 and kv_cache_dtype == 'auto' and (prompt == 512 or prompt.isna())"
-    return recorded["gpu_steps"].query(where)
+def recorded(name: str) -> pd.DataFrame:
+    return results.read_table(name, paths.RECORDED)
 
 
 def drawn_data(path: Path) -> pd.DataFrame:
     return pd.read_csv(path.with_suffix(".csv"))
 
 
-def test_the_recorded_tables_draw_every_figure(tmp_path: Path, recorded: dict, measured: pd.DataFrame) -> None:
-    tables = {**recorded, "gpu_steps": measured}
-    assert not paper.absent(tables)
-    run = results.Run(tmp_path / "run", "figures")
-    drawn = [paper.draw_one(run, name, tables) for name in paper.FIGURES]
-    assert [path.stem for path in drawn] == list(paper.FIGURES)
-    for path in (path for path in drawn if path.suffix == ".pdf"):
-        assert len(drawn_data(path)) and len(path.with_suffix(".txt").read_text()) > 60
+def test_the_recorded_tables_draw_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the one whose table is not recorded; each says what made it."""
+    there = [name for name in figures.FIGURES if name not in ("serving", "steps", "expected")]  # slow ones below
+    assert figures.main(["--out", str(tmp_path), "--only", *there, "serving"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(there) + 1 and "serving is not drawn: no serving.parquet" in lines[-1]
+    for name in there:
+        path = tmp_path / "figures" / f"{name}.pdf"
+        assert path.is_file() and path.with_suffix(".png").is_file() and len(drawn_data(path))
+        assert path.with_suffix(".txt").read_text().endswith(f"Made by: nwor figures --only {name}\n")
 
 
-def test_the_headline_shows_the_settings_that_it_names(tmp_path: Path, recorded: dict) -> None:
-    """Longer prompts, an fp8 cache and fewer drafts in the same table move none of its points."""
-    table = recorded["gpu_direct"]
-    others = [table.assign(**other) for other in ({"prompt": 2048}, {"kv_cache_dtype": "fp8"}, {"k": 3})]
-    alone = steps.headline(tmp_path / "alone.png", table)
-    among_others = steps.headline(tmp_path / "among_others.png", pd.concat([table, *others]))
-    assert (plt.imread(alone) == plt.imread(among_others)).all()
+def test_a_folder_of_tables_is_the_only_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "a run"
+    source.mkdir()
+    shutil.copy(paths.RECORDED / "traffic.parquet", source)
+    assert figures.main(["--source", str(source), "--out", str(tmp_path), "--only", "bytes", "policies"]) == 0
+    out = capsys.readouterr().out
+    assert "bytes.pdf" in out and "policies is not drawn: no reference.parquet" in out
+    assert f"--source '{source}' --only bytes" in (tmp_path / "figures" / "bytes.txt").read_text()
+    assert figures.main(["--source", str(tmp_path / "nowhere")]) == 2
+    assert "no folder" in capsys.readouterr().err
 
 
-def test_each_write_policy_beside_vanilla(tmp_path: Path, recorded: dict) -> None:
-    data = drawn_data(paper.policies(tmp_path, recorded["reference"], recorded["traffic"]))
-    wide = data.pivot(index="mode", columns="metric", values="value")
-    vanilla = wide.loc["off"]
-    for mode in ("cow", "stage"):
-        assert wide.loc[mode, "acceptance_length"] == vanilla["acceptance_length"]
-        assert wide.loc[mode, ["same_tokens", "dirty_kb"]].tolist() == [1, 0]
-    assert wide.loc["blind", "acceptance_length"] < vanilla["acceptance_length"]
-    assert wide["written_mb"].idxmax() == "cow" and vanilla["dirty_kb"] > 0
+def test_the_same_data_gives_the_same_bytes_and_other_data_others(tmp_path: Path) -> None:
+    traffic = recorded("traffic")
+    paths = [policies.bytes_moved(tmp_path / n, table) for n, table in (("a", traffic), ("b", traffic),
+             ("c", traffic.assign(value=2 * traffic["value"])))]  # fmt: skip
+    for suffix in (".pdf", ".png"):
+        first, same, other = (path.with_suffix(suffix).read_bytes() for path in paths)
+        assert first == same != other
 
 
-def test_the_step_ratio_is_that_of_the_documents(tmp_path: Path, measured: pd.DataFrame) -> None:
-    path = steps.step_ratio(tmp_path, measured)
-    assert "0 of 16 settings are left out" in path.with_suffix(".txt").read_text()
-    data = drawn_data(path).query("mode != 'off'")
-    documents = step_ratios(measured)
-    both = data.merge(documents, on=["mode", "kv_heads", "batch"])
-    assert len(both) == len(data) == 16
-    for drawn, said in (("measured", "step"), ("low_x", "low_y"), ("high_x", "high_y")):
-        assert both[drawn].tolist() == pytest.approx(both[said].tolist())
+def test_nothing_is_no_figure(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs data"):
+        style.save(style.figure()[0], tmp_path, "empty", pd.DataFrame(), "a caption")
+    assert not (tmp_path / "figures").exists()
 
 
-def test_a_setting_without_parity_has_no_ratio(tmp_path: Path, measured: pd.DataFrame) -> None:
-    wrong = measured.eval("mode == 'stage' and kv_heads == 8 and batch == 4 and metric == 'fourth_powers'")
-    assert wrong.sum() == 1
-    path = steps.step_ratio(tmp_path, measured.assign(value=measured["value"].mask(wrong, 1e6)))
-    assert "1 of 16 settings are left out: not at parity, or" in path.with_suffix(".txt").read_text()
-    assert drawn_data(path).query("mode == 'stage' and kv_heads == 8 and batch == 4").empty
+# -- what they say ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Figures that would have been saved."""
-    found: list[Any] = []
-    monkeypatch.setattr(style, "save", lambda fig, *_: found.append(fig))
-    return found
-
-
-def test_a_cache_looks_the_same_in_every_panel(tmp_path: Path, recorded: dict, drawn: list[Any]) -> None:
-    """Over two ranks one of the caches was not measured, and one of the batches."""
-    share = recorded["kv_write_share"].query("tp == 1 and kv_cache_dtype == 'auto'")
-    two = share[(share.kv_heads == 8) & (share.batch != share.batch.min())].assign(tp=2)
-    steps.write_share(tmp_path, pd.concat([share, two], ignore_index=True))
-    one, other = (
-        {bars.get_label(): bars for bars in ax.containers if bars.get_label()[0] != "_"} for ax in drawn[0].axes
+def test_each_write_policy_beside_vanilla(tmp_path: Path) -> None:
+    wide = drawn_data(policies.policies(tmp_path, recorded("reference"))).pivot(
+        index="mode", columns="metric", values="value"
     )
-    percent = 100 * share.groupby(["kv_heads", "batch"])["value"].median()
-    assert sorted(bar.get_height() for bars in one.values() for bar in bars) == pytest.approx(sorted(percent))
-    assert one.keys() == other.keys() == {"8 KV heads, bf16", "32 KV heads, bf16"}
-    for label, bars in one.items():
-        assert bars[0].get_facecolor() == other[label][0].get_facecolor()
-        assert [bar.get_x() for bar in bars] == [bar.get_x() for bar in other[label]]
+    for mode in ("cow", "stage"):
+        assert wide.loc[mode, ["acceptance_length", "same_tokens", "dirty_kb"]].tolist() == [
+            wide.loc["off", "acceptance_length"], 1, 0,
+        ]  # fmt: skip
+    assert wide.loc["blind", "acceptance_length"] < wide.loc["off", "acceptance_length"]
+    moved = drawn_data(policies.bytes_moved(tmp_path, recorded("traffic")))
+    assert moved.query("metric == 'bytes_written'").set_index("mode")["value"].idxmax() == "cow"
 
 
-def test_no_two_series_look_alike() -> None:
-    looks = [look[1:] for look in style.styles([f"cache {n}" for n in range(8)]).values()]
-    assert len(set(looks)) == 8
-    with pytest.raises(ValueError, match="several panels"):
-        style.styles(range(9))
-    markers = {look.marker for look in style.MODE_STYLE.values()}
-    assert len(markers) == len(style.MODE_STYLE), "without colour too"
+def test_steps_are_over_vllm_never_patched_and_none_without_parity(tmp_path: Path) -> None:
+    table = recorded("gpu_direct").query(gpu_steps.MAIN + " and kv_heads == 8")
+    beside = gpu_steps.step_ratios(table)
+    data = drawn_data(ratios.steps(tmp_path, beside)).set_index(["mode", "batch"])["ratio"]
+    for (mode, batch), ratio in data.items():
+        own = table[(table["metric"] == "step_ms") & (table["batch"] == batch)]
+        medians = own.groupby("mode")["value"].median()
+        assert ratio == pytest.approx(medians[mode] / medians["vllm"], rel=0.03)
+    assert len(data) == 8
+    lost = beside.assign(step=beside["step"].mask(beside["batch"] == 4))
+    path = ratios.steps(tmp_path, lost)
+    assert "2 of 8 are left out" in path.with_suffix(".txt").read_text()
 
 
-def test_no_measured_step_is_hidden(tmp_path: Path, measured: pd.DataFrame, recorded: dict) -> None:
-    path = paper.draw_one(tmp_path, "predicted_against_measured", {**recorded, "gpu_steps": measured})
-    points = drawn_data(path).query("panel == 'steps'")
-    assert len(points) == 16
-    assert f"largest error is {points['error'].abs().max():.3f}" in path.with_suffix(".txt").read_text()
+def test_serving_has_a_dot_for_each_load_and_mode(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for repeat, (mode, speed) in ((r, m) for r in (0, 1) for m in (("off", 100.0), ("stage", 108.0 + r))):
+        metrics = {"tokens_per_s": speed, "acceptance_length": 3.0, "median_tpot_ms": 1.0}
+        metrics |= dict.fromkeys(("median_itl_ms", "p99_itl_ms", "median_ttft_ms", "p99_ttft_ms"), 1.0)
+        common = {"load": "16 at once", "repeat": repeat, "mode": mode}
+        rows += [{**common, "metric": metric, "value": value} for metric, value in metrics.items()]
+    path = ratios.serving(tmp_path, summary(pd.DataFrame(rows)))
+    (line,) = drawn_data(path).to_dict("records")
+    assert (line["setting"], line["mode"]) == ("16 at once", "stage")
+    assert (line["low"], line["ratio"], line["high"]) == pytest.approx((1.08, 1.085, 1.09))
+
+
+def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
+    table = recorded("gpu_direct").query(gpu_steps.MAIN + " and kv_heads == 32")
+    data = drawn_data(ratios.step_parts(tmp_path, table))
+    whole = data.groupby(["batch", "mode"])["percent"].sum().unstack()
+    assert (whole["vllm"].between(99.9, 102)).all() and (whole[["direct", "stage"]] < 100).all(axis=None)
+    assert data.query("kind == 'KV write' and mode == 'vllm'")["percent"].between(1, 2).all()
+
+
+def test_no_measured_step_is_hidden(tmp_path: Path) -> None:
+    points = pd.DataFrame(
+        {"mode": ["stage", "stage", "cow"], "predicted": [0.9, 0.95, 1.0], "measured": [0.92, 0.95, 1.0]}
+    )
+    points = points.assign(low=[0.91, 0.95, 1.0], high=[0.92, 1.3, 1.0], with_attention=np.nan)
+    kernels = pd.DataFrame({"op": ["vllm"], "us": [1.0], "predicted": [2.0]})
+    path = breakeven_plots.expected(tmp_path, kernels, points)
+    assert len(drawn_data(path).query("panel == 'steps'")) == 2
+    said = path.with_suffix(".txt").read_text()
+    assert "largest error is 0.020" in said and "1 settings are left out" in said
 
 
 def test_the_break_even_map_draws_the_model(tmp_path: Path) -> None:
-    data = drawn_data(breakeven_plots.break_even(tmp_path, paper.published_survival()))
+    data = drawn_data(breakeven_plots.break_even(tmp_path))
     grid, dots = data[data["source"] == "model"], data[data["source"] != "model"]
     assert set(dots["model"]) >= {"Llama-2-chat-7B", "Vicuna-7B", "Llama-3.1-8B", "Qwen3-8B"}
     at = "mode == 'stage' and model == 'llama-2-7b' and k == 8 and acceptance == 0.5 and batch == 64"
@@ -141,10 +148,6 @@ def test_the_break_even_map_draws_the_model(tmp_path: Path) -> None:
 def test_the_sliders_move_the_picture_and_the_words(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     shown: list[Any] = []
     monkeypatch.setattr(style.plt, "show", lambda: shown.append(style.plt.gca().lines[0].get_ydata().copy()))
-    widget = breakeven_plots.explore(batch=4, acceptance=0.5)
-    assert {child.description: child.value for child in widget.children[:-1]} == {
-        "model": "llama-2-7b", "k": 8, "acceptance": 0.5, "batch": 4, "context": 512, "tp": 1,
-    }  # fmt: skip
     beyond = {"k": 40, "batch": 5000, "context": 100_000, "tp": 16}
     assert {child.description: child.value for child in breakeven_plots.explore(**beyond).children[:-1]}.items() >= (
         beyond.items()
@@ -158,117 +161,17 @@ def test_the_sliders_move_the_picture_and_the_words(capsys: pytest.CaptureFixtur
     assert shown[0].tolist() != shown[-1].tolist()
 
 
-# -- which run is drawn --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: dict) -> Any:
-    """Make a run's folder under an empty `results/`: its tables, and a manifest of the given states."""
-    monkeypatch.setattr(paths, "RESULTS", tmp_path)
-
-    def make(
-        name: str, states: dict[str, str], whole: bool = True, tables: tuple = paper.TABLES, passed: dict | None = None
-    ) -> Path:
-        run = tmp_path / name
-        for table in tables:
-            results.write_table(run / f"{table}.parquet", recorded[table])
-        entries = {
-            notebook: {"state": state, "whole": "hash" if whole and state == "done" else None, "passed": passed or {}}
-            for notebook, state in states.items()
-        }
-        manifest = {"run_id": name, "notebooks": entries} | ({"chosen": list(states)} if whole else {})
-        results.write_json(run / "manifest.json", manifest)
-        return run
-
-    return make
-
-
-def test_only_the_newest_whole_run_is_drawn(run_of) -> None:
-    """Not one that failed, nor one by hand, nor a part; the run that draws is whole but for the notebook that does."""
-    assert set(paper.sources().values()) == {paths.RECORDED}
-    whole = run_of("whole", {"01": "done", "03": "done"})
-    run_of("failed", {"01": "done", "03": "failed"})
-    run_of("interactive-1", {"03": "done"}, whole=False)
-    run_of("part", {"01": "done"}, tables=("reference",))
-    other = run_of("other parameters", {"03": "done"}, passed={"k": 2})
-    assert paper.sources(str(other))["acceptance"] == other, "only where it is named"
-    assert paper.sources()["acceptance"] == whole and paper.sources()["gpu_steps"] == paths.RECORDED
-    own = run_of("own", {"01": "done", paper.DRAWS: "running"})
-    assert {paper.sources(own=own)[name] for name in paper.TABLES} == {own}
-    bad = run_of("bad", {"03": "failed", paper.DRAWS: "running"})
-    assert paper.sources(own=bad)["acceptance"] == whole, "own is under way for any other run"
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("nowhere", "is no run"),
-        ("failed", "not whole: 03 did not finish"),
-        ("part", "lacks acceptance"),
-        ("broken", "manifest.json that can be read"),
-    ],
-)
-def test_a_wrong_source_is_a_line_and_an_error(name, said, run_of, tmp_path: Path, capsys) -> None:
-    run_of("failed", {"01": "done", "03": "failed"})
-    (run_of("broken", {"01": "done"}) / "manifest.json").write_text("{")
-    run_of("part", {"01": "done"}, tables=("reference",))
-    assert paper.main(["--source", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
-    out, err = capsys.readouterr()
-    assert said in err and len(err.splitlines()) == 1 and not out and not (tmp_path / "out").exists()
-
-
-def test_each_figures_run_is_printed(run_of, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(paper, "FIGURES", {name: paper.FIGURES[name] for name in ("rejected_share", "step_time")})
-    run = run_of("whole", {"01": "done"})
-    assert paper.main(["--out", str(tmp_path / "out")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith(f"from {run}") for line in lines] == [True, True]
-    monkeypatch.setattr(paper, "FIGURES", {"lost": (steps.step_ratio, ("nothing",))})
-    assert paper.main(["--out", str(tmp_path / "out")]) == 0
-    assert "not drawn: lost, since there is no nothing.parquet" in capsys.readouterr().out
-
-
-# -- what they say ---------------------------------------------------------------------------------------------------
-
-
-def test_a_changed_number_changes_its_figure_alone(tmp_path: Path, recorded: dict, monkeypatch) -> None:
-    monkeypatch.setattr(paper, "FIGURES", {name: paper.FIGURES[name] for name in ("rejected_share", "step_time")})
-    run = results.Run(tmp_path, "notebook")
-    for name in paper.FIGURES:
-        paper.draw_one(run, name, recorded)
-    steps = recorded["steps"].copy()
-    steps.loc[steps["metric"] == "step_ms", "value"] *= 2
-    same = paper.same_again(run, {**recorded, "steps": steps})
-    assert not same["step_time.pdf"] and same["rejected_share.pdf"]
-
-
-@pytest.mark.parametrize(("rows", "caption"), [(0, "a caption"), (1, "  ")])
-def test_a_figure_needs_data_and_a_caption(tmp_path: Path, rows: int, caption: str) -> None:
-    fig, _ = style.figure()
-    frame = results.tidy([{"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}]).head(rows)
-    with pytest.raises(ValueError, match="needs data and a caption"):
-        style.save(fig, results.Run(tmp_path, "notebook"), "empty", frame, caption)
-    assert not (tmp_path / "figures").exists()
-
-
-def test_published_acceptance_is_turned_into_survival() -> None:
-    llama = paper.published_survival().query("model == 'Llama-2-chat-7B, EAGLE-1'").sort_values("position")
-    assert llama["value"].tolist() == pytest.approx([0.76, 0.76 * 0.69, 0.76 * 0.69 * 0.67, 0.2389, 0.16247], abs=1e-4)
-
-
 def test_the_rejected_share_follows_from_survival() -> None:
     survival = 0.7 ** np.arange(1, 5)
     rows = [{"metric": "survival", "value": value, "position": position} for position, value in enumerate(survival)]
-    measured = {"metric": "rejected_share", "value": (4 - survival.sum()) / 5}
-    table = results.tidy([*rows, measured], unit="share", k=4, temperature=0.0)
-    predicted = paper.predict_rejected(table).set_index("k")["value"]
+    predicted = predict_rejected(results.tidy(rows, unit="share", k=4, temperature=0.0)).set_index("k")["value"]
     assert predicted[1] == pytest.approx((1 - 0.7) / 2)
-    assert predicted[2] == pytest.approx((2 - 0.7 - 0.49) / 3)
-    assert predicted[4] == pytest.approx(measured["value"])
+    assert predicted[4] == pytest.approx((4 - survival.sum()) / 5)
 
 
-def test_the_recorded_tables_say_where_they_are_from() -> None:
-    manifest = results.read_manifest(paths.RECORDED)
-    found = {results.read_table(name, paths.RECORDED)["run_id"].iloc[0] for name in paper.TABLES}
-    assert found == {manifest["run_id"]}
-    assert all(len(entry["provenance"]["git"]["commit"]) == 40 for entry in manifest["notebooks"].values())
+def test_no_two_series_look_alike() -> None:
+    looks = [look[1:] for look in style.styles([f"cache {n}" for n in range(8)]).values()]
+    assert len(set(looks)) == 8
+    with pytest.raises(ValueError, match="several panels"):
+        style.styles(range(9))
+    assert len({look.marker for look in style.MODE_STYLE.values()}) == len(style.MODE_STYLE), "without colour too"

@@ -8,10 +8,10 @@ import pytest
 
 from nwor.attention import configs
 from nwor.attention.configs import H200
-from nwor_lab import paths, results
+from nwor_lab import paths
 from nwor_lab.microbench import attention, held_out
 from nwor_lab.microbench.inputs import AttentionShape
-from nwor_lab.plots import steps, style
+from nwor_lab.plots import ratios, style
 
 
 def test_the_grid_has_settings_that_were_tuned_on_and_others_that_were_not():
@@ -43,19 +43,13 @@ def test_whole_steps_say_what_their_tuning_was_searched_on(monkeypatch):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_setting_held_out_is_an_open_circle_and_the_legend_says_so(known, tmp_path, monkeypatch):
+def test_a_setting_held_out_has_an_open_marker(known, tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(style, "save", lambda fig, *_: figures.append(fig.figure))
-    recorded = results.read_table("gpu_steps", paths.RECORDED)
-    table = recorded[recorded["tuned_on"]].query("engine == 'stage' and tp == 1 and k == 8")
-    steps.step_ratio(tmp_path, table)
-    (before,) = figures
-    steps.step_ratio(tmp_path, table.assign(tuned_on=known | (table["batch"] != 16)))
-    legends = [text.get_text() for legend in figures[1].legends for text in legend.get_texts()]
-    assert ("held out of the tuning" in legends) == (not known)
-    assert "held out of the tuning" not in [text.get_text() for legend in before.legends for text in legend.get_texts()]
-    for ax in figures[1].axes:
-        drawn = [line for line in ax.lines if line.get_markerfacecolor() == "white" and line.get_marker() == "o"]
-        assert {at for line in drawn for at in line.get_xdata()} == (set() if known else {16})
-        assert ax.get_xscale() == "log" and list(ax.get_xticks()) == ([1, 4, 16, 64] if known else [1, 4, 64])
+    monkeypatch.setattr(style, "save", lambda fig, *_: figures.append(fig))
+    points = pd.DataFrame({"panel": "all", "setting": ["512 x 1", "512 x 16"], "mode": "stage", "ratio": [0.9, 1.1]})
+    points = points.assign(low=points["ratio"], high=points["ratio"], tuned_on=[True, known])
+    ratios.dots(tmp_path, "held_out", points, "over", "setting", "caption")
+    (ax,) = figures[0].axes
+    opened = [at for line in ax.lines if line.get_markerfacecolor() == "white" for at in line.get_xdata()]
+    assert opened == ([] if known else [1.1])
     style.close()

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from nwor_lab import doctor, machine, paths
+from nwor_lab import machine, paths
 
 AVX2 = paths.ROOT / "tests" / "nwor" / "avx2"
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="only an x86 CPU can look like one with AVX2")
@@ -57,16 +57,6 @@ def test_vllm_refuses_what_we_say_it_refuses(can, monkeypatch):
     except NotImplementedError as error:
         refused = str(error)
     assert bool(refused) == bool(machine.why_no_fp8_cache())
-
-
-@x86
-def test_doctor_says_what_is_chosen_and_what_is_not_served():
-    done = on_avx2("-m", "nwor_lab.cli", "doctor")
-    assert "float32 in notebooks, bench and audit (this CPU has no bf16 instructions)" in done.stdout, done.stderr
-    assert f"cannot: {ON_AVX2}; their claims are skipped" in done.stdout
-    here = doctor.choices()
-    assert [finding.name for finding in here] == ["dtype", "fp8 caches", "CUDA graphs"]
-    assert here[0].value.startswith(machine.model_dtype())
 
 
 @x86

@@ -16,7 +16,7 @@ from nwor_lab.microbench import attention, counters, operators, timer
 from nwor_lab.microbench.inputs import AttentionShape, shape_of
 from nwor_lab.microbench.operators import OURS, PEERS, QUERY, ROWS, SHAPES, bytes_moved
 from nwor_lab.plots import attention as attention_plots
-from nwor_lab.plots import kernels, style
+from nwor_lab.plots import kernels, ratios, style
 
 SHAPE = AttentionShape(32, 8, 16, 512)
 LATER = {"head_size", "tuned_on", "build", "attempt"}
@@ -94,17 +94,6 @@ def test_counters_cover_every_case_that_exceeds_the_cache() -> None:
     found = kernels.counted(results.read_table("kernel_counters", paths.RECORDED))
     assert len(found) == len(cases)
     assert np.allclose(found["both"], (found["read"] + found["written"]) / 2) and (found["both"] - 1).abs().max() < 0.1
-
-
-def test_figures_are_drawn_from_the_recorded_samples(times: pd.DataFrame, tmp_path) -> None:
-    drawn = [kernels.over_share(tmp_path, times), kernels.launches(tmp_path, times)]
-    table = attention_plots.frame(pd.concat([samples(0.7), samples(0.9, batch=64)]), bandwidth=4.0)
-    drawn += [draw(tmp_path, table) for draw in (attention_plots.ratios, attention_plots.over_floor)]
-    drawn.append(attention_plots.kernel_picture(tmp_path, k=5))
-    style.close()
-    for path in drawn:
-        assert path.with_suffix(".png").stat().st_size > 5_000
-        assert len(pd.read_csv(path.with_suffix(".csv")))
 
 
 def test_the_recorded_comparison_is_of_a_gpu() -> None:
@@ -243,9 +232,10 @@ def test_the_cliff_has_a_panel_for_each_attention_of_vllms(tmp_path):
         alone = samples(0.8, context=context, batch=batch, k=k)
         slow = alone[(alone["op"] == "nwor") & (alone["metric"] == "time")].assign(op="flash2", value=2 + context / 100)
         frames += [alone, slow]
-    drawn = pd.read_csv(attention_plots.cliff(tmp_path, pd.concat(frames)).with_suffix(".csv"))
+    over = attention_plots.over_each(pd.concat(frames))
+    drawn = pd.read_csv(ratios.cliff(tmp_path, over).with_suffix(".csv"))
     assert drawn.groupby("panel").size().to_dict() == dict.fromkeys(attention_plots.EACH.values(), 4)
-    found = drawn.set_index(["panel", "context", "batch"])["over"]
+    found = drawn.set_index(["panel", "context", "batch"])["ratio"]
     assert found["FlashAttention 2, forced", 8192, 4] == pytest.approx(80 / 81.92)
     assert (found["FlashAttention 3", 2048, 1], found["Triton", 2048, 1]) == pytest.approx((80 / 100, 80 / 150))
     style.close()

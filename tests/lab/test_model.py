@@ -10,7 +10,7 @@ from nwor_lab.model import breakeven, predicted
 from nwor_lab.model.breakeven import H200, MODELS, Chip, step_difference
 from nwor_lab.model.ratios import abba_ratio, is_stable
 from nwor_lab.model.traffic import Window
-from nwor_lab.plots import kernels, paper
+from nwor_lab.plots import kernels
 
 LLAMA_7B = MODELS["llama-2-7b"]
 
@@ -45,7 +45,7 @@ def test_the_table_says_of_each_point_whether_the_mode_is_faster():
 
 
 def test_published_acceptance_is_priced_as_published():
-    table = breakeven.published_differences(paper.published_survival(), [16], modes=("stage",))
+    table = breakeven.published_differences(breakeven.published_survival(), [16], modes=("stage",))
     llama = table[table["model"] == "Llama-2-chat-7B"]
     assert llama["k"].tolist() == [1, 2, 3, 4, 5]
     assert llama["kept"].iloc[1] == pytest.approx(1 + 0.76 + 0.76 * 0.69)
@@ -138,11 +138,16 @@ def test_the_recorded_run_is_predicted_point_for_point():
 def test_kernels_are_priced_by_launches_and_bytes():
     times = results.read_table("kernel_times", paths.RECORDED)
     (bandwidth, empty), (_, further) = kernels.ceilings(times), kernels.per_launch(times)
-    found = paper.priced_kernels(times)
+    found = kernels.priced(times)
     assert len(found) == kernels.medians(times)["op"].isin(["commit", "log", "restore", "vllm"]).sum()
     line = found.query("op == 'vllm' and kv_heads == 32 and cache == 'bf16' and rows == 72 and kept == 9").iloc[0]
     assert line["predicted"] == pytest.approx(empty + 31 * further + 2 * 32 * 72 * 16384 / bandwidth / 1e6)
     assert line["error"] == pytest.approx(line["predicted"] / line["us"] - 1)
+
+
+def test_published_acceptance_is_turned_into_survival():
+    llama = breakeven.published_survival().query("model == 'Llama-2-chat-7B, EAGLE-1'").sort_values("position")
+    assert llama["value"].tolist() == pytest.approx([0.76, 0.76 * 0.69, 0.76 * 0.69 * 0.67, 0.2389, 0.16247], abs=1e-4)
 
 
 # -- repeats -----------------------------------------------------------------------------------------------------------

@@ -20,12 +20,11 @@ BOOKS = {path.stem: path for path in reproduce.notebooks()}
 @pytest.mark.parametrize(
     ("book", "name", "value"),
     [
-        ("04_tp2_end_to_end", "tp", "3"),
+        ("04_tp2_end_to_end", "tp", "0"),
         ("04_tp2_end_to_end", "k", "0"),
         ("04_tp2_end_to_end", "repeats", "-1"),
         ("04_tp2_end_to_end", "dtype", "int8"),
         ("04_tp2_end_to_end", "serving_concurrency", "0"),
-        ("05_cache_audit", "model", "/nowhere"),
         ("05_cache_audit", "kv_cache_dtype", "fp4"),
         ("00_tour", "k", "5"),
         ("00_tour", "rejected", "4"),
@@ -72,13 +71,13 @@ def test_the_models_that_are_named_are_those_that_are_known() -> None:
 
 
 def test_what_only_a_node_knows_is_not_asked_here() -> None:
-    given = {"model": "/on/a/node", "prompts": "/on/a/node"}
+    given = {"prompts": "/on/a/node"}
     parameters.read_points([BOOKS["03_eagle_acceptance"]], given, [], here=False)
     with pytest.raises((ValueError, OSError), match="/on/a/node"):
         parameters.read_points([BOOKS["03_eagle_acceptance"]], given, [])
 
 
-@pytest.mark.parametrize("given", [{"tp": 3}, {"k": 0}])
+@pytest.mark.parametrize("given", [{"tp": 0}, {"k": 0}])
 def test_plain_papermill_stops_in_the_first_cell(given: dict[str, Any], tmp_path: Path) -> None:
     given = {"run_dir": str(tmp_path / "run"), **given}
     with pytest.raises(PapermillExecutionError, match="ValueError") as stopped:

@@ -146,15 +146,6 @@ def test_claims_decide(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "holds a run: add --resume, or name another --run" in capsys.readouterr().err
 
 
-def test_what_draws_the_others_runs_again_after_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_notebook(place, "02_book")
-    monkeypatch.setattr(reproduce, "DRAWS", ("02_book",))
-    assert reproduce.main(["--run", "w"]) == 0
-    results.update_manifest(place / "results" / "w", "01_book", whole=None)
-    assert reproduce.main(["--resume", "--run", "w"]) == 0
-    assert len(list(place.glob("0?_book-*"))) == 4
-
-
 FAULTS = {
     "no notebook": lambda run: (run / "01_book.ipynb").unlink(),
     "no entry": lambda run: results.update_manifest(run, "01_book", whole=None),

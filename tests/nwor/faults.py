@@ -13,8 +13,8 @@ from nwor.vllm import self_check
 from nwor.vllm.context import RunnerContext
 from nwor_lab import faults
 from nwor_lab.engines.child import Served
-from nwor_lab.engines.offload import ship_last_slots
 from nwor_lab.faults import wrong
+from tests.nwor.host_offload import ship_last_slots
 
 no_commit, commit_one_layer = faults.FAULTS["commit: nothing"], faults.FAULTS["commit: one layer"]
 no_log, no_restore = faults.FAULTS["log: nothing"], faults.FAULTS["restore: nothing"]

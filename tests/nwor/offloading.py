@@ -2,18 +2,25 @@
 """A conversation whose blocks vLLM's `OffloadingConnector` copies to the host and brings back."""
 
 from dataclasses import replace
+from typing import Any
 
 from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineSpec
+from nwor_lab.machine import on_cpu
 from tests.engines import Outcome
+from tests.nwor.specs import with_connector
 
 BLOCK = 32
 FIRST, OTHERS = ([[(7 * i + 13 * j + seed) % 250 + 3 for j in range(BLOCK)] for i in range(4)] for seed in (0, 1))
 
 
 def offloading(spec: EngineSpec, offload: int = 64) -> EngineSpec:
-    """A cache that holds one of the calls below, and no two."""
-    return replace(spec, batch=4, block_size=BLOCK, num_blocks=20, prefix_caching=True, k=6, offload=offload)
+    """A cache that holds one of the calls below, and no two; blocks go to `offload` MiB of host memory, if any."""
+    spec = replace(spec, batch=4, block_size=BLOCK, num_blocks=20, prefix_caching=True, k=6)
+    options: dict[str, Any] = {"cpu_bytes_to_use": offload << 20, "offload_prompt_only": False}
+    if on_cpu():
+        options |= {"spec_name": "HostOffloadingSpec", "spec_module_path": "tests.nwor.host_offload"}
+    return with_connector(spec, "OffloadingConnector", options) if offload else spec
 
 
 def converse(

@@ -39,7 +39,7 @@ SHIPPED = 2 * len(PROMPTS) * 2 * BLOCK
 ON_HOST = {
     "cpu_bytes_to_use": 64 << 20,
     "spec_name": "HostOffloadingSpec",
-    "spec_module_path": "nwor_lab.engines.offload",
+    "spec_module_path": "tests.nwor.host_offload",
 }
 
 
