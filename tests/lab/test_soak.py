@@ -70,6 +70,15 @@ def test_an_episode_serves_every_kind_of_request_to_all_modes_alike(fake):
     assert begins.most_common(1)[0][1] > 1, "no two prompts begin alike"
 
 
+def test_a_seed_draws_the_same_scripts_again_and_another_seed_does_not(fake):
+    drawn = []
+    for seed in (0, 0, 4):
+        fake.forget()
+        command.Episode(scripts.configuration(seed), ["stage"]).run(time.monotonic() + 600)
+        drawn.append([events for mode, events in fake.served if mode == "stage"])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
 def test_the_worst_drafter_is_the_target_but_for_its_last_norm():
     ours, target = (load_file(each / "model.safetensors") for each in (scripts.worst_drafter(), paths.PAIR_TARGET))
     assert ours.keys() == target.keys()
