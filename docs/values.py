@@ -12,13 +12,14 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab import paths, results
-from nwor_lab.experiments import survival
-from nwor_lab.experiments.gpu_steps import MAIN, UNSPLIT, VANILLA, step_ratios, unsplit_steps
-from nwor_lab.microbench.attention import net
-from nwor_lab.model.ratios import abba_ratio
-from nwor_lab.plots import attention as layers
-from nwor_lab.plots import kernels
+from nwor_lab import paths
+from nwor_lab.bench import survival
+from nwor_lab.bench.gpu_steps import MAIN, UNSPLIT, VANILLA, step_ratios, unsplit_steps
+from nwor_lab.cost.ratios import abba_ratio
+from nwor_lab.gpu import kernel_times as kernels
+from nwor_lab.gpu import layer_times as layers
+from nwor_lab.gpu.attention import net
+from nwor_lab.run import results
 
 
 @functools.cache

@@ -15,8 +15,8 @@ import pandas as pd
 from nwor.settings import Settings
 from nwor_lab import pair, paths
 from nwor_lab.audit.auditor import AuditReport
+from nwor_lab.bench.bench import started
 from nwor_lab.engines.engine import EngineSpec, Generation
-from nwor_lab.experiments.bench import started
 
 MODES = ("off", "stage")
 BLOCK_SIZE = 32

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from nwor_lab.experiments.parity import tolerance
+from nwor_lab.bench.parity import tolerance
 from nwor_lab.pair.model import load_weights
 
 END_OF_TEXT = "<|endoftext|>"

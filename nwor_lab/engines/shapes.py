@@ -7,7 +7,7 @@ A step's time depends on the shapes and hardly on what the weights say, and acce
 from pathlib import Path
 from typing import Any
 
-from nwor_lab.results import write_json
+from nwor_lab.run.results import write_json
 
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",

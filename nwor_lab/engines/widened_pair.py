@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nwor_lab.engines.shapes import find_shape
 from nwor_lab.paths import PAIR_EAGLE, PAIR_TARGET
-from nwor_lab.results import write_json
+from nwor_lab.run.results import write_json
 
 PAIR_AT = "pair@"
 """Before the name of a shape, where a command takes a model."""

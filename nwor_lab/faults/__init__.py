@@ -159,7 +159,7 @@ _EVERY = (
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _EVERY}
 """The catalogue, by name."""
 MARGIN = tuple(fault.name for fault in _EVERY if fault.name.startswith("attention: "))
-"""Those that parity has to tell from rounding (`nwor_lab.experiments.parity_margin`)."""
+"""Those that parity has to tell from rounding (`nwor_lab.bench.parity_margin`)."""
 
 
 def by_name(name: str) -> Fault:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nwor import ops
-from nwor_lab import machine, results
+from nwor_lab import machine
 from nwor_lab.faults import FAULTS
 from nwor_lab.operators.inputs import (
     LAYOUTS,
@@ -27,6 +27,7 @@ from nwor_lab.operators.inputs import (
     without_staging,
 )
 from nwor_lab.operators.reference import raw, run_both
+from nwor_lab.run import results
 
 ORDERS = ("LBNH", "LBHN", "BLHN")
 CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")

@@ -9,5 +9,5 @@ decoder    a speculative decoder that runs a real pair through any of them
 chunks     long drafts that are looked up in the text, and their verification in chunks
 tour       one layer, one request, two blocks
 
-It needs torch and nothing else of this package; `nwor_lab.experiments.reference` runs it side by side.
+It needs torch and nothing else of this package; `nwor_lab.bench.reference` runs it side by side.
 """

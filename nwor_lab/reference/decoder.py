@@ -57,7 +57,7 @@ class Request:
 
 @dataclass
 class Step:
-    """What one step did, in rows as `nwor_lab.model.traffic.Window` takes them.
+    """What one step did, in rows as `nwor_lab.cost.traffic.Window` takes them.
 
     Attributes:
         requests: those that verified drafts.

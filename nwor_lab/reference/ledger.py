@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and launches, counted as they happen. The formulas of `nwor_lab.model.traffic` predict the same."""
+"""Bytes and launches, counted as they happen. The formulas of `nwor_lab.cost.traffic` predict the same."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 KINDS = ("attention", "tail", "write", "stage", "commit", "log", "restore", "open")
-"""What moves rows; `nwor_lab.model.traffic` says what each is."""
+"""What moves rows; `nwor_lab.cost.traffic` says what each is."""
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,12 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab import machine, pair, paths, results
+from nwor_lab import machine, pair, paths
+from nwor_lab.bench import bench, options
 from nwor_lab.engines import shapes
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.engines.spec import EngineSpec
-from nwor_lab.experiments import bench, options
+from nwor_lab.run import results
 from nwor_lab.serving.load import Client, Load, ServingPlan, draw_prompts, equal_rows, read_report
 from nwor_lab.serving.server import Server, ServingError, ended
 from nwor_lab.serving.table import summary, verdict

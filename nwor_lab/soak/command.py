@@ -26,10 +26,11 @@ import hypothesis
 import pandas as pd
 
 from nwor.settings import CLEAN
-from nwor_lab import paths, results
+from nwor_lab import paths
+from nwor_lab.bench.bench import started
+from nwor_lab.bench.plan import settings_of
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
-from nwor_lab.experiments.bench import started
-from nwor_lab.experiments.plan import settings_of
+from nwor_lab.run import results
 from nwor_lab.soak import scripts
 from nwor_lab.soak.judge import Verdict, judge
 

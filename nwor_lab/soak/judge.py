@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nwor_lab.bench.parity import SINGLE, compare, tolerance
 from nwor_lab.engines.child import Generation
 from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, Traffic
-from nwor_lab.experiments.parity import SINGLE, compare, tolerance
 
 NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "shipped_slots", "dirty_by_step")
 """Fields of an `AuditReport` that count what was looked at; every other counts a fault."""

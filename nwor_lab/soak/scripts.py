@@ -12,10 +12,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from nwor_lab import pair, paths, results
+from nwor_lab import pair, paths
 from nwor_lab.engines.spec import EngineSpec
 from nwor_lab.engines.traffic import Event
 from nwor_lab.machine import on_cpu
+from nwor_lab.run import results
 
 ROOM = 256
 """Tokens of a request, at most."""

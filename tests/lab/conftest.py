@@ -7,7 +7,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from nwor_lab import paths
-from nwor_lab.experiments import bench
+from nwor_lab.bench import bench
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nwor_lab.experiments.reference import ChunkedRun, compare, compare_chunks
-from nwor_lab.model.traffic import Shape
+from nwor_lab.bench.reference import ChunkedRun, compare, compare_chunks
+from nwor_lab.cost.traffic import Shape
 from nwor_lab.pair.model import ATTENTION, EagleHead, hidden_states
 from nwor_lab.reference.cache import Batch, PagedCache
 from nwor_lab.reference.decoder import Drafter, Generation, Request, make_batch

@@ -10,11 +10,12 @@ import pytest
 from fake_engine import ACCEPTED
 
 from nwor.settings import Settings
-from nwor_lab import pair, paths, results
+from nwor_lab import pair, paths
+from nwor_lab.bench import acceptance, options
+from nwor_lab.bench.bench_table import rows_of_generation
+from nwor_lab.bench.survival import COUNTS, lengths
 from nwor_lab.engines.engine import Engine, EngineSpec, Generation
-from nwor_lab.experiments import acceptance, options
-from nwor_lab.experiments.bench_table import rows_of_generation
-from nwor_lab.experiments.survival import COUNTS, lengths
+from nwor_lab.run import results
 
 
 @pytest.fixture

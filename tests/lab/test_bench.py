@@ -9,10 +9,10 @@ import pytest
 from fake_engine import FakeEngine
 
 from nwor.settings import Settings
+from nwor_lab.bench import acceptance, audit, bench, bench_table, options, small_effect
+from nwor_lab.bench.parity import tolerance
+from nwor_lab.bench.plan import Plan
 from nwor_lab.engines.engine import EngineError, EngineSpec
-from nwor_lab.experiments import acceptance, audit, bench, bench_table, options, small_effect
-from nwor_lab.experiments.parity import tolerance
-from nwor_lab.experiments.plan import Plan
 from tests.devices import needs_fp8_cache
 
 SPEC = EngineSpec("shape")

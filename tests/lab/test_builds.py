@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nwor_lab import builds, measure, paths, results
+from nwor_lab import paths
+from nwor_lab.run import builds, measure, results
 
 ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nwor_lab import results
-from nwor_lab.experiments.reference import ChunkedRun, compare_chunks, formula, rows_of_a_window
-from nwor_lab.model import chunks as model
-from nwor_lab.model.breakeven import H200, MODELS, Chip, survival_of
-from nwor_lab.model.traffic import Traffic, Window, served_traffic
-from nwor_lab.plots import chunks as plots
+from nwor_lab.bench.reference import ChunkedRun, compare_chunks, formula, rows_of_a_window
+from nwor_lab.cost import chunks as model
+from nwor_lab.cost.breakeven import H200, MODELS, Chip, survival_of
+from nwor_lab.cost.traffic import Traffic, Window, served_traffic
+from nwor_lab.figures import chunks as plots
 from nwor_lab.reference.chunks import ChunkedDrafter, LookupDrafter
 from nwor_lab.reference.decoder import EagleDrafter, SpeculativeDecoder
+from nwor_lab.run import results
 from tests.lab.reference_models import (
     ScriptedDrafter,
     agreeing_pair,

@@ -14,13 +14,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from nwor_lab import paths, results
-from nwor_lab.experiments import acceptance, gpu_steps
-from nwor_lab.experiments.reference import claim, claim_chunks
-from nwor_lab.model import predicted
-from nwor_lab.model.traffic import Traffic
+from nwor_lab import paths
+from nwor_lab.bench import acceptance, gpu_steps
+from nwor_lab.bench.reference import claim, claim_chunks
+from nwor_lab.cost import predicted
+from nwor_lab.cost.traffic import Traffic
+from nwor_lab.gpu import kernel_times as kernels
+from nwor_lab.gpu import layer_times as attention
 from nwor_lab.operators import check
-from nwor_lab.plots import attention, kernels
+from nwor_lab.run import results
 from tests.lab.reference_models import compared, compared_in_chunks
 
 Inputs = tuple[Any, ...]

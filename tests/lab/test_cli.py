@@ -33,7 +33,7 @@ def main(argv):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_output_that_cannot_be_written_is_one_line() -> None:
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "nwor_lab.cli", "measure", "--list"]
+        command = [sys.executable, "-m", "nwor_lab.run.cli", "measure", "--list"]
         done = subprocess.run(command, cwd=paths.ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "No space" in done.stderr
 

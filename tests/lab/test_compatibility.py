@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nwor.vllm import releases
-from nwor_lab import doctor
+from nwor_lab.run import doctor
 
 STEP = "vllm.v1.runner.Runner.step"
 SAMPLE = "vllm.v1.runner.sample"

@@ -8,9 +8,10 @@ import pandas as pd
 import pytest
 import torch
 
-from nwor_lab import paths, results
-from nwor_lab.microbench import counters
-from nwor_lab.microbench.inputs import KEYS
+from nwor_lab import paths
+from nwor_lab.gpu import counters
+from nwor_lab.gpu.inputs import KEYS
+from nwor_lab.run import results
 
 TIME, DRAM = "gpu__time_duration.sum", "dram__bytes_read.sum"
 PRINTED = """==PROF== Connected to process 7

@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from docs import generate, values
-from nwor_lab import cli, paths
+from nwor_lab import paths
+from nwor_lab.run import cli
 
 PAGES = [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").glob("*.md"))]
 TEMPLATES = generate.pages()

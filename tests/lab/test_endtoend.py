@@ -12,10 +12,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from nwor_lab import paths, results
+from nwor_lab import paths
 from nwor_lab.audit.auditor import AuditReport
-from nwor_lab.experiments import bench_table, endtoend, gpu_steps
-from nwor_lab.experiments.parity import Parity
+from nwor_lab.bench import bench_table, endtoend, gpu_steps
+from nwor_lab.bench.parity import Parity
+from nwor_lab.run import results
 
 LEFT = "slots that vanilla leaves dirty are its rejected rows"
 

@@ -50,7 +50,7 @@ def test_the_policy_in_the_reference_model(extended):
 
 @pytest.mark.engine
 def test_the_policy_in_vllm_is_judged_by_the_audit(extended):
-    command = "-m", "nwor_lab.cli", "audit", "--mode", "off,scrub", "--num-prompts", "2", "--max-tokens", "24"
+    command = "-m", "nwor_lab.run.cli", "audit", "--mode", "off,scrub", "--num-prompts", "2", "--max-tokens", "24"
     done = python(extended, *command, "--run-dir", str(extended / "run"))
     assert done.returncode == 1, done.stderr
     found = pd.read_parquet(extended / "run" / "audit.parquet").set_index(["mode", "metric"])["value"]

@@ -10,12 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from nwor_lab import figures, paths, results
-from nwor_lab.experiments import gpu_steps
-from nwor_lab.experiments.survival import predict_rejected
-from nwor_lab.model import breakeven
-from nwor_lab.plots import breakeven as breakeven_plots
-from nwor_lab.plots import policies, ratios, style
+from nwor_lab import paths
+from nwor_lab.bench import gpu_steps
+from nwor_lab.bench.survival import predict_rejected
+from nwor_lab.cost import breakeven
+from nwor_lab.figures import breakeven as breakeven_plots
+from nwor_lab.figures import policies, ratios, style
+from nwor_lab.figures.command import command as figures
+from nwor_lab.run import results
 from nwor_lab.serving.table import summary
 
 

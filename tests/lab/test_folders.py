@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
 
-from nwor_lab import doctor, folders, reproduce
+from nwor_lab.run import doctor, folders, reproduce
 
 
 def homeless(patch: pytest.MonkeyPatch) -> None:

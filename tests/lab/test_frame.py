@@ -14,7 +14,8 @@ import yaml
 
 import nwor
 from nwor.vllm import releases
-from nwor_lab import cli, doctor, paths
+from nwor_lab import paths
+from nwor_lab.run import cli, doctor
 
 LOCK = paths.LOCK.read_text()
 PINS = dict(re.findall(r"^([\w.-]+)==([^;\s]+)", LOCK, re.MULTILINE))
@@ -87,7 +88,7 @@ def test_importing_nwor_loads_neither_vllm_nor_torch() -> None:
 
 
 LIGHT = ("nwor.ops", "nwor.manager", *(f"nwor_lab.{name}" for name in ("model.traffic", "pair.model", "pair")))
-LIGHT += ("nwor_lab.reference", "nwor_lab.results", "nwor_lab.doctor", "nwor_lab.reproduce")
+LIGHT += ("nwor_lab.reference", "nwor_lab.run.results", "nwor_lab.run.doctor", "nwor_lab.run.reproduce")
 
 
 def test_the_library_loads_without_vllm_and_without_starting_cuda() -> None:
@@ -187,7 +188,7 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_command_that_nobody_reads_any_more_ends_quietly() -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "nwor_lab.cli", "doctor"]
+    command = [sys.executable, "-m", "nwor_lab.run.cli", "doctor"]
     done = subprocess.run(command, cwd=paths.ROOT, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, "")

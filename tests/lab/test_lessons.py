@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from nwor_lab import lessons
+from nwor_lab.run import lessons
 
 CASES = [(torch.zeros(3), 1), (torch.ones(3), 2)]
 

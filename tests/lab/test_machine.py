@@ -62,7 +62,7 @@ def test_vllm_refuses_what_we_say_it_refuses(can, monkeypatch):
 @x86
 @pytest.mark.parametrize("command", ["bench", "audit", "acceptance"])
 def test_an_fp8_cache_that_cannot_be_is_refused_in_one_line(command, tmp_path):
-    done = on_avx2("-m", "nwor_lab.cli", command, "--kv-cache-dtype", "fp8", "--run-dir", tmp_path)
+    done = on_avx2("-m", "nwor_lab.run.cli", command, "--kv-cache-dtype", "fp8", "--run-dir", tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"nwor {command}: --kv-cache-dtype fp8: {ON_AVX2}"]
     assert not list(tmp_path.iterdir())

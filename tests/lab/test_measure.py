@@ -8,9 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from nwor_lab import builds, cli, measure, paths, results
-from nwor_lab.experiments import options
-from nwor_lab.microbench import attention
+from nwor_lab import paths
+from nwor_lab.bench import options
+from nwor_lab.gpu import attention
+from nwor_lab.run import builds, cli, measure, results
 from nwor_lab.serving import command
 
 LIST = {one.name: one for one in measure.MEASUREMENTS}
@@ -53,13 +54,13 @@ def test_every_line_is_a_command_that_takes_its_options(name, gib, tmp_path, mon
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     words = measure.command_of(LIST[name], tmp_path, gib)
     assert words and str(tmp_path) in " ".join(words)
-    if words[:2] == ["nwor_lab.cli", "bench"]:
+    if words[:2] == ["nwor_lab.run.cli", "bench"]:
         engine, plan, _ = options.parse_config(options.parser("bench", "").parse_args(words[2:]))
         assert plan.repeats >= LIST[name].least_repeats and engine.acceptance_length <= min(plan.ks) + 1
         if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
             rows = {size * (1 + k) for size in plan.sizes for k in (0, *plan.ks)}
             assert rows <= {*engine.cudagraph_capture_sizes} and plan.modes[0] == "vllm"
-    elif words[:2] == ["nwor_lab.cli", "serving"]:
+    elif words[:2] == ["nwor_lab.run.cli", "serving"]:
         fields = {"enforce_eager": False}
         made = options.parser("serving", "", plan=command.ServingPlan, **fields).parse_args(
             [*words[2:], "--batch", "64"]

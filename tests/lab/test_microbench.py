@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from nwor import ops
-from nwor_lab import paths, results
-from nwor_lab.microbench import attention, counters, operators, timer
-from nwor_lab.microbench.inputs import AttentionShape, shape_of
-from nwor_lab.microbench.operators import OURS, PEERS, QUERY, ROWS, SHAPES, bytes_moved
-from nwor_lab.plots import attention as attention_plots
-from nwor_lab.plots import kernels, ratios, style
+from nwor_lab import paths
+from nwor_lab.figures import ratios, style
+from nwor_lab.gpu import attention, counters, operators, timer
+from nwor_lab.gpu import kernel_times as kernels
+from nwor_lab.gpu import layer_times as attention_plots
+from nwor_lab.gpu.inputs import AttentionShape, shape_of
+from nwor_lab.gpu.operators import OURS, PEERS, QUERY, ROWS, SHAPES, bytes_moved
+from nwor_lab.run import results
 
 SHAPE = AttentionShape(32, 8, 16, 512)
 LATER = {"head_size", "tuned_on", "build", "attempt"}

@@ -4,13 +4,14 @@
 import pandas as pd
 import pytest
 
-from nwor_lab import paths, results
-from nwor_lab.experiments.gpu_steps import SETTING
-from nwor_lab.model import breakeven, predicted
-from nwor_lab.model.breakeven import H200, MODELS, Chip, step_difference
-from nwor_lab.model.ratios import abba_ratio, is_stable
-from nwor_lab.model.traffic import Window
-from nwor_lab.plots import kernels
+from nwor_lab import paths
+from nwor_lab.bench.gpu_steps import SETTING
+from nwor_lab.cost import breakeven, predicted
+from nwor_lab.cost.breakeven import H200, MODELS, Chip, step_difference
+from nwor_lab.cost.ratios import abba_ratio, is_stable
+from nwor_lab.cost.traffic import Window
+from nwor_lab.gpu import kernel_times as kernels
+from nwor_lab.run import results
 
 LLAMA_7B = MODELS["llama-2-7b"]
 

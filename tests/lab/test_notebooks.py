@@ -13,7 +13,8 @@ import nbformat
 import papermill
 from papermill.exceptions import PapermillExecutionError
 
-from nwor_lab import paths, reproduce
+from nwor_lab import paths
+from nwor_lab.run import reproduce
 
 BOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 each = pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)

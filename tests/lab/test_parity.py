@@ -6,8 +6,8 @@ import math
 import pandas as pd
 import pytest
 
+from nwor_lab.bench.parity import SINGLE, Parity, compare, of_rows
 from nwor_lab.engines.engine import Generation
-from nwor_lab.experiments.parity import SINGLE, Parity, compare, of_rows
 
 
 def said(tokens: list[int], *best: dict[int, float]) -> Generation:

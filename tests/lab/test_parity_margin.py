@@ -11,12 +11,13 @@ import torch
 from nwor import ops
 from nwor.settings import Settings
 from nwor.vllm.self_check import attend
-from nwor_lab import faults, paths, results
+from nwor_lab import faults, paths
+from nwor_lab.bench import margin as plot
+from nwor_lab.bench import parity_margin
+from nwor_lab.bench.parity import compare, tolerance
 from nwor_lab.engines.engine import Engine
-from nwor_lab.experiments import parity_margin
-from nwor_lab.experiments.parity import compare, tolerance
 from nwor_lab.faults import wrong
-from nwor_lab.plots import parity as plot
+from nwor_lab.run import results
 from tests.lab.attention import Problem, identity_packing
 
 ONE_HEAD = "drafts hidden from one head"

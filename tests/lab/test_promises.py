@@ -6,9 +6,9 @@ import pytest
 
 from docs import values
 from nwor_lab import paths
-from nwor_lab.model.breakeven import MODELS
-from nwor_lab.model.traffic import Window, bytes_saved
-from nwor_lab.plots import promises, style
+from nwor_lab.cost.breakeven import MODELS
+from nwor_lab.cost.traffic import Window, bytes_saved
+from nwor_lab.figures import promises, style
 
 TABLE = pd.read_csv(paths.PROMISES)
 

@@ -11,8 +11,9 @@ pytest.importorskip("papermill", reason="papermill is not installed: no notebook
 import papermill
 from papermill.exceptions import PapermillExecutionError
 
-from nwor_lab import parameters, paths, ranges, reproduce
-from nwor_lab.model import breakeven
+from nwor_lab import paths
+from nwor_lab.cost import breakeven
+from nwor_lab.run import parameters, ranges, reproduce
 
 BOOKS = {path.stem: path for path in reproduce.notebooks()}
 

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nwor_lab import results
-from nwor_lab.experiments.reference import formula, outcome, traffic_of_a_window
-from nwor_lab.model.traffic import MODES, Shape
+from nwor_lab.bench.reference import formula, outcome, traffic_of_a_window
+from nwor_lab.cost.traffic import MODES, Shape
 from nwor_lab.pair.model import causal_attention, hidden_states
 from nwor_lab.reference.decoder import EagleDrafter, SpeculativeDecoder, count_accepted
 from nwor_lab.reference.policies import CopyOnWrite, Staging, attention, make_policy
+from nwor_lab.run import results
 from tests.lab.reference_models import (
     CONFIG,
     ScriptedDrafter,

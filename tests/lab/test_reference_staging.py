@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from nwor_lab.model.traffic import Shape
+from nwor_lab.cost.traffic import Shape
 from nwor_lab.reference.cache import LayerContext, PagedCache
 from nwor_lab.reference.policies import make_policy
 from nwor_lab.reference.staging import Counts, KVCacheInterceptor, StagingBuffer

@@ -6,8 +6,8 @@ import torch
 
 from nwor.settings import Settings
 from nwor_lab import pair, paths
+from nwor_lab.bench.reference import compare
 from nwor_lab.engines.engine import Engine, EngineSpec
-from nwor_lab.experiments.reference import compare
 from nwor_lab.pair.model import hidden_states, load_pair
 
 K, PROMPTS, MAX_TOKENS = 4, 6, 40

@@ -21,7 +21,8 @@ import pandas as pd
 from books import ran, start, write_notebook
 from jupyter_client.provisioning.local_provisioner import LocalPortCache
 
-from nwor_lab import on_ray, parameters, paths, report, reproduce, results
+from nwor_lab import paths
+from nwor_lab.run import on_ray, parameters, report, reproduce, results
 
 EXECUTED = ("00_tour",)
 """Notebooks of the kit that the tests run, beside the small ones made here."""

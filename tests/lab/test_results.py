@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 import torch
 
-from nwor_lab import claims, paths, provenance, results
+from nwor_lab import paths
+from nwor_lab.run import claims, provenance, results
 
 ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
 
@@ -40,7 +41,7 @@ def test_a_writer_killed_before_the_rename_leaves_the_old_file(tmp_path: Path, c
     target = results.write_table(tmp_path / "steps.parquet", frame)
     code = f"""
 import os, signal
-from nwor_lab import results
+from nwor_lab.run import results
 {call} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 results.write_table({str(target)!r}, results.tidy([{ROW!r}] * 100))
 """

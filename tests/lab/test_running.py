@@ -15,7 +15,7 @@ pytest.importorskip("papermill", reason="papermill is not installed: no notebook
 
 from books import WAIT, launch, ran, start, write_notebook
 
-from nwor_lab import on_ray, parameters, reproduce, results
+from nwor_lab.run import on_ray, parameters, reproduce, results
 
 # -- the kernel --------------------------------------------------------------------------------------------------------
 

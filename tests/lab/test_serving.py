@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from nwor_lab import cli, pair, paths
+from nwor_lab import pair, paths
 from nwor_lab.engines.engine import EngineSpec
+from nwor_lab.run import cli
 from nwor_lab.serving import command, load, server
 from nwor_lab.serving.load import Load, ServingPlan
 from nwor_lab.serving.server import Server, ServingError, ended

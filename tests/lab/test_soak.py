@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from nwor.settings import Settings
 from nwor_lab import paths
+from nwor_lab.bench import bench
 from nwor_lab.engines import child
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.traffic import Answer, Event, Traffic
-from nwor_lab.experiments import bench
 from nwor_lab.soak import command, scripts
 from nwor_lab.soak.judge import judge
 from tests.lab.soak_engines import FakeEngine, serve_without_restore

@@ -6,7 +6,7 @@ import pytest
 
 from nwor_lab import demo
 from nwor_lab.engines.engine import Generation
-from nwor_lab.plots import tour
+from nwor_lab.figures import tour
 from nwor_lab.reference.tour import MOMENTS, TinyWindow
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nwor.counters import DeviceCounters
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
-from nwor_lab.model.traffic import (
+from nwor_lab.cost.traffic import (
     MODES,
     SERVED,
     Moved,

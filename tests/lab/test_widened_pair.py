@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nwor_lab import pair, paths
+from nwor_lab.bench import options
 from nwor_lab.engines import shapes
 from nwor_lab.engines.widened_pair import write_widened
-from nwor_lab.experiments import options
 from nwor_lab.pair.model import EagleHead, hidden_states, load_pair
 
 WIDE = {

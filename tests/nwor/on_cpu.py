@@ -9,8 +9,8 @@ import pytest
 
 from nwor.vllm.context import ServedGroup
 from nwor.vllm.metrics import UNSEEN
+from nwor_lab.bench.parity import tolerance
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.experiments.parity import tolerance
 from tests.engines import Outcome
 
 ROUNDING = tolerance("float32")

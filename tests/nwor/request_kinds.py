@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from nwor_lab.experiments.parity import compare
-from nwor_lab.experiments.survival import mean_accepted
+from nwor_lab.bench.parity import compare
+from nwor_lab.bench.survival import mean_accepted
 from tests.engines import Outcome
 
 SCHEMA = {

@@ -10,8 +10,8 @@ import pytest
 
 from nwor.settings import Settings
 from nwor_lab import machine, paths
+from nwor_lab.bench.parity import compare, tolerance
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.experiments.parity import compare, tolerance
 from tests.engines import Engines, Outcome
 
 pytestmark = [

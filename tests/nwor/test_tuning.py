@@ -16,8 +16,8 @@ from nwor.attention import configs
 from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row_tiles, tuned
 from nwor.settings import Settings
 from nwor_lab import paths
-from nwor_lab.microbench import tune
-from nwor_lab.microbench.inputs import AttentionShape
+from nwor_lab.gpu import tune
+from nwor_lab.gpu.inputs import AttentionShape
 from tests.devices import A100, L40S, limit
 
 A10 = Device("NVIDIA A10", multiprocessors=84, shared_memory=99 << 10)

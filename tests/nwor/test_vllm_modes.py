@@ -12,12 +12,12 @@ import pytest
 
 from nwor.settings import Settings
 from nwor_lab import paths
+from nwor_lab.bench import options
+from nwor_lab.bench.parity import compare
+from nwor_lab.bench.plan import Plan, settings_of
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.experiments import options
-from nwor_lab.experiments.parity import compare
-from nwor_lab.experiments.plan import Plan, settings_of
 from tests.checkpoints import GAPS, random_pair
 from tests.devices import needs_fp8_cache
 from tests.engines import PROMPTS, Outcome

@@ -14,8 +14,8 @@ import torch
 from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.audit.auditor import AuditReport
+from nwor_lab.bench import audit, bench
 from nwor_lab.engines.engine import Engine, EngineSpec
-from nwor_lab.experiments import audit, bench
 from nwor_lab.serving.server import SERVED, Server, ended
 from tests.engines import PROMPTS
 

@@ -141,7 +141,7 @@ def test_what_is_not_needed_is_not_imported(installed, absent, imported):
 
 
 def test_the_doctor_finds_all_there(installed):
-    said = run([installed, "-m", "nwor_lab.cli", "doctor"], installed.parents[2])
+    said = run([installed, "-m", "nwor_lab.run.cli", "doctor"], installed.parents[2])
     assert "MISSING" not in said and re.search(r"ok +stage", said)
     assert all(re.search(rf"ok +{name} +CPU", said) for name in OPERATORS)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nwor.settings import Settings
+from nwor_lab.bench.parity import compare
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.experiments.parity import compare
 from tests.checkpoints import GAPS
 from tests.engines import Outcome
 

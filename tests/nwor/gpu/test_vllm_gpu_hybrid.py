@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from nwor.settings import Settings
-from nwor_lab.experiments.parity import compare
+from nwor_lab.bench.parity import compare
 from nwor_lab.faults import FAULTS
 from tests import hybrids
 from tests.nwor import faults

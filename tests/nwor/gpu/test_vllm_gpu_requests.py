@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from nwor.settings import Settings
 from nwor_lab import pair, paths
+from nwor_lab.bench.parity import compare
 from nwor_lab.engines.engine import Engine, Generation
-from nwor_lab.experiments.parity import compare
 from tests import checkpoints
 from tests.checkpoints import GAPS, random_pair
 from tests.engines import PROMPTS, Engines

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nwor acceptance`: count accepted drafts in vanilla vLLM at many draft lengths.
+
+    nwor acceptance --k 1,2,4,8 --temperature 0,1
+
+A bench that counts, with defaults for counts at scale on a GPU: one engine a draft length, all up at once. What is
+written are counts: windows, drafts, accepted drafts, and the windows in which the draft at each position was accepted,
+of every pass. Long greedy answers repeat themselves, and what repeats is drafted well: answers have 64 tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from nwor_lab.bench.survival import predict_rejected, summary, survival, verdicts
+from nwor_lab.run import results
+
+__all__ = ["predict_rejected", "summary", "survival", "verdicts"]
+
+RECORDED = "gpu_acceptance"
+"""Table of the counts at scale, in a run and in `data/recorded/`."""
+
+AT_SCALE: dict[str, Any] = {
+    "count": True,
+    "ks": (1, 2, 3, 4, 5, 6, 7, 8),
+    "temperatures": (0.0, 1.0),
+    "num_prompts": 0,
+    "repeats": 8,
+    "batch": 64,
+    "max_num_batched_tokens": 8192,
+    "kv_cache_memory": 1024,  # with a cache of a given size engines start side by side
+    "gpu_memory_utilization": 0.1,
+    "name": RECORDED,
+}
+
+
+def claim(run: results.Run, table: pd.DataFrame, at_scale: pd.DataFrame, origin: str) -> None:
+    """Record what must hold of acceptance by `survival`: of a run, `table`, and of the counts at scale, of `origin`.
+
+    The longest k of each table predicts the rejected share of the others, and is not held against itself. Nothing is
+    claimed of draft lengths that were not run.
+    """
+    lengths, shares = (table[table["metric"] == name] for name in ("acceptance_length", "rejected_share"))
+    greedy = lengths.loc[(lengths["temperature"] == 0) & (lengths["k"] == 4), "value"].mean()
+    both = shares.merge(at_scale[at_scale["metric"] == "rejected_share"], on=["k", "temperature"])
+    apart, off = (both["value_x"] - both["value_y"]).abs().max(), prediction_error(table)
+    text = "rejected share of written rows at the shorter k: counted against predicted from survival at the longest"
+    expectations = (
+        ("mean acceptance length, greedy, k=4 (tokens a window by the verifier)", ">= 2.5", greedy, greedy >= 2.5),
+        (text, "<= 0.08 apart", off, off <= 0.08),
+        ("rejected share of written rows: this run's against that at scale", "<= 0.05 apart", apart, apart <= 0.05),
+    )
+    for claimed, expected, value, holds in expectations:
+        if not math.isnan(value):  # of draft lengths that were not run there is nothing to say
+            run.expect(claimed, expected, value, holds)
+    off = prediction_error(at_scale)
+    run.claim(f"at scale: {text}", "<= 0.08 apart", off, off <= 0.08, origin)
+
+
+def prediction_error(table: pd.DataFrame) -> float:
+    """The largest difference between a counted rejected share and `predict_rejected`'s; NaN where there is one k."""
+    counted = table[(table["metric"] == "rejected_share") & (table["k"] < table["k"].max())]
+    both = counted.merge(predict_rejected(table), on=["temperature", "k"])
+    return float((both["value_x"] - both["value_y"]).abs().max())
+
+
+def measure(run: results.Run) -> pd.DataFrame:
+    """Counts at scale, which the command `nwor acceptance` takes on a GPU and keeps as a table of `run`."""
+    run.command("acceptance", "--run-dir", run.directory, "--name", RECORDED)
+    return results.read_table(RECORDED, run.directory)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    from nwor_lab.bench import bench
+
+    return bench.main(argv, "acceptance", __doc__ or "", fixed=("count",), **AT_SCALE)

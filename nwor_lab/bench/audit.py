@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nwor audit`: run each mode under the audit of the whole cache; fails when `cow` or `stage` leaves it dirty.
+
+A bench that ends with its first pass. Takes the options of `nwor bench` but those of what it times or counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from nwor.settings import CLEAN
+from nwor_lab.audit.auditor import FAULTS, AuditReport
+from nwor_lab.bench import bench
+from nwor_lab.bench.plan import Plan
+
+COLUMNS = (
+    "layer_steps",
+    "dirty_layer_steps",
+    "dirty_slots",
+    "kept_rows",
+    "unwritten_rows",
+    "wrong_rows",
+    "stray_slots",
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 0 when `cow` and `stage` are clean, 1 when one is dirty."""
+    return bench.main(argv, "audit", __doc__, show_verdict, fixed=("audit", "count", "repeats"), repeats=0)
+
+
+def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:
+    """Print what the audit counted on each rank, the first dirty slots of a mode that must leave none, and a sentence a
+    mode; return how the command ends."""
+    ranks = [(name, rank, AuditReport(**rank["audit"])) for name, each in report["ranks"].items() for rank in each]
+    lines = [
+        {"mode": name, "rank": rank["rank"], **{column: getattr(found, column) for column in COLUMNS}}
+        for name, rank, found in ranks
+    ]
+    print(pd.DataFrame(lines).to_string(index=False))
+    for name in report["ranks"]:
+        print(verdict(name, [(rank, found) for mode, rank, found in ranks if mode == name]))
+    return int(any(rank["mode"] in CLEAN and not found.clean for _, rank, found in ranks))
+
+
+def verdict(name: str, ranks: list[tuple[dict[str, Any], AuditReport]]) -> str:
+    """What the audit says of a mode, in a sentence, and beneath it the first faults where there should be none."""
+    steps = sum(found.layer_steps for _, found in ranks)
+    seen = {fault: sum(getattr(found, fault) for _, found in ranks) for fault in FAULTS}
+    words = ", ".join(f"{count:,} {fault.replace('_', ' ')}" for fault, count in seen.items() if count)
+    if not all(found.steps for _, found in ranks):
+        return f"{name}: NOT AUDITED on every rank."
+    if not words:
+        return f"{name}: clean, no byte outside the kept rows changed in {steps:,} layer-steps."
+    if ranks[0][0]["mode"] not in CLEAN:
+        return f"{name}: {words}, of {steps:,} layer-steps; as expected, it leaves rejected rows in the pages."
+    examples = [f"       {example}" for rank, _ in ranks for example in rank["dirty_examples"]]
+    return "\n".join([f"{name}: DIRTY, and must not be: {words}, of {steps:,} layer-steps.", *examples])

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one run of all modes must show, from the table and the report that a bench leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from transformers import AutoConfig
+
+from nwor.settings import ATTENDING
+from nwor_lab.audit.auditor import FAULTS
+from nwor_lab.bench.bench_table import summary
+from nwor_lab.bench.options import from_options
+from nwor_lab.bench.parity import SINGLE, Parity
+from nwor_lab.bench.plan import Plan
+from nwor_lab.bench.survival import same_share
+from nwor_lab.cost.traffic import Shape
+from nwor_lab.run.results import Run
+
+Report = Mapping[str, Any]
+
+
+# -- tables to look at -------------------------------------------------------------------------------------------------
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The table as text: whole numbers in columns of counts, else three decimals; nothing where there is no value."""
+
+    def text_of(column: pd.Series) -> pd.Series:
+        numbers = pd.to_numeric(column, errors="coerce")
+        digits = 0 if (numbers.dropna() % 1 == 0).all() else 3
+        written = numbers.map(f"{{:,.{digits}f}}".format)
+        return written.where(numbers.notna(), column.astype(object).where(column.notna(), ""))
+
+    return table.apply(text_of)
+
+
+def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
+    """One line a mode: parity, acceptance, dirty layer-steps, `bytes_avoided` and, beside parity, step time."""
+    table = summary(bench, from_options(Plan, report["plan"])).drop(columns=["batch", "low", "high"], errors="ignore")
+    counts = ["audit.layer_steps", "audit.dirty_layer_steps", "counters.bytes_avoided"]
+    first = pd.json_normalize([report["ranks"][mode][0] for mode in table["mode"]]).reindex(columns=counts).fillna(0)
+    table["layer_steps"], table["dirty"], table["MB_avoided"] = (first[name] for name in counts)
+    table["MB_avoided"] /= 1e6
+    table.insert(0, "tp", report["spec"]["tp"])
+    return table
+
+
+def rank_table(report: Report) -> pd.DataFrame:
+    """Proof of treatment: the mode served, target layers and counters, one column a mode and rank."""
+    columns = {
+        (mode, f"rank {rank['rank']}"): {
+            "mode served": rank["serving"],
+            "target layers": rank["target_layers"],
+            **rank["counters"],
+        }
+        for mode, ranks in report["ranks"].items()
+        for rank in ranks
+    }
+    return pd.DataFrame(columns)
+
+
+def step_rows(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
+    """Rows `step_ms` for the figure: the median step of each repeat, for modes at parity alone."""
+    good = [mode for mode, found in report["parity"].items() if Parity(**found).within(report["plan"]["tolerance"])]
+    rows = bench[(bench.metric == "step_ms") & bench["mode"].isin(good)]
+    medians = rows.groupby(["mode", "model", "tp", "k", "batch", "seed", "repeat"], as_index=False).value.median()
+    return medians.assign(metric="step_ms", unit="ms")
+
+
+def audit_rows(report: Report) -> pd.DataFrame:
+    """What the audit counted, one line a mode and rank."""
+    return _audits(report).drop(columns="dirty_by_step")
+
+
+def dirty_rows(report: Report) -> pd.DataFrame:
+    """Rows `dirty_slots` for the figure: slots that each step left dirty, all layers, by mode and rank."""
+    rows = _audits(report)[["mode", "rank", "dirty_by_step"]].explode("dirty_by_step")
+    rows["step"] = rows.groupby(["mode", "rank"]).cumcount()
+    return rows.rename(columns={"dirty_by_step": "value"}).assign(metric="dirty_slots", unit="slots")
+
+
+def _audits(report: Report) -> pd.DataFrame:
+    ranks = report["ranks"].items()
+    return pd.DataFrame([{"mode": mode, "rank": r["rank"], **r["audit"]} for mode, found in ranks for r in found])
+
+
+def audited(report: Report) -> pd.DataFrame:
+    """`audit_rows` over all ranks: one row a metric, one column a mode."""
+    return audit_rows(report).drop(columns="rank").groupby("mode").sum().add_prefix("audit.").T
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
+    """Record what must hold of one bench run with modes off, cow, direct and stage, audited."""
+    spec, plan = report["spec"], report["plan"]
+    where, most = f"TP={spec['tp']}, {spec['dtype']}", plan["tolerance"]
+    bound = SINGLE * most
+    ranks, parity = report["ranks"], {mode: Parity(**found) for mode, found in report["parity"].items()}
+    serving = sorted({(mode, rank["serving"]) for mode, found in ranks.items() for rank in found})
+    run.claim(
+        f"{where}: every rank serves the mode asked for",
+        [(mode, mode) for mode in sorted(ranks)],
+        serving,
+        all(served == mode for mode, served in serving) and all(len(found) == spec["tp"] for found in ranks.values()),
+    )
+    cow = parity["cow"]
+    run.claim(f"{where}: cow's greedy tokens are vanilla's", cow.requests, cow.equal, cow.equal == cow.requests > 0)
+    for mode in ATTENDING:
+        found = parity[mode]
+        gap, shift = found.largest_gap, found.largest_shift
+        run.claim(f"{where}: a token of {mode} that differs is a near tie (nats)", f"<= {bound:g}", gap, gap <= bound)
+        text = f"{where}: {mode} shifts no log-probability of vanilla's best tokens further (nats)"
+        run.claim(text, f"<= {bound:g}", shift, shift <= bound)
+        text = f"{where}: {mode} shifts log-probabilities as rounding does, not as a fault (nats)"
+        run.claim(text, f"<= {most:g}", found.shift, found.places > 0 and found.shift <= most)
+    counts = [accepted_drafts(bench, mode) for mode in ("off", "stage")]
+    z, some = abs(same_share(counts)), counts[0][0] > 0
+    run.claim(f"{where}: stage accepts as many drafts as vanilla (|z|)", "< 3", z, z < 3 and some)
+    for mode in ("cow", "stage"):
+        if spec["tp"] > 1:
+            same = all(rank["counters"] == ranks[mode][0]["counters"] for rank in ranks[mode])
+            run.claim(f"{where}: {mode}'s counts are the same on every rank", True, same, same)
+        metrics = report["metrics"][mode]
+        checked, wrong = int(metrics["nwor_scheduler_checks"]), int(metrics["nwor_scheduler_mismatches"])
+        holds = checked > 0 and wrong == 0
+        run.claim(f"{where}: {mode}'s commits are the scheduler's in every step", 0, wrong, holds)
+    claim_clean(run, where, audited(report))
+    least, most = written_bytes(report)
+    predicted = least if least == most else f"{least} to {most}"
+    written = ranks["stage"][0]["counters"]["bytes_written"]
+    text = f"{where}: stage writes windows' rows once, accepted drafts once more and restored ones twice, in bytes"
+    run.claim(text, predicted, written, least <= written <= most)
+
+
+def claim_clean(run: Run, where: str, table: pd.DataFrame) -> None:
+    """Record what must hold of an audit: vanilla and `direct` are dirty, the other modes show none of its faults.
+
+    table: one row a metric, one column a mode, as `audited` makes it.
+    """
+    wrong = table.loc[[f"audit.{fault}" for fault in FAULTS]].sum()
+    for mode in ("cow", "stage"):
+        steps, found = int(table.loc["audit.layer_steps", mode]), int(wrong[mode])
+        text = f"{where}: {mode} leaves no layer-step dirty, of {steps}"
+        run.claim(text, 0, found, steps > 0 and found == 0)
+    for mode, name in {"off": "vanilla", "direct": "direct, the control,"}.items():
+        dirty = int(table.loc["audit.dirty_layer_steps", mode])
+        run.claim(f"{where}: {name} leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
+
+
+def claim_left(run: Run, where: str, report: Report) -> None:
+    """Record that what vanilla leaves is the rejected rows, in every layer and on every rank, and nothing else.
+
+    Vanilla's own scheduler counts them. It does not hear of a GPU's last windows: theirs `cow` counts on the device.
+    """
+    heard, ranks = {mode: rejected_rows(report["metrics"][mode]) for mode in ("off", "cow")}, report["ranks"]
+    unheard = ranks["cow"][0]["counters"]["rejected_tokens"] - heard["cow"]
+    layers = [rank["audit"]["layer_steps"] // rank["audit"]["steps"] for rank in ranks["off"]]
+    predicted = (heard["off"] + unheard) * sum(layers)
+    dirty = sum(rank["audit"]["dirty_slots"] for rank in ranks["off"])
+    run.claim(f"{where}: slots that vanilla leaves dirty are its rejected rows", predicted, dirty, dirty == predicted)
+
+
+# -- what the claims predict -------------------------------------------------------------------------------------------
+
+
+def written_bytes(report: Report) -> tuple[int, int]:
+    """The least and the most bytes that a rank writes under `stage`, by the scheduler's counts: to pages and staging.
+
+    What a logged step rejects goes to the log and back; the other counts are vLLM's.
+    They are the same on a CPU. A GPU runs a step ahead of the scheduler, which never hears of the last windows of
+    requests that have just finished: as many as the device counted more, each of one draft at least, none accepted, and
+    of k at most, all accepted.
+    """
+    metrics, shape = report["metrics"]["stage"], cache_shape(report["spec"])
+    rows = sum(metrics[f"spec_decode_num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    counters = report["ranks"]["stage"][0]["counters"]
+    rows += 2 * counters.get("restored_tokens", 0)
+    unheard = counters["windows"] - metrics["spec_decode_num_drafts"]
+    row = shape.num_layers * shape.row
+    return int(rows + 2 * unheard) * row, int(rows + unheard * (1 + 2 * report["spec"]["k"])) * row
+
+
+def rejected_rows(metrics: Mapping[str, float]) -> int:
+    """Rows of a layer that the scheduler, whose `metrics` these are, has heard were rejected."""
+    return int(metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"])
+
+
+def accepted_drafts(bench: pd.DataFrame, mode: str) -> tuple[int, int]:
+    """Accepted and offered drafts of one mode, in the first repeat: greedy repeats are the same drafts again."""
+    rows = bench[(bench["mode"] == mode) & (bench.repeat == 0)].groupby("metric").value.sum()
+    return int(rows["accepted_tokens"]), int(rows["draft_tokens"])
+
+
+def cache_shape(spec: Mapping[str, Any]) -> Shape:
+    """The target's cache as its own config describes it, for a spec as a bench report holds it."""
+    config = AutoConfig.from_pretrained(spec["model"])
+    heads = config.num_attention_heads
+    return Shape(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        cache_bytes=1 if spec["kv_cache_dtype"].startswith("fp8") else 4 if spec["dtype"] == "float32" else 2,
+        tp=spec["tp"],
+    )

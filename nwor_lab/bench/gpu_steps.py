@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps on a GPU: from the tables that benches leave to one ratio a setting and mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import pandas as pd
+
+from nwor_lab import paths
+from nwor_lab.bench.parity import of_rows, tolerance
+from nwor_lab.bench.plan import UNPATCHED
+from nwor_lab.bench.survival import lengths, tokens_per_s
+from nwor_lab.cost.ratios import abba_ratio, is_stable
+from nwor_lab.run.builds import join
+from nwor_lab.run.results import Run, read_table, tidy
+
+SETTING = ["attention", "tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
+"""Columns that identify a measured setting of whole steps, those of them that a table has."""
+MAIN = "k == 8 and prompt == 512 and kv_cache_dtype == 'auto'"
+"""The settings that one line of a table or a figure shows, by batch and KV heads."""
+VANILLA = ("off", UNPATCHED)
+COUNTED = ["tokens", "wall", "windows", "accepted_tokens"]
+
+
+def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Tables `gpu_steps`, `gpu_kernels` and `kv_write_share` from bench tables of whole steps on a GPU.
+
+    The share is that of the paged write's GPU time in the median step of vanilla, of the same run and setting; there is
+    none where vanilla's repeats are not stable.
+
+    Raises:
+        ValueError: the benches are of different builds.
+    """
+    every = join(benches)
+    profiled = every["metric"] == "kernel_us"
+    kernels = every[profiled].drop(columns=["step", "position", "rank", "temperature"], errors="ignore")
+    steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
+    keys = [name for name in ("run_id", "mode", "model", "seed", *SETTING, "engine", "build") if name in every]
+    writes = kernels[kernels["mode"].isin(VANILLA) & (kernels["kind"] == "KV write")].groupby(keys)["value"].mean()
+    runs = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
+    whole = runs.median()
+    stable = is_stable(pd.DataFrame({"low": runs.min() / whole, "high": runs.max() / whole}))
+    share = (writes / (1e3 * whole[stable])).dropna().rename("value").reset_index()
+    share = tidy(share.assign(metric="kv_write_share", unit="share"))
+    return {"gpu_steps": steps, "gpu_kernels": kernels, "kv_write_share": share}
+
+
+def step_ratios(steps: pd.DataFrame, over: str = "") -> pd.DataFrame:
+    """Steps over those of vLLM never patched, in the same run: one line a setting and mode.
+
+    Where a table has no such engine the baseline is `off`, which patches nothing either; in tables recorded before
+    there was one, the mode's own engine with the mode paused.
+
+    Args:
+        steps: rows of one or more benches on GPUs, in bf16; filter them, or the result, for some settings.
+        over: another mode to hold against. If both engines ran paused too, each is taken over itself so: two engines
+            of one setting differ by more than such a difference.
+
+    Returns:
+        Columns of `SETTING` that there are, and `mode`; `step`, the `ratios.abba_ratio` of median steps, NaN unless
+        `at_parity` (by `parity.tolerance`) and `stable` (by `ratios.is_stable`); `low` and `high`, its range over
+        repeats; `step_ms`, the median of the repeats' median steps; `tokens_per_s` that users get, over all repeats,
+        and `tokens`, those over the baseline's; `acceptance_length` by the verifier; and `parity`'s `equal_requests`,
+        `requests`, `largest_gap`, `largest_shift` and `shift`, NaN where nothing was compared.
+    """
+    keys = [name for name in SETTING if name in steps]
+    if "engine" not in steps:
+        steps = steps.assign(engine="")
+    timed = steps[steps["metric"] == "step_ms"]
+    medians = timed.groupby([*keys, "repeat", "mode", "engine"])["value"].median().unstack(["mode", "engine"])
+    sums = steps.groupby([*keys, "mode", "engine", "metric"])["value"].sum().unstack("metric").reindex(columns=COUNTED)
+    compared = steps.groupby([*keys, "mode", "engine"])[["metric", "value"]].apply(of_rows)
+    engines = {mode: engine for mode, engine in medians if mode not in VANILLA or not engine}
+    first = over or UNPATCHED
+    parts = []
+    for mode, engine in engines.items():
+        own = ("off", engine)
+        beside = (first, engines[first]) if first in engines else own
+        ratios = medians[mode, engine] / medians[beside]
+        if over and own in medians and ("off", engines[over]) in medians:
+            ratios *= medians["off", engines[over]] / medians[own]
+        every = ratios.dropna().groupby(keys)
+        line = pd.DataFrame({"step": every.apply(lambda one: abba_ratio(one.droplevel(keys)))})
+        line = line.assign(low=every.min(), high=every.max(), step_ms=medians[mode, engine].groupby(keys).median())
+        total, vanilla = (sums.xs(which, level=("mode", "engine")) for which in ((mode, engine), beside))
+        rates = [tokens_per_s(each) for each in (total, vanilla)]
+        line = line.assign(tokens_per_s=rates[0], tokens=rates[0] / rates[1])
+        line["acceptance_length"] = lengths(total)["acceptance_length"]
+        line["stable"] = is_stable(line)
+        line["at_parity"] = _at_parity(compared.xs((mode, engine), level=("mode", "engine")))
+        if over:
+            line["at_parity"] &= _at_parity(compared.xs(beside, level=("mode", "engine")))
+        line["step"] = line["step"].where(line["at_parity"] & line["stable"])
+        parts.append(line.join(_parity(compared.xs((mode, engine), level=("mode", "engine")))).assign(mode=mode))
+    found = pd.concat(parts).reset_index()
+    return found.astype({"prompt": int}) if "prompt" in keys else found  # beside rows without one it is a float
+
+
+def _parity(compared: pd.Series) -> pd.DataFrame:
+    table = pd.DataFrame(map(asdict, compared), compared.index).rename(columns={"equal": "equal_requests"})
+    table["shift"] = (table.pop("fourth_powers") / table.pop("places")) ** 0.25
+    return table[table["requests"] > 0]
+
+
+def _at_parity(compared: pd.Series) -> pd.Series:
+    """Whether each of these is within `parity.tolerance` of bf16 and random weights on a GPU."""
+    caches = compared.index.get_level_values("kv_cache_dtype")
+    bounds = [tolerance("bfloat16", cache, random_weights=True, on_gpu=True) for cache in caches]
+    return pd.Series([parity.within(bound) for parity, bound in zip(compared, bounds, strict=True)], compared.index)
+
+
+def kernel_us(kernels: pd.DataFrame) -> pd.DataFrame:
+    """GPU microseconds of a decode step by kind of kernel: a line a setting and mode, which are the index.
+
+    Args:
+        kernels: table `gpu_kernels`.
+
+    Returns:
+        A column a kind, `gpu_ms`, the sum of all, and `gpu`, that over vanilla's.
+    """
+    keys = [name for name in SETTING if name in kernels]
+    each = kernels if "engine" in kernels else kernels.assign(engine="")
+    parts = each.pivot_table(index=[*keys, "engine", "mode"], columns="kind", values="value")
+    total = parts.sum(axis=1).unstack("mode")
+    vanilla = total[UNPATCHED if UNPATCHED in total else "off"]
+    parts = parts.assign(gpu_ms=total.stack() / 1e3, gpu=total.div(vanilla, axis=0).stack())
+    return parts.groupby([*keys, "mode"]).mean()
+
+
+# -- what must hold of the recorded ones -------------------------------------------------------------------------------
+
+UNSPLIT = {"flash2": "FlashAttention 2, forced", "triton": "Triton"}
+"""Attentions of vLLM that do not split a window's context, by their names in column `attention`."""
+
+
+def unsplit_steps() -> pd.DataFrame:
+    """The recorded steps beside each attention of `UNSPLIT`, with 1, 3, 8 and 15 drafts."""
+    return join([read_table(f"gpu_cliff_steps_k{k}", paths.RECORDED) for k in (1, 3, 8, 15)])
+
+
+def claim(run: Run, table: pd.DataFrame, origin: str = "recorded") -> None:
+    """Record what must hold of the steps beside the control, table `gpu_direct`."""
+    points, costs = step_ratios(table), step_ratios(table, over="direct").query("mode == 'stage'")
+    whole = bool(pd.concat([points["step"], costs["step"]]).notna().all())  # a setting without parity has no ratio
+    for mode, words in (("stage", "stage's step"), ("direct", "its control's step (direct)")):
+        ratio = points.loc[points["mode"] == mode, "step"].max()
+        text = f"{words} over that of vLLM never patched, worst setting timed beside it"
+        run.claim(text, "< 1", ratio, whole and ratio < 1, origin)
+    cost = costs.groupby("batch")["step"].median().max()
+    text = "stage's step over its control's, each over its own engine paused: median of a batch's settings, worst batch"
+    run.claim(text, "<= 1.002", cost, whole and cost <= 1.002, origin)
+
+
+def claim_unsplit(run: Run, points: pd.DataFrame, origin: str = "recorded") -> None:
+    """Record what was aimed at where contexts are long and batches small: `step_ratios` of `unsplit_steps`."""
+    for name, words in UNSPLIT.items():
+        rows = points[(points["attention"] == name) & (points["prompt"] >= 8192) & (points["batch"] <= 4)]
+        where = "k of 1 to 15, prompts of 8,192 and more, batch 1 and 4, worst"
+        whole, most = bool(len(rows) and rows["step"].notna().all()), rows["step"].max()  # no ratio without parity
+        run.claim(f"stage's step over vanilla's with {words}, {where}", "<= 0.85", most, whole and most <= 0.85, origin)

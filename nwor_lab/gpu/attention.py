@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of one layer's verify attention and write on a GPU, beside what vLLM does in the same place.
+
+    python -m nwor_lab.gpu.attention --out results/attention
+
+Each sample is one replay of a CUDA graph after a read of 256 MiB, as a layer's weights are read before its attention;
+what is compared is interleaved (`timer`). Every request has k + 1 rows (a token and k drafts) behind `context`
+positions in pages of 16 slots, at random places of the cache. What a sample has to do is the same for all: read the
+prefix, attend, and leave the rows stored.
+
+    nwor             `nwor.attention.verify`, rows to staging, the tuned configuration; one launch
+    flash            `reshape_and_cache_flash`, then FlashAttention 3 as vLLM calls it in a full graph: a schedule made
+                     outside the graph for at most 32 splits
+    flash 1 ... 16   the same with that many splits fixed, without a schedule: "best split" is the fastest of all
+    flash2           `reshape_and_cache_flash`, then FlashAttention 2, which vLLM takes on an A100: forced on a Hopper,
+                     and left out with an fp8 cache and where vLLM comes without it
+    triton           `triton_reshape_and_cache_flash`, then vLLM's `unified_attention`
+    write            `reshape_and_cache_flash` alone
+    empty            one kernel of one thread that does nothing
+
+The grid has the settings that `nwor tune` searched, and others between them (`held_out`): column `tuned_on`. Options
+name others: `--heads 32x8 --contexts 2048,131072 --batches 1,4 --ks 8,48 --caches bf16`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+import torch
+
+from nwor_lab.gpu import timer
+from nwor_lab.gpu.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on
+from nwor_lab.gpu.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
+from nwor_lab.gpu.timer import interleaved
+from nwor_lab.run import builds, results
+
+HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
+CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
+AXES = {
+    "heads": timer.pairs, "batches": timer.numbers, "contexts": timer.numbers, "caches": timer.caches,
+    "ks": timer.numbers,
+}  # fmt: skip
+
+
+def shapes(
+    heads: Iterable[tuple[int, int]] = HEADS, batches: Iterable[int] = BATCHES, contexts: Iterable[int] = CONTEXTS,
+    caches: Iterable[str] = CACHES, ks: Iterable[int] = (8,), head_size: int = HEAD_SIZE,
+) -> list[AttentionShape]:  # fmt: skip
+    """Every shape that these values make."""
+    return [
+        AttentionShape(*pair, batch, context, cache, k, head_size)
+        for k, cache, pair, batch, context in itertools.product(ks, caches, heads, batches, contexts)
+    ]
+
+
+def grid(
+    heads: Sequence[tuple[int, int]] = HEADS, batches: Sequence[int] = (), contexts: Sequence[int] = (),
+    caches: Sequence[str] = CACHES, ks: Sequence[int] = (8, 3, 1),
+) -> list[AttentionShape]:  # fmt: skip
+    """What is recorded of these values: where no batches and contexts are given, shapes that are tuned on and others
+    that are held out; heads at TP=2 with k=8 alone, as whole steps are measured."""
+    if batches or contexts:
+        return shapes(heads, batches or BATCHES, contexts or CONTEXTS, caches, ks)
+    return [
+        shape
+        for k in ks
+        for batches, contexts in ((BATCHES, CONTEXTS), (HELD_OUT_BATCHES, HELD_OUT_CONTEXTS))
+        for shape in shapes([pair for pair in heads if k == 8 or pair[0] == 32], batches, contexts, caches, [k])
+    ]
+
+
+def measure(chosen: Sequence[AttentionShape], repeats: int) -> pd.DataFrame:
+    """Time everything on every shape. One row a sample: op, the shape, bytes, `tuned_on`, and the tidy columns.
+
+    Metric `error` is the relative error of each call's output against fp32.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found: list[dict[str, Any]] = []
+    for shape in chosen:
+        case = AttentionCase(shape)
+        calls = case.calls()
+        common = asdict(shape) | {"bytes": shape.bytes, "tuned_on": is_tuned_on(shape, builds.tuning())}
+        rows = interleaved(calls, repeats, clean=True)
+        timed = [common | {"op": op, "repeat": n, "metric": "time", "unit": "us", "value": us} for op, n, us in rows]
+        found += timed
+        found += [
+            common | {"op": op, "metric": "error", "unit": "relative", "value": case.error(call)}
+            for op, call in calls.items()
+            if op not in ("empty", "write")
+        ]
+        line = net(pd.DataFrame(timed)).iloc[0]
+        forced = f", over flash2 {line['over_flash2']:.3f}" if "over_flash2" in line else ""
+        print(f"{shape}: nwor over vLLM's faster {line['ratio']:.3f}{forced}", flush=True)
+        del case, calls
+    return results.tidy(found, mode="", model="", seed=0)
+
+
+def net(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median times with the empty kernel's taken off: one row a shape, one column an op, us.
+
+    `vanilla` is the faster of vLLM's two backends (any split of FlashAttention 3), `ratio` is nwor's time over it, and
+    `over_flash2` that over FlashAttention 2's, where it was forced.
+
+    Raises:
+        ValueError: the rows are of different builds.
+    """
+    builds.require_one_build(frame)
+    times = frame[frame["metric"] == "time"]
+    table = times.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median")
+    table = table.sub(table["empty"], axis=0).drop(columns="empty")
+    table["vanilla"] = table.drop(columns=["nwor", "write", "flash2"], errors="ignore").min(axis=1)
+    table["ratio"] = table["nwor"] / table["vanilla"]
+    if "flash2" in table:
+        table["over_flash2"] = table["nwor"] / table["flash2"]
+    return table
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """What `net` says, in a sentence."""
+    ratios = table["ratio"]
+    return (
+        f"nwor takes {ratios.median():.3f} of the time of vLLM's faster backend at the median of {len(ratios)} shapes "
+        f"({ratios.min():.3f} to {ratios.max():.3f}), and more than it in {(ratios > 1).sum()}."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    found = timer.options("attention", __doc__, argv, AXES | {"name": str})
+    times = measure(grid(**{axis: given for axis in AXES if (given := getattr(found, axis))}), found.repeats)
+    timer.write(found, found.name or "attention", times)
+    table = net(times)
+    print(table.filter(regex="ratio|over_flash2").round(3).to_string())
+    print(verdict(table))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

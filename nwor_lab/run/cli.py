@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nwor <command>`: each command lives in a module of its own and is imported only when it is called."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import multiprocessing
+import os
+import signal
+import sys
+from typing import Any, TextIO
+
+COMMANDS = {
+    "doctor": (
+        "nwor_lab.run.doctor",
+        "say what is installed, which modes can run here and what this machine cannot do",
+    ),
+    "reproduce": (
+        "nwor_lab.run.reproduce",
+        "run the notebooks, once or over a grid of parameters, and report their claims",
+    ),
+    "bench": ("nwor_lab.bench.bench", "run one engine configuration and write its results"),
+    "serving": ("nwor_lab.serving.command", "load servers of several modes by vLLM's own client, requests arriving"),
+    "audit": ("nwor_lab.bench.audit", "prove that no uncommitted byte is left in the cache"),
+    "soak": ("nwor_lab.soak.command", "serve random traffic, every step audited and every text beside vanilla's"),
+    "acceptance": ("nwor_lab.bench.acceptance", "count accepted drafts at many draft lengths"),
+    "tune": ("nwor_lab.gpu.tune", "find the fastest configurations of stage's attention on this GPU"),
+    "figures": ("nwor_lab.figures.command", "draw the paper's figures from the tables of a folder"),
+    "measure": ("nwor_lab.run.measure", "measure what data/recorded holds, and record it there"),
+}
+
+
+class _Stream(io.FileIO):
+    """A standard stream that ends the command when it takes no more: quietly where nobody reads it, else with why."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # takes what the command's end still writes
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(141) from None  # as a shell counts one that SIGPIPE ended
+            with contextlib.suppress(OSError):
+                os.write(2, f"nwor: cannot write what it has to say: {error.strerror}\n".encode())
+            raise SystemExit(1) from None
+
+
+def _reopened(stream: TextIO | None) -> Any:
+    if stream is None:  # closed from the beginning
+        return None
+    raw = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
+    at_once = bool(stream.line_buffering) or getattr(stream, "write_through", False)
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=at_once)
+
+
+def _terminate(*_: object) -> None:
+    """End this command as Ctrl-C does, which reaches its engines too."""
+    for engine in multiprocessing.active_children():
+        engine.terminate()
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit status: 130 where Ctrl-C or SIGTERM ended it."""
+    if argv is None:
+        sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print("\nnwor: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        if sys.stdout:
+            sys.stdout.flush()
+
+
+def _run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nwor",
+        description="No-Write-On-Reject for vLLM's speculative decoding.",
+        epilog="\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each takes --help")
+    command = parser.parse_args(arguments[:1]).command
+    try:
+        module = importlib.import_module(COMMANDS[command][0])
+    except ModuleNotFoundError as missing:
+        if (missing.name or "nwor").startswith("nwor"):
+            raise
+        print(f"nwor {command}: no {missing.name} here: pip install 'nwor[lab]'", file=sys.stderr)
+        return 2
+    return module.main(arguments[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`results/<run>/index.html`: what a run found, its figures, lessons, claims and manifest, as a page for a browser.
+
+Each executed notebook becomes a page beside it. The pages load nothing from outside the run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nwor_lab import paths
+from nwor_lab.run import claims as claim_table
+from nwor_lab.run import grid, results
+
+
+def write(directory: Path) -> Path:
+    """Write `index.html` of a run, and a page for each of its executed notebooks; return its path."""
+    manifest, claims = results.read_manifest(directory), results.claims(directory)
+    for name in manifest["notebooks"]:
+        if (directory / f"{name}.ipynb").exists():
+            results.write_text(directory / f"{name}.html", notebook_page(directory, name))
+    table = directory / "grid.csv"
+    words = dict.fromkeys(grid.VALUE, str)
+    varying = grid.varying(pd.read_csv(table, dtype=words)) if table.exists() else pd.DataFrame()
+    return results.write_text(
+        directory / "index.html",
+        _render(
+            title=f"Reproduction run {directory.name}",
+            headline=claim_table.headline(claims),
+            claims=[*claims.itertuples()],
+            show=claim_table,
+            figures=sorted((directory / "figures").glob("*.png")),
+            notebooks=sorted(manifest["notebooks"].items()),
+            pages={page.stem for page in directory.glob("*.html")},
+            points=manifest.get("points", []),
+            grid=varying.to_html(border=0, na_rep="", float_format="{:.4g}".format) if len(varying) else "",
+            made_by=_made_by(manifest),
+        ),
+    )
+
+
+def notebook_page(directory: Path, name: str) -> str:
+    """Return an executed notebook as HTML, with a link back to `index.html`."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    notebook = nbformat.read(directory / f"{name}.ipynb", as_version=4)
+    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter.exclude_anchor_links = True
+    body, _ = exporter.from_notebook_node(notebook)
+    body = re.sub(r'href="(?!https?:|#|data:)([^"#]+)', lambda found: f'href="{_link(directory, found[1])}', body)
+    return _render(title=f"{name} of run {directory.name}", body=body)
+
+
+def _link(directory: Path, link: str) -> str:
+    """Return a link of a notebook as it is from the run's folder: to a page of the run, else to the checkout."""
+    if link.endswith(".ipynb") and (directory / link).exists():
+        return link.removesuffix(".ipynb") + ".html"
+    return link if (directory / link).exists() else os.path.relpath(paths.NOTEBOOKS / link, directory)
+
+
+def _render(**context: Any) -> str:
+    import jinja2
+    from pygments.formatters import HtmlFormatter
+
+    loader = jinja2.PackageLoader("nwor_lab", ".")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    highlighting = HtmlFormatter(style="default").get_style_defs(".highlight")
+    return environment.get_template("report.html.j2").render(highlighting=highlighting, **context)
+
+
+def _made_by(manifest: dict[str, Any]) -> dict[str, str]:
+    """When, from which commit, with what and on what the run was made, as its first notebook noted it."""
+    noted = [entry["provenance"] for entry in manifest["notebooks"].values() if "provenance" in entry]
+    if not noted:
+        return {}
+    made, git, cpu, gpu = noted[0], noted[0]["git"], noted[0]["cpu"], noted[0]["gpu"]
+    versions = {name: found for name, found in made["versions"].items() if "unavailable" not in found}
+    return {
+        "begun": made["time"],
+        "commit": git if isinstance(git, str) else git["commit"] + ("" if git["clean"] else ", with local changes"),
+        "CPU": cpu if isinstance(cpu, str) else f"{cpu['model']}, {cpu['cores']} cores, {cpu['machine']}",
+        "GPU": "; ".join(gpu) if isinstance(gpu, list) else "none",
+        "Python": made["python"],
+        "versions": ", ".join(f"{name} {found}" for name, found in versions.items()),
+    }

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the notebooks with papermill, once or at every point of a grid of parameters, and report what they claim.
+
+    nwor reproduce                                                every notebook, as `make reproduce` does
+    nwor reproduce -p k 8                                         the same, each that has a parameter k with k=8
+    nwor reproduce --only 08 -p k 4 --run k4                      one notebook, by the beginning of its name
+    nwor reproduce --only 04 --grid k=1,3 tp=1,2                  a grid of four points, each in a folder of its own
+    nwor reproduce --resume --run k4                              go on with what was interrupted or failed
+
+`results/<run>/` then holds the executed notebooks, their tables, figures, claims and logs, `manifest.json`, and
+`index.html` to read all of it. In a grid each point is such a folder, and `grid.csv` has what was measured at each. A
+notebook that fails does not stop those after it; the run fails at its end. A notebook fails, too, when one of its cells
+takes longer than `--cell-minutes`. A resumed run skips what the manifest calls whole, while notebook and parameters are
+unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nwor_lab import paths
+from nwor_lab.run import claims as claim_table
+from nwor_lab.run import folders, grid, parameters, report, results
+
+CELL_MINUTES = 120.0
+
+
+def notebooks(only: list[str] | None = None) -> list[Path]:
+    """Return the notebooks in order; `only` names some of them, each by its name or the beginning of that.
+
+    Raises:
+        FileNotFoundError: a name is no notebook.
+    """
+    found = {path.stem: path for path in sorted(paths.NOTEBOOKS.glob("[0-9]*.ipynb"))}
+    wanted = [Path(name).stem for name in only or found]
+    if unknown := [name for name in wanted if not name or not any(one.startswith(name) for one in found)]:
+        raise FileNotFoundError(f"no notebook {', '.join(unknown)}; there are {', '.join(found) or 'none'}")
+    return [path for name, path in found.items() if name.startswith(tuple(wanted))]
+
+
+def fingerprint(notebook: Path, given: dict[str, Any]) -> str:
+    """Return the SHA-256 of a notebook as it stands and of its parameters, which identifies what it makes."""
+    text = json.dumps(given, sort_keys=True, default=str)
+    return hashlib.sha256(notebook.read_bytes() + b"\0" + text.encode()).hexdigest()
+
+
+def is_whole(notebook: Path, directory: Path, given: dict[str, Any]) -> bool:
+    """Return whether `directory` holds all that this notebook makes of these parameters; the manifest says so last."""
+    entry = results.read_manifest(directory)["notebooks"].get(notebook.stem, {})
+    return entry.get("whole") == fingerprint(notebook, given) and (directory / notebook.name).exists()
+
+
+def run_notebook(notebook: Path, directory: Path, given: dict[str, Any], cell_minutes: float) -> str | None:
+    """Run one notebook into `directory` and return None, or why it failed. Its output goes to `logs/`."""
+    from nwor_lab.run import kernel
+
+    name, made_from = notebook.stem, fingerprint(notebook, given)
+    log, part = directory / "logs" / f"{name}.log", directory / f".{name}.part.ipynb"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    results.update_manifest(directory, name, state="running", passed=given, whole=None)
+    begin, problem, state = time.monotonic(), None, "interrupted"
+    try:
+        with open(log, "w", encoding="utf-8", buffering=1) as file:
+            try:
+                kernel.execute(notebook, part, {**given, "run_dir": str(directory)}, file, cell_minutes)
+                problem = None if fingerprint(notebook, given) == made_from else "the notebook changed while it ran"
+            except Exception as error:  # noqa: BLE001 - the other notebooks still run, and the run fails at its end
+                file.write(traceback.format_exc())
+                problem = f"{getattr(error, 'ename', type(error).__name__)}: {getattr(error, 'evalue', error)}".strip()
+            state = "failed" if problem else "done"
+    finally:
+        if part.exists():
+            os.replace(part, directory / notebook.name)
+        whole, seconds = made_from if state == "done" else None, round(time.monotonic() - begin, 1)
+        results.update_manifest(directory, name, state=state, error=problem, whole=whole, seconds=seconds)
+    return problem
+
+
+def run_point(
+    directory: Path,
+    chosen: list[Path],
+    values: parameters.Values,
+    resume: bool = False,
+    cell_minutes: float = CELL_MINUTES,
+) -> int:
+    """Run the notebooks `chosen` into `directory` and write its report; return how many failed."""
+    before = results.read_manifest(directory).get("chosen", [])
+    results.update_manifest(directory, chosen=sorted({*before, *(notebook.stem for notebook in chosen)}))
+    failed = 0
+    for number, notebook in enumerate(chosen, 1):
+        name = notebook.stem
+        print(f"\nnotebook {number} of {len(chosen)}: {name}", flush=True)
+        if resume and is_whole(notebook, directory, values[name]):
+            print("  done before")
+            continue
+        problem = run_notebook(notebook, directory, values[name], cell_minutes)
+        if problem:
+            failed += 1
+            told = problem.replace("\n", "\n    ")
+            print(f"  FAILED: {told}\n  log: {directory / 'logs' / (name + '.log')}", file=sys.stderr, flush=True)
+    claims = results.claims(directory)
+    results.write_table(directory / "claims.parquet", claims[claims["notebook"].isin(list(values))])
+    report.write(directory)
+    return failed
+
+
+def run_points(
+    directory: Path, chosen: list[Path], points: dict[str, parameters.Values], options: Any, begin: Callable[[], object]
+) -> int:
+    """Run every point, here or on a Ray cluster; return the exit code, 0 when no notebook failed and all claims hold.
+
+    begin: called once nothing refuses the run any more, and before the first notebook.
+
+    Raises:
+        OSError: there is no Ray, or no node has what a point asks for.
+    """
+    print(f"{'going on with' if options.resume else 'results go to'} {directory}", flush=True)
+    folders = {directory / point: values for point, values in points.items()}
+    run = functools.partial(run_point, cell_minutes=options.cell_minutes)
+    if options.ray:
+        from nwor_lab.run import on_ray
+
+        done = {f for f, given in folders.items() if all(is_whole(book, f, given[book.stem]) for book in chosen)}
+        todo = {folder: given for folder, given in folders.items() if folder not in done or not options.resume}
+        failed = on_ray.run(options.ray, options.gpus, run, chosen, todo, begin)
+    else:
+        begin()
+        failed = sum(run(folder, chosen, values, options.resume) for folder, values in folders.items())
+    claims = {folder.name: results.claims(folder) for folder in folders}
+    if "" in points:
+        print("\n" + claim_table.as_text(results.claims(directory)))
+    else:
+        table = grid.measured(folders)
+        results.write_table(directory / "grid.csv", table)
+        report.write(directory)
+        varying = grid.varying(table)
+        said = (
+            varying.to_string(float_format="{:.4g}".format, na_rep="") if len(varying) else "all points measured alike"
+        )
+        print(f"\n{said}")
+    print(f"\nresults: {directory}\nto read: {directory / 'index.html'}", flush=True)
+    broken = [(point, claim) for point, table in claims.items() for claim in table.itertuples() if claim.holds is False]
+    for point, claim in broken:
+        where = claim.notebook if "" in points else f"{point}, {claim.notebook}"
+        print(f"does not hold: {where}: {claim_table.sentence(claim)}", file=sys.stderr)
+    if failed:
+        count = f"{failed} of {len(chosen) * len(points)} notebooks failed"
+        print(f"{count}; go on with: {_resume(directory)}", file=sys.stderr)
+    return 1 if failed or broken else 0
+
+
+def _resume(directory: Path) -> str:
+    """Return the command that goes on with the run in `directory`."""
+    run = directory.name if directory.parent == paths.RESULTS else directory
+    return f"make reproduce RESUME={run}" if os.environ.get("NWOR_MAKE") else f"nwor reproduce --resume --run {run}"
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold a run's folder.
+
+    Raises:
+        OSError: another run is at work in it, or it cannot be written.
+    """
+    results.check_folder(directory)
+    with open(directory / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another run is at work in {directory}: wait for it, or name another --run") from None
+        yield
+
+
+def _folder(options: Any) -> Path:
+    """Return the folder of the run that is asked for."""
+    name = options.run or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    directory = paths.RESULTS / name if os.sep not in name else Path(name).resolve()
+    if options.resume and not options.run:
+        return results.newest_run(finished=False) or directory
+    return directory
+
+
+def _read_request(directory: Path, options: Any) -> tuple[dict[str, Any], list[Path], dict[str, parameters.Values]]:
+    """Return the request, notebooks and points; a resumed run goes by what it was asked for at first.
+
+    Raises:
+        OSError: there is no run to resume, or one that is not to be resumed.
+        ValueError, FileNotFoundError: a parameter or a notebook is wrong.
+    """
+    before = results.read_manifest(directory).get("request")
+    if bool(before) != options.resume:
+        said = "holds a run: add --resume, or name another --run" if before else "holds no run to resume"
+        raise OSError(f"{directory} {said}")
+    before = before or {"only": options.only, "given": {}, "grid": []}
+    request = {
+        "only": before["only"],
+        "given": {**before["given"], **dict(options.parameter)},
+        "grid": options.grid or before["grid"],
+    }
+    only = options.only or before["only"]
+    chosen = notebooks(only)
+    points = parameters.read_points(chosen, request["given"], request["grid"], not options.ray, all_of_them=not only)
+    return request, chosen, points
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nwor reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="run these notebooks alone")
+    parser.add_argument(
+        "-p",
+        "--parameter",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="give a parameter to each notebook that declares it",
+    )
+    parser.add_argument("--run", help="name under results/, or a path, of the run's folder (default: the time)")
+    parser.add_argument("--resume", action="store_true", help="go on with --run, or with the newest run")
+    parser.add_argument(
+        "--grid", nargs="+", default=[], metavar="NAME=V1,V2", help="run at every combination of these values"
+    )
+    parser.add_argument("--ray", metavar="ADDRESS", help="run the points on this Ray cluster; auto: the one here")
+    parser.add_argument("--gpus", default="0", help="GPUs a point asks of Ray: a number, or the parameter that says it")
+    much = "minutes a cell may take before its notebook fails; 0: without end (default: %(default)g)"
+    parser.add_argument("--cell-minutes", type=float, default=CELL_MINUTES, metavar="MINUTES", help=much)
+    options = parser.parse_args(argv)
+    directory = _folder(options)
+    try:
+        if missing := folders.missing():
+            raise OSError("; ".join(missing))
+        _read_request(directory, options)  # a wrong word leaves no folder behind
+        with _alone(directory):
+            request, chosen, points = _read_request(directory, options)  # another may have begun or ended meanwhile
+            for line in parameters.keep_their_own(chosen, request["given"], points):
+                print(line)
+            named = [point for point in points if point]
+            begin = functools.partial(results.update_manifest, directory, request=request, points=named)
+            return run_points(directory, chosen, points, options, begin)
+    except (OSError, ValueError) as error:
+        print(f"nwor reproduce: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        begun = "request" in results.read_manifest(directory)
+        print(
+            f"\ninterrupted; {f'go on with: {_resume(directory)}' if begun else 'nothing was begun'}", file=sys.stderr
+        )
+        return 130

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of a run: tidy tables, claims and where they came from, under `results/<run>/`.
+
+A notebook begins, right after its parameters cell, with
+
+    run = results.start(globals(), "01_reference_model")
+
+then writes tables (`run.table`), figures (`nwor_lab.figures.style.save`) and claims (`run.claim`, or `run.expect` where
+one is of the default parameters alone). Its last cell is `run.finish()`, which shows the claims and raises when one
+does not hold. A file is written whole or not at all. `start` refuses parameters that the notebook does not declare, of
+which papermill only warns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nwor_lab import paths
+from nwor_lab.run import claims as claim_table
+from nwor_lab.run import parameters
+from nwor_lab.run.builds import join
+from nwor_lab.run.provenance import provenance
+
+COLUMNS = ("run_id", "mode", "model", "tp", "k", "batch", "seed", "repeat", "metric", "value", "unit")
+MUTE = "from nwor_lab.run.results import mute; mute()"
+ENOUGH = 200e6
+"""Bytes that must be free before a run begins; a whole reproduction run leaves about a quarter of that."""
+_DEFAULTS: dict[str, Any] = {"run_id": "", "mode": "", "model": "", "tp": 1, "k": 0, "batch": 0, "seed": 0, "repeat": 0}
+_INTEGERS = ("tp", "k", "batch", "seed", "repeat")
+
+
+# -- whole files or none -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def whole_file(path: Path | str) -> Iterator[Path]:
+    """Yield a temporary path beside `path` and move it into place when the block ends well.
+
+    The temporary name ends in `.part`, so no reader's `*.parquet` takes what a killed writer left for a result. A
+    block that raises leaves `path` as it was.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        yield part
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(path: Path | str, text: str) -> Path:
+    with whole_file(path) as part:
+        part.write_text(text, encoding="utf-8")
+    return Path(path)
+
+
+def write_json(path: Path | str, value: Any) -> Path:
+    return write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
+    """Write `frame` as parquet (`.parquet`) or CSV (`.csv`), whole or not at all."""
+    with whole_file(path) as part:
+        if Path(path).suffix == ".csv":
+            frame.to_csv(part, index=False)
+        else:
+            frame.to_parquet(part, index=False, compression="zstd")
+    return Path(path)
+
+
+def check_folder(directory: Path | str) -> Path:
+    """Make a folder for results and return its path.
+
+    Raises:
+        OSError: it cannot be written, or its disk is all but full; the message says so in one line.
+    """
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(1 << 20))
+        free = shutil.disk_usage(directory).free
+        why = f"{free / 1e6:.0f} MB are free where {ENOUGH / 1e6:.0f} are needed" if free < ENOUGH else ""
+    except OSError as error:
+        why = str(error.strerror)
+    if why:
+        raise OSError(f"cannot write results to {directory}: {why}; name another folder")
+    return directory
+
+
+# -- tidy rows ---------------------------------------------------------------------------------------------------
+
+
+def tidy(rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.DataFrame:
+    """Return `rows` as a tidy frame: the columns `COLUMNS`, then any further ones (`position`).
+
+    Args:
+        rows: a frame or mappings, each with at least `metric`, `value` and `unit`; `value` is a number.
+        common: columns that hold for all rows (`mode="stage"`); a row's own value wins.
+
+    Raises:
+        ValueError: a row lacks `metric`, `value` or `unit`, or a value is no number.
+    """
+    frame = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows))
+    for column, value in {**_DEFAULTS, **common}.items():
+        frame[column] = frame[column].where(frame[column].notna(), value) if column in frame else value
+    missing = [column for column in ("metric", "value", "unit") if column not in frame or frame[column].isna().any()]
+    if missing:
+        raise ValueError(f"each tidy row needs metric, value and unit; missing: {', '.join(missing)}")
+    frame["value"] = pd.to_numeric(frame["value"]).astype(float)
+    frame = frame.astype(dict.fromkeys(_INTEGERS, "int64"))
+    return frame[[*COLUMNS, *(column for column in frame if column not in COLUMNS)]]
+
+
+def write_provenance(table: Path, given: Mapping[str, Any] | None = None) -> Path:
+    """Say beside a table, in JSON of its name, what made it: `provenance`, under that key."""
+    return write_json(table.with_suffix(".json"), {"provenance": provenance(given)})
+
+
+# -- runs --------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One run's folder. Tables, figures and claims of several notebooks may share it.
+
+    Attributes:
+        directory: the folder, `results/<run>/`.
+        id: its name, the `run_id` of every tidy row.
+        name: the notebook or command writing now.
+        at_defaults: every parameter has the value the notebook declares.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        name: str,
+        given: Mapping[str, Any] | None = None,
+        at_defaults: bool = True,
+    ):
+        self.directory = Path(directory)
+        self.id = self.directory.name
+        self.name = name
+        self.at_defaults = at_defaults
+        self._claims: list[dict[str, Any]] = []
+        # Claims of an earlier pass are gone before this one makes its own.
+        check_folder(self.directory)
+        self._claims_file.unlink(missing_ok=True)
+        update_manifest(self.directory, name, state="running", whole=None, provenance=provenance(given))
+
+    @property
+    def _claims_file(self) -> Path:
+        return self.directory / "claims" / f"{self.name}.parquet"
+
+    def finish(self) -> Any:
+        """End the notebook, note that in the manifest, and return its table of claims, styled for the page.
+
+        Raises:
+            AssertionError: a claim does not hold; the message has a line for each.
+        """
+        broken = [line for line in self._claims if line["holds"] is False]
+        update_manifest(self.directory, self.name, state="failed" if broken else "done")
+        lines = [f"{one['claim']}: expected {one['expected']}, found {one['found']}" for one in broken]
+        assert not broken, f"does not hold: {'; '.join(lines)}"
+        return claim_table.styled(pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
+
+    def table(self, name: str, rows: pd.DataFrame | Iterable[Mapping[str, Any]], **common: Any) -> pd.DataFrame:
+        """Write tidy `rows` (see `tidy`) to `<run>/<name>.parquet` and return them."""
+        frame = tidy(rows, **common)
+        frame["run_id"] = self.id
+        write_table(self.directory / f"{name}.parquet", frame)
+        return frame
+
+    def claim(self, text: str, expected: object, value: object, holds: bool | None, origin: str = "measured") -> bool:
+        """Record at once one line of the table of claims: what must hold whatever the parameters. Return `holds`.
+
+        A claim made again under the same words replaces the earlier one, so a cell may be run twice.
+
+        Args:
+            holds: None where it cannot be judged; the reason is then part of `value`.
+            origin: `recorded` where `value` is of a table of data/recorded: that is printed, and is no claim of this
+                run.
+        """
+        expected, value = map(claim_table.show, (expected, value))
+        if origin == "recorded":
+            print(f"recorded: {text}: found {value}, expected {expected}")
+            return bool(holds)
+        line = dict(
+            zip(
+                claim_table.COLUMNS,
+                (self.name, text, expected, value, None if holds is None else bool(holds)),
+                strict=True,
+            )
+        )
+        self._claims = [other for other in self._claims if other["claim"] != text] + [line]
+        write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
+        return bool(holds)
+
+    def expect(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
+        """Claim what is expected at the notebook's default parameters; at others it is shown and not judged."""
+        if self.at_defaults:
+            return self.claim(text, expected, value, holds, origin)
+        self.claim(text, expected, f"{claim_table.show(value)} (not at the default parameters)", None, origin)
+        return bool(holds)
+
+    def skip(self, text: str, expected: object, reason: str) -> None:
+        """Record that a claim cannot be judged on this machine, and why."""
+        self.claim(text, expected, reason, None)
+
+    def origin(self, frame: pd.DataFrame) -> str:
+        """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded` earlier."""
+        return "measured" if set(frame["run_id"]) == {self.id} else "recorded"
+
+    def command(self, *argv: object) -> None:
+        """Run `nwor *argv` in a child process, show its standard output as it comes, and keep all of it in a log.
+
+        What it writes to standard error, such as vLLM's log and warnings, goes to the log alone.
+
+        Raises:
+            RuntimeError: the command failed; the message carries the end of its log.
+        """
+        words = [str(word) for word in argv]
+        logs = self.directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"{self.name}-{len(list(logs.glob(self.name + '-*')))}.log"
+        print(f"nwor {words[0]}, with its log in logs/{log.name}", flush=True)
+        command = [sys.executable, "-u", "-m", "nwor_lab.run.cli", *words]
+        environ = {**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+        with (
+            open(log, "a", encoding="utf-8", buffering=1) as file,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=file, text=True, errors="replace", env=environ, cwd=paths.ROOT
+            ) as child,
+        ):
+            assert child.stdout is not None
+            for line in child.stdout:
+                file.write(line)
+                print(line, end="", flush=True)
+        if child.returncode:
+            end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+            raise RuntimeError(f"`nwor {' '.join(words)}` failed with {child.returncode}; log {log}, its end:\n{end}")
+
+
+def mute() -> None:
+    """Keep the warnings of libraries off a notebook's page, here and in the processes it starts; errors are shown."""
+    warnings.simplefilter("ignore")
+    for name, value in {"PYTHONWARNINGS": "ignore", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_LOGS": "-all"}.items():
+        os.environ.setdefault(name, value)
+    for name in ("torch", "triton", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a kernel that ends tells of tasks that it drops
+
+
+def start(scope: dict[str, Any], name: str) -> Run:
+    """Begin notebook `name`: check the parameters it was given and open its run folder.
+
+    Call it first thing after the parameters cell as `start(globals(), "01_reference_model")`. The parameters cell
+    declares each parameter as `name: type = value  # comment`, `run_dir: str = ""` among them: the folder to write
+    to, where empty means `results/interactive-<time>`.
+
+    Raises:
+        NameError, TypeError, ValueError, OSError: as `parameters.check`.
+    """
+    if "get_ipython" in scope:
+        mute()
+        pd.options.display.max_colwidth = None
+    given = parameters.check(scope, name)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    directory = Path(given["run_dir"]).expanduser().resolve() if given["run_dir"] else None
+    return Run(directory or paths.RESULTS / f"interactive-{stamp}", name, given, parameters.are_defaults(scope, given))
+
+
+# -- the manifest ------------------------------------------------------------------------------------------------
+
+
+def update_manifest(directory: Path, notebook: str = "", **fields: Any) -> dict[str, Any]:
+    """Merge `fields` into the entry of `notebook` in `<directory>/manifest.json`, or into the manifest itself.
+
+    The runner and the notebook it runs both write here, so the change is made under a file lock. Returns the manifest.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".manifest.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        manifest = read_manifest(directory)
+        (manifest["notebooks"].setdefault(notebook, {}) if notebook else manifest).update(fields)
+        write_json(directory / "manifest.json", manifest)
+    return manifest
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return `<directory>/manifest.json`, or an empty manifest where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    return {"run_id": directory.name, "notebooks": {}}
+
+
+# -- reading back ------------------------------------------------------------------------------------------------
+
+
+def is_finished(run: Path) -> bool:
+    """Return whether every notebook that a reproduction run was to run has ended well, at its default parameters."""
+    manifest = read_manifest(run)
+    entries = [manifest["notebooks"].get(name, {}) for name in manifest.get("chosen", ())]
+    return bool(entries) and all(entry.get("whole") and not entry.get("passed") for entry in entries)
+
+
+def newest_run(table: str | None = None, finished: bool = True) -> Path | None:
+    """Return the folder of the newest run (that holds `<table>.parquet`, when one is named), or None.
+
+    Args:
+        finished: leave out runs that failed or are under way, or whose parameters were not the defaults; else all
+            that `nwor reproduce` began.
+    """
+    runs = [path.parent for path in paths.RESULTS.glob("*/manifest.json")]
+    runs = [run for run in runs if table is None or (run / f"{table}.parquet").exists()]
+    runs = [run for run in runs if (is_finished(run) if finished else "request" in read_manifest(run))]
+    return max(runs, key=lambda run: (run / "manifest.json").stat().st_mtime_ns, default=None)
+
+
+def read_table(name: str, run: Path | str | None = None) -> pd.DataFrame:
+    """Read `<name>.parquet` of `run`, else of the newest finished run that has it, else the recorded one.
+
+    Of a grid, that is the tables of all its points; `run_id` is then the point's name.
+
+    Raises:
+        FileNotFoundError: there is none; the message says which command makes it.
+        ValueError: points of a grid are of different builds.
+    """
+    directory = Path(run) if run else newest_run(name) or paths.RECORDED
+    points = read_manifest(directory).get("points") or [""]
+    found = [path for point in points if (path := directory / point / f"{name}.parquet").exists()]
+    if not found:
+        raise FileNotFoundError(f"no {name}.parquet in {directory}; `make reproduce` makes it")
+    return join(pd.read_parquet(path) for path in found)
+
+
+def measure_or_load_recorded(
+    run: Run, name: str, measure: Callable[[], pd.DataFrame], source: str = ""
+) -> pd.DataFrame:
+    """Return what `measure` measures, kept as the table `name` of `run`, or that table as recorded.
+
+    Args:
+        source: `measure` or `recorded`; empty measures where there is a GPU, and takes what is recorded where there is
+            none or where it cannot be measured (hardware counters a user may not read), which is then said.
+
+    Raises:
+        ValueError: another source, or `measure` without a GPU.
+        Unmeasurable: asked to measure what cannot be measured here.
+    """
+    import torch
+
+    if source not in ("", "measure", "recorded"):
+        raise ValueError(f"source is measure, recorded or empty, got {source!r}")
+    if source == "measure" and not torch.cuda.is_available():
+        raise ValueError("source is measure, but there is no NVIDIA GPU here; the recorded results need none")
+    if source != "recorded" and torch.cuda.is_available():
+        try:
+            return run.table(name, measure())
+        except Unmeasurable as error:
+            if source:
+                raise
+            print(f"{name} is what was recorded on an H200, since {error}")
+    return read_table(name, paths.RECORDED)
+
+
+class Unmeasurable(RuntimeError):
+    """What is asked for cannot be measured on this machine."""
+
+
+def claims(run: Path | str) -> pd.DataFrame:
+    """Return the table of claims (`nwor_lab.run.claims.COLUMNS`) of a run, in the order of its notebooks."""
+    parts = [pd.read_parquet(path) for path in sorted(Path(run).glob("claims/*.parquet"))]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(claim_table.COLUMNS))
