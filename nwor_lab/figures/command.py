@@ -56,6 +56,15 @@ def roofline(out: style.Folder, table: Tables) -> Path:
     return roofs.roofline(out, pd.concat([kernels.roof_points(times), layers]), bandwidth, empty)
 
 
+def serving(out: style.Folder, table: Tables) -> Path:
+    """Of the servers of a run, or of the recorded ones."""
+    try:
+        measured = table("serving")
+    except FileNotFoundError:
+        measured = table("gpu_serving")
+    return ratios.serving(out, summary(measured))
+
+
 def step_parts(out: style.Folder, table: Tables) -> Path:
     rows = table("gpu_direct")
     return ratios.step_parts(out, rows[rows["kv_heads"] == 32].query(gpu_steps.MAIN))
@@ -69,7 +78,7 @@ FIGURES: dict[str, Callable[[style.Folder, Tables], Path]] = {
     "roofline": roofline,
     "steps": lambda out, table: ratios.steps(out, gpu_steps.step_ratios(table("gpu_direct"))),
     "step_parts": step_parts,
-    "serving": lambda out, table: ratios.serving(out, summary(table("serving"))),
+    "serving": serving,
     "cliff": lambda out, table: ratios.cliff(out, attention.over_each(table("gpu_cliff"))),
     "break_even": lambda out, table: breakeven.break_even(out),
     "expected": lambda out, table: breakeven.expected(

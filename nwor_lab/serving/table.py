@@ -48,7 +48,7 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
             line |= {"spread": acceptance[mode].max() - acceptance[mode].min(), "parity": good}
             lines.append(line)
     table = pd.DataFrame(lines)
-    counted = frame[frame["metric"] == "nwor.fallbacks_total"].set_index("mode")["value"]
+    counted = frame[frame["metric"] == "nwor.fallbacks_total"].groupby("mode")["value"].sum()
     return table.assign(fallbacks=table["mode"].map(counted).fillna(0).astype(int))
 
 

@@ -92,7 +92,7 @@ def test_what_was_counted_is_said_in_a_sentence_and_what_was_not_is_not_claimed(
     run = results.Run(tmp_path, "03")
     acceptance.claim(run, table, table, "measured")
     claimed = results.claims(tmp_path)
-    assert not claimed["claim"].str.contains("k=4").any() and "nan" not in claimed["measured"].astype(str).tolist()
+    assert not claimed["claim"].str.contains("k=4").any() and "nan" not in claimed["found"].astype(str).tolist()
 
 
 @pytest.mark.parametrize(

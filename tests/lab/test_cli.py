@@ -41,7 +41,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 def test_sigterm_ends_a_command_and_the_engines_that_it_started(tmp_path: Path) -> None:
     """Its own way, as Ctrl-C does: what it has to close is closed."""
     (tmp_path / "slow_command.py").write_text(COMMAND)
-    code = "from nwor_lab import cli; cli.COMMANDS['slow'] = ('slow_command', ''); raise SystemExit(cli.main())"
+    code = "from nwor_lab.run import cli; cli.COMMANDS['slow'] = ('slow_command', ''); raise SystemExit(cli.main())"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(paths.ROOT)])}
     child = subprocess.Popen([sys.executable, "-c", code, "slow", str(tmp_path)], env=environ, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60

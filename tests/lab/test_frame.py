@@ -87,7 +87,7 @@ def test_importing_nwor_loads_neither_vllm_nor_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-LIGHT = ("nwor.ops", "nwor.manager", *(f"nwor_lab.{name}" for name in ("model.traffic", "pair.model", "pair")))
+LIGHT = ("nwor.ops", "nwor.manager", *(f"nwor_lab.{name}" for name in ("cost.traffic", "pair.model", "pair")))
 LIGHT += ("nwor_lab.reference", "nwor_lab.run.results", "nwor_lab.run.doctor", "nwor_lab.run.reproduce")
 
 
@@ -172,7 +172,7 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
 
 def test_a_command_without_its_packages_says_what_to_install() -> None:
     """`pip install nwor` brings what serving needs, and the command line comes with it."""
-    code = "import sys; sys.modules['pandas'] = None; from nwor_lab import cli; sys.exit(cli.main(['bench']))"
+    code = "import sys; sys.modules['pandas'] = None; from nwor_lab.run import cli; sys.exit(cli.main(['bench']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "nwor[lab]" in done.stderr

@@ -121,12 +121,12 @@ def test_every_import_of_the_lab_is_in_an_extra():
     listed = [requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra]
     known = {re.match(r"[\w.-]+", requirement).group().lower().replace("_", "-") for requirement in listed}
     others = {name: path for name, path in imports("nwor_lab").items() if name not in SOURCES}
-    distributions = {name: {"zmq": "pyzmq"}.get(name, name).replace("_", "-") for name in others}
+    distributions = {name: {"zmq": "pyzmq"}.get(name, name).replace("_", "-").lower() for name in others}
     assert {name: path for name, path in others.items() if distributions[name] not in known} == {}
 
 
 DRAWING = {"matplotlib", "seaborn", "papermill", "ipywidgets", "ray", "yaml", "pytest"}
-MEASURING = ["doctor", "experiments.audit", "experiments.acceptance", "experiments.bench", "microbench.tune"]
+MEASURING = ["run.doctor", "bench.audit", "bench.acceptance", "bench.bench", "gpu.tune"]
 
 
 @pytest.mark.parametrize(
