@@ -55,7 +55,8 @@ while k == 3 and not (place / "go").exists():
 
 def launch(place: Path, *words: str, first: str = "", **environ: str) -> subprocess.Popen:
     """A reproduction run of the notebooks in `place` in another process, which executes `first` before."""
-    code = f"import sys; from pathlib import Path; from nwor_lab import paths; from nwor_lab.run import reproduce; place = Path({str(place)!r})"
+    code = "import sys; from pathlib import Path; from nwor_lab import paths; from nwor_lab.run import reproduce"
+    code += f"; place = Path({str(place)!r})"
     # What a shell starts in the background ignores interrupts, and so do its children.
     code += "; import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; paths.NOTEBOOKS, paths.RESULTS = place, place / 'results'; sys.exit(reproduce.main(sys.argv[1:]))"
