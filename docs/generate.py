@@ -22,6 +22,7 @@ from nwor_lab import paths
 TEMPLATES = Path(__file__).parent / "templates"
 RESULTS = Path(__file__).parent / "results.csv"
 WIDTH = 120
+ITEM = re.compile(r"- |\d+\. ")
 UNBROKEN = re.compile(r"`[^`]*`|\[[^]]*\]\([^)]*\)")
 """Code and links, which no line break divides."""
 UNSPLIT = {"break_on_hyphens": False, "break_long_words": False}
@@ -44,7 +45,8 @@ def wrapped(text: str) -> str:
 
     def flush() -> None:
         if paragraph:
-            indent = "  " if paragraph[0].startswith("- ") else ""
+            item = ITEM.match(paragraph[0])
+            indent = " " * len(item[0]) if item else ""
             words = UNBROKEN.sub(lambda span: span[0].replace(" ", "\0"), " ".join(map(str.strip, paragraph)))
             filled = textwrap.fill(words, WIDTH, subsequent_indent=indent, **UNSPLIT)
             lines.append(filled.replace("\0", " "))
@@ -55,7 +57,7 @@ def wrapped(text: str) -> str:
             flush()
             lines.append(line)
             continue
-        if line.startswith("- "):
+        if ITEM.match(line):
             flush()
         paragraph.append(line)
     flush()

@@ -20,6 +20,7 @@ from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.gpu.attention import net
 from nwor_lab.run import results
+from nwor_lab.serving.table import summary
 
 
 @functools.cache
@@ -201,6 +202,23 @@ def control_us(kind: str, mode: str, batch: int) -> float:
     return float(rows.loc[(rows["kind"] == kind) & (rows["mode"] == mode), "value"].mean())
 
 
+@functools.cache
+def served() -> pd.DataFrame:
+    """The lines of the recorded serving run, by mode and load, over vLLM never patched (`nwor_lab.serving.table`)."""
+    return summary(table("gpu_serving")).set_index(["mode", "load"])
+
+
+def served_row(mode: str) -> str:
+    """A mode's tokens a second over vLLM's with 1, 16 and 64 requests at once, between slashes."""
+    return slashes(pd.Series([served().loc[(mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]), 2)
+
+
+def served_range(mode: str) -> str:
+    """The least and the greatest ratio of a single pass, of all loads."""
+    lines = served().loc[mode]
+    return f"{lines['lowest'].min():.2f} to {lines['highest'].max():.2f}"
+
+
 def pair_loss(mode: str, tp: int = 1) -> float:
     """The share of vanilla's tokens a second that the shipped pair loses under a mode."""
     return 1 - value(findings(), table="gpu_pair", mode=mode, tp=tp)
@@ -256,6 +274,14 @@ def rejected_at_scale(k: int, temperature: float) -> float:
     """Share of the rows written for windows that is rejected, counted on a GPU."""
     total = at_scale(k, temperature)
     return (total["draft_tokens"] - total["accepted_tokens"]) / (total["draft_tokens"] + total["windows"])
+
+
+def soak_layer_steps() -> float:
+    """Layer-steps of random traffic that were audited, on a CPU and on a GPU, none of them dirty."""
+    found = pd.concat([table(name) for name in ("soak", "gpu_soak")]).groupby("metric")["value"].sum()
+    if found["faults"]:
+        raise LookupError("a recorded soak has found faults")
+    return float(found["layer-steps"])
 
 
 def soak(name: str = "soak") -> str:
