@@ -9,17 +9,18 @@ from typing import Any
 import pandas as pd
 from transformers import AutoConfig
 
-from nwor.settings import ATTENDING
+from nwor.settings import ATTENDING, CLEAN
 from nwor_lab.audit.auditor import FAULTS
 from nwor_lab.bench.bench_table import summary
 from nwor_lab.bench.options import from_options
 from nwor_lab.bench.parity import SINGLE, Parity
-from nwor_lab.bench.plan import Plan
+from nwor_lab.bench.plan import UNPATCHED, Plan
 from nwor_lab.bench.survival import same_share
 from nwor_lab.cost.traffic import Shape
 from nwor_lab.run.results import Run
 
 Report = Mapping[str, Any]
+ACCEPTED = "spec_decode_num_accepted_tokens"
 
 
 # -- tables to look at -------------------------------------------------------------------------------------------------
@@ -38,14 +39,24 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
-    """One line a mode: parity, acceptance, dirty layer-steps, `bytes_avoided` and, beside parity, step time."""
-    table = summary(bench, from_options(Plan, report["plan"])).drop(columns=["batch", "low", "high"], errors="ignore")
-    counts = ["audit.layer_steps", "audit.dirty_layer_steps", "counters.bytes_avoided"]
-    first = pd.json_normalize([report["ranks"][mode][0] for mode in table["mode"]]).reindex(columns=counts).fillna(0)
-    table["layer_steps"], table["dirty"], table["MB_avoided"] = (first[name] for name in counts)
-    table["MB_avoided"] /= 1e6
-    table.insert(0, "tp", report["spec"]["tp"])
-    return table
+    """One line a mode beside the first, the baseline: tokens, cache, commits and, beside parity, steps.
+
+    `equal`: requests with the baseline's tokens. `gap_nats`: how much less likely the baseline thought a token that
+    differs, at most. `dirty`: layer-steps of rank 0 that left a byte outside the kept rows. `accepted`: drafts by
+    vLLM's scheduler; `committed`: by the mode, where it commits. `step`: the repeats' ratio of steps, and its range.
+    """
+    table = summary(bench, from_options(Plan, report["plan"])).set_index("mode")
+    lines = []
+    for mode, (rank, *_) in report["ranks"].items():
+        line, audit = table.loc[mode], rank["audit"]
+        accepted, committed = (report["metrics"][mode][ACCEPTED], rank["counters"].get("committed_tokens", 0))
+        made = {"TP": report["spec"]["tp"], "mode": mode, "equal": line["equal"], "gap_nats": f"{line['gap_nats']:.3f}"}
+        made["dirty"] = f"{audit['dirty_layer_steps']:,} of {audit['layer_steps']:,}" if audit else ""
+        made |= {"accepted": int(accepted), "committed": f"{committed:,}" if mode in CLEAN else ""}
+        if "ratio" in line and pd.notna(line["ratio"]):
+            made |= {"step": f"{line['ratio']:.3f}", "low to high": f"{line['low']:.3f} to {line['high']:.3f}"}
+        lines.append(made)
+    return pd.DataFrame(lines).fillna("")
 
 
 def rank_table(report: Report) -> pd.DataFrame:
@@ -96,18 +107,15 @@ def audited(report: Report) -> pd.DataFrame:
 
 
 def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
-    """Record what must hold of one bench run with modes off, cow, direct and stage, audited."""
+    """Record what must hold of one bench run with modes off, cow, direct and stage, audited, maybe behind `vllm`."""
     spec, plan = report["spec"], report["plan"]
     where, most = f"TP={spec['tp']}, {spec['dtype']}", plan["tolerance"]
     bound = SINGLE * most
     ranks, parity = report["ranks"], {mode: Parity(**found) for mode, found in report["parity"].items()}
     serving = sorted({(mode, rank["serving"]) for mode, found in ranks.items() for rank in found})
-    run.claim(
-        f"{where}: every rank serves the mode asked for",
-        [(mode, mode) for mode in sorted(ranks)],
-        serving,
-        all(served == mode for mode, served in serving) and all(len(found) == spec["tp"] for found in ranks.values()),
-    )
+    asked = [(mode, "off" if mode == UNPATCHED else mode) for mode in sorted(ranks)]
+    whole = all(len(found) == spec["tp"] for found in ranks.values())
+    run.claim(f"{where}: every rank serves the mode asked for", asked, serving, serving == asked and whole)
     cow = parity["cow"]
     run.claim(f"{where}: cow's greedy tokens are vanilla's", cow.requests, cow.equal, cow.equal == cow.requests > 0)
     for mode in ATTENDING:
@@ -118,7 +126,7 @@ def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
         run.claim(text, f"<= {bound:g}", shift, shift <= bound)
         text = f"{where}: {mode} shifts log-probabilities as rounding does, not as a fault (nats)"
         run.claim(text, f"<= {most:g}", found.shift, found.places > 0 and found.shift <= most)
-    counts = [accepted_drafts(bench, mode) for mode in ("off", "stage")]
+    counts = [accepted_drafts(bench, mode) for mode in (next(iter(ranks)), "stage")]
     z, some = abs(same_share(counts)), counts[0][0] > 0
     run.claim(f"{where}: stage accepts as many drafts as vanilla (|z|)", "< 3", z, z < 3 and some)
     for mode in ("cow", "stage"):
@@ -147,22 +155,35 @@ def claim_clean(run: Run, where: str, table: pd.DataFrame) -> None:
         steps, found = int(table.loc["audit.layer_steps", mode]), int(wrong[mode])
         text = f"{where}: {mode} leaves no layer-step dirty, of {steps}"
         run.claim(text, 0, found, steps > 0 and found == 0)
-    for mode, name in {"off": "vanilla", "direct": "direct, the control,"}.items():
+    names = {UNPATCHED: "vLLM never patched", "off": "vanilla", "direct": "direct, the control,"}
+    for mode, name in ((mode, name) for mode, name in names.items() if mode in table):
         dirty = int(table.loc["audit.dirty_layer_steps", mode])
         run.claim(f"{where}: {name} leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
 
 
-def claim_left(run: Run, where: str, report: Report) -> None:
+def claim_left(run: Run, where: str, report: Report, bench: pd.DataFrame | None = None) -> None:
     """Record that what vanilla leaves is the rejected rows, in every layer and on every rank, and nothing else.
 
     Vanilla's own scheduler counts them. It does not hear of a GPU's last windows: theirs `cow` counts on the device.
+
+    bench: table of the run, where there were timed passes behind the audited one: of those each must have rejected as
+        many rows, or nothing is judged.
     """
-    heard, ranks = {mode: rejected_rows(report["metrics"][mode]) for mode in ("off", "cow")}, report["ranks"]
-    unheard = ranks["cow"][0]["counters"]["rejected_tokens"] - heard["cow"]
-    layers = [rank["audit"]["layer_steps"] // rank["audit"]["steps"] for rank in ranks["off"]]
-    predicted = (heard["off"] + unheard) * sum(layers)
-    dirty = sum(rank["audit"]["dirty_slots"] for rank in ranks["off"])
-    run.claim(f"{where}: slots that vanilla leaves dirty are its rejected rows", predicted, dirty, dirty == predicted)
+    ranks, repeats = report["ranks"], report.get("plan", {}).get("repeats", 0)
+    vanilla = next(iter(ranks))  # the baseline
+    heard = {mode: rejected_rows(report["metrics"][mode]) for mode in (vanilla, "cow")}
+    rejected, rest = divmod(heard[vanilla] + ranks["cow"][0]["counters"]["rejected_tokens"] - heard["cow"], 1 + repeats)
+    text = f"{where}: slots that vanilla leaves dirty are its rejected rows"
+    if repeats and bench is not None:
+        timed = bench[bench["mode"] == vanilla].pivot_table("value", "repeat", "metric", "sum")
+        each = set(timed["draft_tokens"] - timed["accepted_tokens"])
+        if rest or each != {heard[vanilla] / (1 + repeats)}:
+            run.skip(text, "the same rows in each pass", f"{sorted(each)} rows were rejected in a timed pass")
+            return
+    layers = [rank["audit"]["layer_steps"] // rank["audit"]["steps"] for rank in ranks[vanilla]]
+    predicted = rejected * sum(layers)
+    dirty = sum(rank["audit"]["dirty_slots"] for rank in ranks[vanilla])
+    run.claim(text, predicted, dirty, dirty == predicted)
 
 
 # -- what the claims predict -------------------------------------------------------------------------------------------

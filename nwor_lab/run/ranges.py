@@ -16,9 +16,9 @@ from nwor_lab import machine, pair, paths
 Given = Mapping[str, Any]
 
 AT_LEAST: dict[str, float] = {
-    **dict.fromkeys(("k", "ks", "long_k", "chunk", "tp", "tps", "kv_heads", "batch", "batches"), 1),
+    **dict.fromkeys(("k", "ks", "long_k", "chunk", "tp", "kv_heads", "batch"), 1),
     **dict.fromkeys(("num_prompts", "max_tokens", "cases", "repeats", "02_kernel_correctness.block_size"), 1),
-    **dict.fromkeys(("rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context", "contexts"), 0),
+    **dict.fromkeys(("rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context"), 0),
     **dict.fromkeys(("temperatures", "acceptance", "launch_us"), 0),
     **dict.fromkeys(("serving_concurrency", "serving_requests"), 1),
     "copy_tb_s": 0.001,
@@ -26,20 +26,20 @@ AT_LEAST: dict[str, float] = {
 AT_MOST: dict[str, float] = {
     "acceptance": 1,
     "00_tour.k": 4,  # what the two blocks of the small window hold
-    "06_kernel_bandwidth.k": 16,  # rows of a window that lie in two pages
+    "05_kernels_on_a_gpu.k": 16,  # rows of a window that lie in two pages
 }
-MEASURING = ("03_eagle_acceptance", "06_kernel_bandwidth", "07_verify_attention")
+MEASURING = ("03_eagle_acceptance", "05_kernels_on_a_gpu")
 """Notebooks that measure where there is a GPU; in another, `source` is a folder."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("", "auto", "bfloat16", "float16", "half", "float32", "float"),
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
-    "caches": ("bf16", "fp8"),
+    "cache": ("bf16", "fp8"),
     "method": ("eagle", "eagle3"),
     "device": ("", "cpu", "cuda"),
     **dict.fromkeys([f"{notebook}.source" for notebook in MEASURING], ("", "measure", "recorded")),
-    "08_break_even.model": ("llama-2-7b", "vicuna-7b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-8b", "gpt-oss-20b"),
+    "06_where_it_pays.model": ("llama-2-7b", "vicuna-7b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-8b", "gpt-oss-20b"),
 }
-MAY_BE_EMPTY = ("07_verify_attention.batches", "07_verify_attention.contexts")
+MAY_BE_EMPTY = ("05_kernels_on_a_gpu.batch", "05_kernels_on_a_gpu.context")
 
 
 def check(notebook: str, values: Given, given: Collection[str], here: bool = True) -> None:
@@ -86,11 +86,15 @@ def _alone(notebook: str, name: str, value: Any) -> str:
 
 
 def _rejected(notebook: str, values: Given) -> str:
-    return f"rejected={values['rejected']} of k={values['k']} drafts" if values.get("rejected", 0) > values["k"] else ""
+    return (
+        f"rejected={values['rejected']} of k={values['k']} drafts"
+        if "rejected" in values and values["rejected"] > values["k"]
+        else ""
+    )
 
 
 def _heads(notebook: str, values: Given) -> str:
-    pairs = itertools.product(values.get("kv_heads", ()), values.get("tps", ()))
+    pairs = itertools.product(values["kv_heads"], values["tp"]) if "kv_heads" in values else ()
     uneven = [f"32 heads and {kv} KV heads do not divide over {tp} ranks" for kv, tp in pairs if 32 % kv or kv % tp]
     return uneven[0] if uneven else ""
 
@@ -120,11 +124,11 @@ def _gpu(notebook: str, values: Given) -> str:
     return "there is no NVIDIA GPU here" if wanted and machine.on_cpu() else ""
 
 
-REPEATS_PROMPTS = ("04_tp2_end_to_end", "05_cache_audit")
+REPEATS_PROMPTS = ("04_end_to_end",)
 """Notebooks that take the prompts again where there are fewer than they are to decode."""
 
 Ask = Callable[[str, Given], str]
-TOGETHER: tuple[tuple[tuple[str, ...], Ask], ...] = ((("rejected", "k"), _rejected), (("kv_heads", "tps"), _heads))
+TOGETHER: tuple[tuple[tuple[str, ...], Ask], ...] = ((("rejected", "k"), _rejected), (("kv_heads", "tp"), _heads))
 HERE: tuple[tuple[tuple[str, ...], Ask], ...] = (
     (("tp",), _ranks),
     (("prompts", "num_prompts"), _prompts),

@@ -19,6 +19,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,8 @@ MUTE = "from nwor_lab.run.results import mute; mute()"
 ENOUGH = 200e6
 """Bytes that must be free before a run begins; a whole reproduction run leaves about a quarter of that."""
 _DEFAULTS: dict[str, Any] = {"run_id": "", "mode": "", "model": "", "tp": 1, "k": 0, "batch": 0, "seed": 0, "repeat": 0}
+PROGRESS = re.compile(r" *\d+\.\d s  ")
+"""How a line begins that says what a command does just now, as `nwor_lab.bench.bench.say` prints it."""
 _INTEGERS = ("tp", "k", "batch", "seed", "repeat")
 
 
@@ -229,9 +232,13 @@ class Run:
         """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded` earlier."""
         return "measured" if set(frame["run_id"]) == {self.id} else "recorded"
 
-    def command(self, *argv: object) -> None:
+    def command(self, *argv: object, progress_only: bool = False) -> None:
         """Run `nwor *argv` in a child process, show its standard output as it comes, and keep all of it in a log.
 
+        On a notebook's page what it does just now is one line, which the next such line replaces.
+
+        Args:
+            progress_only: of its output show that line alone.
         What it writes to standard error, such as vLLM's log and warnings, goes to the log alone.
 
         Raises:
@@ -251,9 +258,17 @@ class Run:
             ) as child,
         ):
             assert child.stdout is not None
+            moving, notebook = None, sys.modules.get("IPython")  # loaded where a page is, which need not be everywhere
             for line in child.stdout:
                 file.write(line)
-                print(line, end="", flush=True)
+                if not PROGRESS.match(line) and progress_only:
+                    continue
+                if notebook is None or notebook.get_ipython() is None or not PROGRESS.match(line):
+                    print(line, end="", flush=True)
+                elif moving is None:
+                    moving = notebook.display.display({"text/plain": line.rstrip()}, raw=True, display_id=True)
+                else:
+                    moving.update({"text/plain": line.rstrip()}, raw=True)
         if child.returncode:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
             raise RuntimeError(f"`nwor {' '.join(words)}` failed with {child.returncode}; log {log}, its end:\n{end}")

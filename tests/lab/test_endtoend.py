@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What notebooks 04 and 05 make of a bench's report, and of steps recorded on GPUs.
+"""What notebook 04 makes of a bench's report, and of steps recorded on GPUs.
 
 The predicted bytes of 04 come from the model's own config, not from the counters they are held against.
 """
 
+import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +46,7 @@ def claims(run: results.Run, report: dict) -> dict[str, bool]:
 
 
 def test_an_audit_that_shows_what_it_must(report, tmp_path):
-    assert claims(results.Run(tmp_path, "05"), report) == {
+    assert claims(results.Run(tmp_path, "04"), report) == {
         "here: cow leaves no layer-step dirty, of 12": True,
         "here: stage leaves no layer-step dirty, of 12": True,
         "here: vanilla leaves dirty layer-steps behind": True,
@@ -56,7 +57,7 @@ def test_an_audit_that_shows_what_it_must(report, tmp_path):
 
 def test_a_dirty_slot_more_is_no_rejected_row(report, tmp_path):
     report["ranks"]["off"][1]["audit"]["dirty_slots"] += 1
-    found = claims(results.Run(tmp_path, "05"), report)
+    found = claims(results.Run(tmp_path, "04"), report)
     assert [claim for claim, holds in found.items() if not holds] == [f"here: {LEFT}"]
 
 
@@ -65,7 +66,7 @@ def test_vanilla_is_held_to_the_rows_that_its_own_scheduler_counts(report, tmp_p
     report["metrics"]["off"]["spec_decode_num_accepted_tokens"] += 1
     for rank in report["ranks"]["off"]:
         rank["audit"]["dirty_slots"] -= 2
-    assert all(claims(results.Run(tmp_path, "05"), report).values())
+    assert all(claims(results.Run(tmp_path, "04"), report).values())
 
 
 @pytest.mark.parametrize(("counted", "holds"), [(4, True), (5, False)])
@@ -75,7 +76,7 @@ def test_windows_of_which_no_scheduler_hears_are_counted_on_the_device(report, t
         report["metrics"][mode]["spec_decode_num_accepted_tokens"] = 7.0
     for rank in report["ranks"]["cow"]:
         rank["counters"]["rejected_tokens"] = counted
-    found = claims(results.Run(tmp_path, "05"), report)
+    found = claims(results.Run(tmp_path, "04"), report)
     assert found[f"here: {LEFT}"] is holds
 
 
@@ -173,6 +174,17 @@ def test_every_claim_has_a_null_model(whole, tmp_path):
     assert found.holds.all()
     broken = set().union(*(broken for _, _, broken in NULLS)) - {"stage leaves no layer-step dirty, of 0"}
     assert set(found.claim) == broken
+
+
+def test_vllm_never_patched_is_the_baseline_where_it_is_there(whole, tmp_path):
+    for section in ("ranks", "metrics", "parity"):
+        whole[section] = {"vllm": copy.deepcopy(whole[section]["off"]), **whole[section]}
+    for rank in whole["ranks"]["vllm"]:
+        rank["serving"] = "off"
+    found = claims_in({}, whole, tmp_path)
+    assert found.holds.all() and found.claim.str.contains("vLLM never patched leaves").any()
+    whole["ranks"]["vllm"][0]["audit"]["dirty_slots"] += 1
+    assert claims(results.Run(tmp_path, "04"), whole)[f"here: {LEFT}"] is False
 
 
 def test_one_rank_is_not_compared_with_itself(whole, tmp_path):

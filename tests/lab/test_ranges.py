@@ -21,12 +21,12 @@ BOOKS = {path.stem: path for path in reproduce.notebooks()}
 @pytest.mark.parametrize(
     ("book", "name", "value"),
     [
-        ("04_tp2_end_to_end", "tp", "0"),
-        ("04_tp2_end_to_end", "k", "0"),
-        ("04_tp2_end_to_end", "repeats", "-1"),
-        ("04_tp2_end_to_end", "dtype", "int8"),
-        ("04_tp2_end_to_end", "serving_concurrency", "0"),
-        ("05_cache_audit", "kv_cache_dtype", "fp4"),
+        ("04_end_to_end", "tp", "0"),
+        ("04_end_to_end", "k", "0"),
+        ("04_end_to_end", "repeats", "-1"),
+        ("04_end_to_end", "dtype", "int8"),
+        ("04_end_to_end", "serving_concurrency", "0"),
+        ("04_end_to_end", "kv_cache_dtype", "fp4"),
         ("00_tour", "k", "5"),
         ("00_tour", "rejected", "4"),
         ("01_reference_model", "num_prompts", "1000"),
@@ -37,11 +37,11 @@ BOOKS = {path.stem: path for path in reproduce.notebooks()}
         ("03_eagle_acceptance", "ks", "[]"),
         ("03_eagle_acceptance", "temperatures", "nan"),
         ("03_eagle_acceptance", "source", "guess"),
-        ("06_kernel_bandwidth", "k", "17"),
-        ("07_verify_attention", "tps", "3"),
-        ("08_break_even", "model", "llama-3-8b"),
-        ("08_break_even", "acceptance", "70"),
-        ("08_break_even", "copy_tb_s", "0"),
+        ("05_kernels_on_a_gpu", "k", "17"),
+        ("05_kernels_on_a_gpu", "tp", "3"),
+        ("06_where_it_pays", "model", "llama-3-8b"),
+        ("06_where_it_pays", "acceptance", "70"),
+        ("06_where_it_pays", "copy_tb_s", "0"),
     ],
 )
 def test_a_value_that_cannot_be_is_one_line_before_anything_starts(
@@ -68,7 +68,7 @@ def test_every_default_can_be(book: str) -> None:
 
 
 def test_the_models_that_are_named_are_those_that_are_known() -> None:
-    assert ranges.CHOICES["08_break_even.model"] == tuple(breakeven.MODELS)
+    assert ranges.CHOICES["06_where_it_pays.model"] == tuple(breakeven.MODELS)
 
 
 def test_what_only_a_node_knows_is_not_asked_here() -> None:
@@ -82,6 +82,6 @@ def test_what_only_a_node_knows_is_not_asked_here() -> None:
 def test_plain_papermill_stops_in_the_first_cell(given: dict[str, Any], tmp_path: Path) -> None:
     given = {"run_dir": str(tmp_path / "run"), **given}
     with pytest.raises(PapermillExecutionError, match="ValueError") as stopped:
-        book = str(BOOKS["04_tp2_end_to_end"])
+        book = str(BOOKS["04_end_to_end"])
         papermill.execute_notebook(book, None, parameters=given, cwd=str(paths.ROOT), progress_bar=False)
     assert "results.start" in stopped.value.source and not (tmp_path / "run").exists()
