@@ -68,7 +68,7 @@ def _render(**context: Any) -> str:
     import jinja2
     from pygments.formatters import HtmlFormatter
 
-    loader = jinja2.PackageLoader("nwor_lab", ".")
+    loader = jinja2.PackageLoader("nwor_lab.run", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     highlighting = HtmlFormatter(style="default").get_style_defs(".highlight")
     return environment.get_template("report.html.j2").render(highlighting=highlighting, **context)

@@ -19,9 +19,11 @@ from nwor_lab.bench import acceptance, gpu_steps
 from nwor_lab.bench.reference import claim, claim_chunks
 from nwor_lab.cost import predicted
 from nwor_lab.cost.traffic import Traffic
+from nwor_lab.faults import COMMIT
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention
 from nwor_lab.operators import check
+from nwor_lab.operators import reference as plain
 from nwor_lab.run import results
 from tests.lab.reference_models import compared, compared_in_chunks
 
@@ -63,7 +65,8 @@ def claim_reference(run: results.Run, runs: dict[str, Any], long_runs: list[Any]
 
 def operators() -> Inputs:
     parts = check.compare("cpu", 2, 0), check.injected_faults("cpu"), check.against_vllm("cpu", 0)
-    return tuple(part.assign(device="cpu") for part in parts)
+    by_hand = {"a loop": check.beside(lambda *args: plain.run(COMMIT, args, "cpu"), COMMIT, 2, 0)}
+    return *(part.assign(device="cpu") for part in parts), by_hand
 
 
 def accepted() -> Inputs:
@@ -215,6 +218,9 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
      ["injected faults that go unnoticed"]),
     ("02", "values are rounded otherwise", change(2, set_where("metric == 'bytes_differing'", value=1)),
      ["bytes that differ from vLLM's own writer"]),
+    ("02", "a loop of one's own moves other rows", change(3, lambda by_hand: {
+     other: {**sums, "bytes_differing": 8} for other, sums in by_hand.items()}),
+     ["bytes that differ from a loop"]),
     ("02", "vLLM's writer writes nothing", change(2, lambda table: table.assign(value=0)),
      ["bytes that differ from vLLM's own writer"]),
     ("03", "no draft is ever right", change(0, no_right_draft), ["mean acceptance length", "this run's against"]),
