@@ -70,7 +70,9 @@ def operators() -> Inputs:
 
 
 def accepted() -> Inputs:
-    return recorded("acceptance"), acceptance.survival(recorded("gpu_acceptance")), "measured"
+    table = recorded("acceptance")
+    by_hand = {"functions": acceptance.largest_difference(table, table, "value")}
+    return table, acceptance.survival(recorded("gpu_acceptance")), "measured", by_hand
 
 
 def controlled() -> Inputs:
@@ -226,6 +228,8 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
     ("03", "no draft is ever right", change(0, no_right_draft), ["mean acceptance length", "this run's against"]),
     ("03", "any k alike", change(0, any_k_alike), ["rejected share of written rows at the shorter k"]),
     ("03", "any k alike at scale", change(1, any_k_alike), ["at scale"]),
+    ("03", "functions of one's own count otherwise", change(3, lambda by_hand: dict.fromkeys(by_hand, 0.01)),
+     ["functions: largest difference"]),
     ("04", "the kernel gains nothing", change(0, as_long_as("vllm", 1, "direct", "stage")),
      ["stage's step over that of vLLM", "its control's step"]),
     ("04", "holding drafts back costs a hundredth", change(0, as_long_as("direct", 1.01, "stage")),
