@@ -11,12 +11,14 @@ of every pass. Long greedy answers repeat themselves, and what repeats is drafte
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from nwor_lab.bench.survival import predict_rejected, summary, survival, verdicts
-from nwor_lab.run import results
+from nwor_lab.run import lessons, results
 
 __all__ = ["predict_rejected", "summary", "survival", "verdicts"]
 
@@ -37,12 +39,18 @@ AT_SCALE: dict[str, Any] = {
 }
 
 
-def claim(run: results.Run, table: pd.DataFrame, at_scale: pd.DataFrame, origin: str) -> None:
+def claim(
+    run: results.Run, table: pd.DataFrame, at_scale: pd.DataFrame, origin: str, by_hand: Mapping[str, float]
+) -> None:
     """Record what must hold of acceptance by `survival`: of a run, `table`, and of the counts at scale, of `origin`.
 
     The longest k of each table predicts the rejected share of the others, and is not held against itself. Nothing is
     claimed of draft lengths that were not run.
+
+    by_hand: by what the notebook computes itself, `largest_difference` from the same in `table`.
     """
+    for what, apart in by_hand.items():
+        run.claim(f"{what}: largest difference from the library's numbers", "< 1e-9", apart, apart < 1e-9)
     lengths, shares = (table[table["metric"] == name] for name in ("acceptance_length", "rejected_share"))
     greedy = lengths.loc[(lengths["temperature"] == 0) & (lengths["k"] == 4), "value"].mean()
     both = shares.merge(at_scale[at_scale["metric"] == "rejected_share"], on=["k", "temperature"])
@@ -65,6 +73,35 @@ def prediction_error(table: pd.DataFrame) -> float:
     counted = table[(table["metric"] == "rejected_share") & (table["k"] < table["k"].max())]
     both = counted.merge(predict_rejected(table), on=["temperature", "k"])
     return float((both["value_x"] - both["value_y"]).abs().max())
+
+
+def largest_difference(mine: pd.DataFrame, table: pd.DataFrame, *columns: str) -> float:
+    """The largest difference of numbers that `mine` has from those of a table of `survival`.
+
+    mine: columns `temperature`, `k`, `metric`, `position` (NaN where a number is of whole windows), and `columns`.
+
+    Raises:
+        KeyError: `table` has no such number.
+    """
+    keys = ["temperature", "k", "metric", "position"]
+    both = mine.merge(table, on=keys, how="left", suffixes=("_mine", ""), indicator=True)
+    if (both["_merge"] != "both").any():
+        raise KeyError(f"numbers that the table does not have: {both[both['_merge'] != 'both'][keys].values.tolist()}")
+    return float(max((both[f"{column}_mine"] - both[column]).abs().max() for column in columns))
+
+
+def check_curve(guessed: Sequence[float], found: Sequence[float], within: float = 0.1) -> bool:
+    """Say how far a guess of a survival curve is from the one that was counted, in mean absolute error; return whether
+    it is closer than `within`."""
+    if not len(guessed):
+        print(lessons.NOT_YET)
+        return False
+    if len(guessed) != len(found):
+        print(f"{lessons.NOT_YET}: {len(guessed)} numbers, wanted {len(found)}")
+        return False
+    off = float(np.abs(np.subtract(guessed, found)).mean())
+    print(f"{lessons.RIGHT if off < within else lessons.NOT_YET}: off by {off:.3f} a position, wanted below {within}")
+    return off < within
 
 
 def measure(run: results.Run) -> pd.DataFrame:

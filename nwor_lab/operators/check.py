@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators against plain Python over drawn inputs, with faults injected to see that the comparison would notice.
 
-What `notebooks/02_kernel_correctness.ipynb` shows; more calls, and every past bug, are in `tests/kernels/test_ops*.py`.
+What `notebooks/02_kernels.ipynb` shows; more calls, and every past bug, are in `tests/kernels/test_ops*.py`.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from nwor import ops
 from nwor_lab import machine
-from nwor_lab.faults import FAULTS
+from nwor_lab.faults import COMMIT, FAULTS, Fault
 from nwor_lab.operators.inputs import (
     LAYOUTS,
     cache_dtype_of,
@@ -26,7 +27,7 @@ from nwor_lab.operators.inputs import (
     make_vectors,
     without_staging,
 )
-from nwor_lab.operators.reference import raw, run_both
+from nwor_lab.operators.reference import Twins, raw, run_both
 from nwor_lab.run import results
 
 ORDERS = ("LBNH", "LBHN", "BLHN")
@@ -44,19 +45,6 @@ class Case(NamedTuple):
     layout: str
     cache: str
     args: tuple[Any, ...]
-
-
-def schemas() -> pd.DataFrame:
-    """The operators as torch knows them, and the devices that this build has them for."""
-    ops.load()
-    rows = []
-    for name in ops.OPERATORS:
-        operator = getattr(torch.ops._C_cache_ops, name).default
-        arguments = operator._schema.arguments
-        written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
-        has = [key for key in ("CPU", "CUDA") if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)]
-        rows.append({"operator": name, "writes": ", ".join(written), "registered for": " ".join(has)})
-    return pd.DataFrame(rows).set_index("operator")
 
 
 def devices(device: str = "") -> list[str]:
@@ -111,6 +99,37 @@ def compare(device: str, cases: int, seed: int) -> pd.DataFrame:
     return rows.assign(unit=rows["metric"].map({"calls": "calls"}).fillna("bytes"), device=device)
 
 
+def beside(function: Callable[..., None], operator: str, cases: int, seed: int) -> dict[str, int]:
+    """Run a function in an operator's place on drawn calls, of caches that are not packed, and compare all memory that
+    either could have written: the bytes compared and differing."""
+    sums = [0, 0]
+    for number in range(cases):
+        args = calls("cpu", seed + number, order=ORDERS[number % len(ORDERS)])[operator]
+        twins = Twins(*args)
+        function(*twins.copies)
+        getattr(ops, operator)(*args)
+        sums = [sum(pair) for pair in zip(sums, twins.compare(), strict=True)]
+    return dict(zip(("bytes_compared", "bytes_differing"), sums, strict=True))
+
+
+def bytes_apart(left: Tensor, right: Tensor) -> dict[str, int]:
+    """The bytes of two tensors, compared and differing."""
+    pair = raw(left.contiguous()), raw(right.contiguous())
+    return {"bytes_compared": pair[0].numel(), "bytes_differing": int((pair[0] != pair[1]).sum())}
+
+
+def by_operator(compared: pd.DataFrame, vllm: pd.DataFrame) -> pd.DataFrame:
+    """What `compare` and `against_vllm` found: a line an operator, or a cache dtype of vLLM's writer, and for each
+    device the bytes compared and differing."""
+    parts = [compared.assign(against="plain Python", what=compared["operator"])]
+    if len(vllm):
+        parts.append(vllm.assign(against="vLLM's own writer", what="cache " + vllm["cache"]))
+    rows = pd.concat(parts, ignore_index=True).query("metric != 'calls'")
+    rows = rows.assign(metric=rows["metric"].str.removeprefix("bytes_"))
+    wide = rows.pivot_table(index=["against", "what"], columns=["device", "metric"], values="value", aggfunc="sum")
+    return wide.rename_axis(columns=["bytes on", ""]).astype("Int64")
+
+
 # -- injected faults ---------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +150,34 @@ def injected_faults(device: str) -> pd.DataFrame:
         about = {"fault": fault.name, "operator": fault.operator, "breaks": fault.breaks}
         rows.append(about | dict(zip(("bytes_compared", "bytes_differing"), sums, strict=True)))
     return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """`commit_all_layers` as it is or, where it has a fault, with that fault's wrong arguments."""
+
+    name: str
+    fault: Fault | None = None
+
+    def __call__(self, *args: Any) -> None:
+        named = dict(zip(ops.OPERATORS[COMMIT], args, strict=False))
+        ops.commit_all_layers(**named | (self.fault.change(named) if self.fault and self.fault.change else {}))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def suspects(seed: int) -> list[Suspect]:
+    """Three commits A, B and C, of which one has a fault of the catalogue; the seed draws which one and which fault."""
+    rng = random.Random(seed)
+    fault = rng.choice([fault for fault in FAULTS.values() if fault.operator == COMMIT])
+    broken = rng.choice("ABC")
+    return [Suspect(name, fault if name == broken else None) for name in "ABC"]
+
+
+def drawn_commit(seed: int) -> tuple[Any, ...]:
+    """Drawn arguments of a call of `commit_all_layers` on a poisoned pool of two layers and four heads."""
+    return calls("cpu", seed)[COMMIT]
 
 
 # -- vLLM's own writer -------------------------------------------------------------------------------------------------
@@ -190,18 +237,30 @@ def write_as_vllm(
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 
-def claim(run: results.Run, compared: pd.DataFrame, faults: pd.DataFrame, vllm: pd.DataFrame) -> None:
-    """Record what must hold on each device of `compare`, `injected_faults` and `against_vllm`."""
+def claim(
+    run: results.Run,
+    compared: pd.DataFrame,
+    faults: pd.DataFrame,
+    vllm: pd.DataFrame,
+    by_hand: dict[str, dict[str, int]],
+) -> None:
+    """Record what must hold on each device of `compare`, `injected_faults` and `against_vllm`, and of what the notebook
+    does itself: by what a result is compared with, its `bytes_compared` and `bytes_differing`."""
+    for other, sums in by_hand.items():
+        _claim_equal(run, other, sums)
     for device, missed in (faults["bytes_differing"] == 0).groupby(faults["device"]).sum().items():
-        _claim_equal(run, f"plain Python, {device}", compared[compared["device"] == device])
+        _claim_equal(run, f"plain Python, {device}", _sums(compared[compared["device"] == device]))
         run.claim(f"injected faults that go unnoticed, {device}", 0, int(missed), missed == 0)
     for device, rows in vllm.groupby("device"):
-        _claim_equal(run, f"vLLM's own writer, {device}", rows)
+        _claim_equal(run, f"vLLM's own writer, {device}", _sums(rows))
     if refused := machine.why_no_fp8_cache():
         run.skip("bytes that differ from vLLM's own writer, cpu, fp8 caches", 0, refused)
 
 
-def _claim_equal(run: results.Run, other: str, rows: pd.DataFrame) -> None:
-    sums = rows.groupby("metric")["value"].sum()
-    differing = int(sums["bytes_differing"])
+def _sums(rows: pd.DataFrame) -> dict[str, int]:
+    return rows.groupby("metric")["value"].sum().astype(int).to_dict()
+
+
+def _claim_equal(run: results.Run, other: str, sums: dict[str, int]) -> None:
+    differing = sums["bytes_differing"]
     run.claim(f"bytes that differ from {other}", 0, differing, differing == 0 < sums["bytes_compared"])

@@ -82,7 +82,10 @@ def check(attempt: Callable, solution: Callable, cases: Iterable[Sequence[Any]])
 def _same(left: Any, right: Any) -> bool:
     if isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(_same, left, right)) if isinstance(left, (list, tuple)) else False
-    left, right = torch.as_tensor(left), torch.as_tensor(right)
+    try:
+        left, right = torch.as_tensor(left), torch.as_tensor(right)
+    except (TypeError, ValueError, RuntimeError):  # a name, or anything else that is no number
+        return bool(left == right)
     return left.shape == right.shape and torch.allclose(left.double(), right.double(), equal_nan=True)
 
 

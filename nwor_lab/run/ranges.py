@@ -16,9 +16,9 @@ from nwor_lab import machine, pair, paths
 Given = Mapping[str, Any]
 
 AT_LEAST: dict[str, float] = {
-    **dict.fromkeys(("k", "ks", "long_k", "chunk", "tp", "kv_heads", "batch"), 1),
-    **dict.fromkeys(("num_prompts", "max_tokens", "cases", "repeats", "02_kernel_correctness.block_size"), 1),
-    **dict.fromkeys(("rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context"), 0),
+    **dict.fromkeys(("k", "long_k", "chunk", "tp", "kv_heads", "batch"), 1),
+    **dict.fromkeys(("num_prompts", "max_tokens", "cases", "repeats", "02_kernels.block_size"), 1),
+    **dict.fromkeys(("rejected", "num_rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context"), 0),
     **dict.fromkeys(("temperatures", "acceptance", "launch_us"), 0),
     **dict.fromkeys(("serving_concurrency", "serving_requests"), 1),
     "copy_tb_s": 0.001,
@@ -86,11 +86,10 @@ def _alone(notebook: str, name: str, value: Any) -> str:
 
 
 def _rejected(notebook: str, values: Given) -> str:
-    return (
-        f"rejected={values['rejected']} of k={values['k']} drafts"
-        if "rejected" in values and values["rejected"] > values["k"]
-        else ""
-    )
+    for name in ("rejected", "num_rejected"):
+        if name in values and values[name] > values["k"]:
+            return f"{name}={values[name]} of k={values['k']} drafts"
+    return ""
 
 
 def _heads(notebook: str, values: Given) -> str:
@@ -128,7 +127,10 @@ REPEATS_PROMPTS = ("04_end_to_end",)
 """Notebooks that take the prompts again where there are fewer than they are to decode."""
 
 Ask = Callable[[str, Given], str]
-TOGETHER: tuple[tuple[tuple[str, ...], Ask], ...] = ((("rejected", "k"), _rejected), (("kv_heads", "tp"), _heads))
+TOGETHER: tuple[tuple[tuple[str, ...], Ask], ...] = (
+    (("rejected", "num_rejected", "k"), _rejected),
+    (("kv_heads", "tp"), _heads),
+)
 HERE: tuple[tuple[tuple[str, ...], Ask], ...] = (
     (("tp",), _ranks),
     (("prompts", "num_prompts"), _prompts),

@@ -90,9 +90,27 @@ def test_what_was_counted_is_said_in_a_sentence_and_what_was_not_is_not_claimed(
     assert greedy.startswith("greedy, k=3") and sampled.startswith("temperature 1, k=3")
     assert "2.20 tokens a window" in greedy and "45% of the rows" in greedy
     run = results.Run(tmp_path, "03")
-    acceptance.claim(run, table, table, "measured")
+    acceptance.claim(run, table, table, "measured", {})
     claimed = results.claims(tmp_path)
     assert not claimed["claim"].str.contains("k=4").any() and "nan" not in claimed["found"].astype(str).tolist()
+
+
+def test_what_a_reader_computes_is_held_to_the_table(counts) -> None:
+    table = acceptance.survival(counts)
+    mine = table[["temperature", "k", "metric", "position", "value", "low"]]
+    assert acceptance.largest_difference(mine, table, "value", "low") == 0
+    assert acceptance.largest_difference(mine.assign(value=mine["value"] + 0.25), table, "value") == 0.25
+    with pytest.raises(KeyError, match="does not have"):
+        acceptance.largest_difference(mine.assign(k=5), table, "value")
+
+
+def test_a_guessed_curve_is_near_or_not_yet(capsys) -> None:
+    curve = [0.75, 0.35, 0.10]
+    assert acceptance.check_curve([0.8, 0.4, 0.2], curve)
+    for guessed in ([], [0.75, 0.35], [0.9, 0.8, 0.7]):
+        assert not acceptance.check_curve(guessed, curve)
+    right, *others = capsys.readouterr().out.splitlines()
+    assert right.startswith("right: off by 0.067") and all(line.startswith("not yet") for line in others)
 
 
 @pytest.mark.parametrize(

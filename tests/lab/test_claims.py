@@ -22,9 +22,11 @@ from nwor_lab.bench import acceptance, gpu_steps
 from nwor_lab.bench.reference import claim, claim_chunks
 from nwor_lab.cost import predicted
 from nwor_lab.cost.traffic import Traffic
+from nwor_lab.faults import COMMIT
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention
 from nwor_lab.operators import check
+from nwor_lab.operators import reference as plain
 from nwor_lab.run import results
 from tests.lab.reference_models import compared, compared_in_chunks
 
@@ -66,11 +68,14 @@ def claim_reference(run: results.Run, runs: dict[str, Any], long_runs: list[Any]
 
 def operators() -> Inputs:
     parts = check.compare("cpu", 2, 0), check.injected_faults("cpu"), check.against_vllm("cpu", 0)
-    return tuple(part.assign(device="cpu") for part in parts)
+    by_hand = {"a loop": check.beside(lambda *args: plain.run(COMMIT, args, "cpu"), COMMIT, 2, 0)}
+    return *(part.assign(device="cpu") for part in parts), by_hand
 
 
 def accepted() -> Inputs:
-    return recorded("acceptance"), acceptance.survival(recorded("gpu_acceptance")), "measured"
+    table = recorded("acceptance")
+    by_hand = {"functions": acceptance.largest_difference(table, table, "value")}
+    return table, acceptance.survival(recorded("gpu_acceptance")), "measured", by_hand
 
 
 def controlled() -> Inputs:
@@ -218,11 +223,16 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
      ["injected faults that go unnoticed"]),
     ("02", "values are rounded otherwise", change(2, set_where("metric == 'bytes_differing'", value=1)),
      ["bytes that differ from vLLM's own writer"]),
+    ("02", "a loop of one's own moves other rows", change(3, lambda by_hand: {
+     other: {**sums, "bytes_differing": 8} for other, sums in by_hand.items()}),
+     ["bytes that differ from a loop"]),
     ("02", "vLLM's writer writes nothing", change(2, lambda table: table.assign(value=0)),
      ["bytes that differ from vLLM's own writer"]),
     ("03", "no draft is ever right", change(0, no_right_draft), ["mean acceptance length", "this run's against"]),
     ("03", "any k alike", change(0, any_k_alike), ["rejected share of written rows at the shorter k"]),
     ("03", "any k alike at scale", change(1, any_k_alike), ["at scale"]),
+    ("03", "functions of one's own count otherwise", change(3, lambda by_hand: dict.fromkeys(by_hand, 0.01)),
+     ["functions: largest difference"]),
     ("06 steps", "the kernel gains nothing", change(0, as_long_as("vllm", 1, "direct", "stage")),
      ["stage's step over that of vLLM", "its control's step"]),
     ("06 steps", "holding drafts back costs a hundredth", change(0, as_long_as("direct", 1.01, "stage")),

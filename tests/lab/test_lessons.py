@@ -45,6 +45,13 @@ def test_an_exercise_says_at_once_whether_it_is_right(attempt, right, says, caps
     assert says in out and out.startswith(lessons.RIGHT if right else lessons.NOT_YET)
 
 
+def test_an_answer_may_be_a_name():
+    cases = [(["a", "b"], 0), (["a", "b"], 1)]
+    assert lessons.check(lambda names, at: names[at], lambda names, at: names[at], cases)
+    assert not lessons.check(lambda names, at: "a", lambda names, at: names[at], cases)
+    assert not lessons.check(lambda names, at: at, lambda names, at: names[at], cases)
+
+
 def test_a_check_leaves_its_cases_alone():
     lessons.check(fill, fill, CASES)
     assert CASES[0][0].tolist() == [0, 0, 0]
