@@ -18,14 +18,14 @@ Given = Mapping[str, Any]
 AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("k", "ks", "long_k", "chunk", "tp", "tps", "kv_heads", "batch", "batches"), 1),
     **dict.fromkeys(("num_prompts", "max_tokens", "cases", "repeats", "02_kernel_correctness.block_size"), 1),
-    **dict.fromkeys(("rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context", "contexts"), 0),
+    **dict.fromkeys(("num_rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context", "contexts"), 0),
     **dict.fromkeys(("temperatures", "acceptance", "launch_us"), 0),
     **dict.fromkeys(("serving_concurrency", "serving_requests"), 1),
     "copy_tb_s": 0.001,
 }
 AT_MOST: dict[str, float] = {
     "acceptance": 1,
-    "00_tour.k": 4,  # what the two blocks of the small window hold
+    "00_idea.k": 4,  # what the two blocks of the small window hold
     "06_kernel_bandwidth.k": 16,  # rows of a window that lie in two pages
 }
 MEASURING = ("03_eagle_acceptance", "06_kernel_bandwidth", "07_verify_attention")
@@ -86,7 +86,11 @@ def _alone(notebook: str, name: str, value: Any) -> str:
 
 
 def _rejected(notebook: str, values: Given) -> str:
-    return f"rejected={values['rejected']} of k={values['k']} drafts" if values.get("rejected", 0) > values["k"] else ""
+    return (
+        f"num_rejected={values['num_rejected']} of k={values['k']} drafts"
+        if values.get("num_rejected", 0) > values["k"]
+        else ""
+    )
 
 
 def _heads(notebook: str, values: Given) -> str:
@@ -124,7 +128,7 @@ REPEATS_PROMPTS = ("04_tp2_end_to_end", "05_cache_audit")
 """Notebooks that take the prompts again where there are fewer than they are to decode."""
 
 Ask = Callable[[str, Given], str]
-TOGETHER: tuple[tuple[tuple[str, ...], Ask], ...] = ((("rejected", "k"), _rejected), (("kv_heads", "tps"), _heads))
+TOGETHER: tuple[tuple[tuple[str, ...], Ask], ...] = ((("num_rejected", "k"), _rejected), (("kv_heads", "tps"), _heads))
 HERE: tuple[tuple[tuple[str, ...], Ask], ...] = (
     (("tp",), _ranks),
     (("prompts", "num_prompts"), _prompts),

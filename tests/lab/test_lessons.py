@@ -45,6 +45,12 @@ def test_an_exercise_says_at_once_whether_it_is_right(attempt, right, says, caps
     assert says in out and out.startswith(lessons.RIGHT if right else lessons.NOT_YET)
 
 
+def test_what_works_in_place_and_returns_nothing_is_checked(capsys):
+    assert lessons.check(forgets_to_return, forgets_to_return, CASES)
+    assert not lessons.check(lambda pages, slot: None, forgets_to_return, CASES)
+    assert "argument 1" in capsys.readouterr().out
+
+
 def test_a_check_leaves_its_cases_alone():
     lessons.check(fill, fill, CASES)
     assert CASES[0][0].tolist() == [0, 0, 0]
