@@ -66,24 +66,36 @@ def pages(runs: dict[str, Audited]) -> pd.DataFrame:
     Raises:
         ValueError: no draft of the request was rejected in the steps that the audit remembers.
     """
+    frame = pages_by_step(runs)
+    rejected = frame[frame["num_rejected"] > 0]
+    if missing := [mode for mode in runs if mode not in set(rejected["mode"])]:
+        raise ValueError(f"{missing[0]}: every draft of the first request was accepted; decode more tokens")
+    first = frame["mode"].map(rejected.groupby("mode")["step"].min())
+    return frame[(frame["step"] == first) & frame["used"]].drop(columns=["step", "num_rejected", "used"])
+
+
+def pages_by_step(runs: dict[str, Audited]) -> pd.DataFrame:
+    """The pages of the batch's first request after each step that the audit remembers.
+
+    Returns:
+        A row for each mode, step and slot: `mode, step, line, block, column, state`, the step's `num_rejected`, and
+        whether the block was `used` by then.
+    """
     rows = []
     for mode, run in runs.items():
-        state: dict[int, str] = {}
-        for step in run.report["history"]:
+        history, state = run.report["history"], dict[int, str]()
+        blocks = list(dict.fromkeys(slot // BLOCK_SIZE for step in history for slot in step["slots"]))
+        for n, step in enumerate(history):
             state = {slot: "context" for slot, held in state.items() if held != "empty"}
             kept = len(step["slots"]) - step["num_rejected"]
-            for n, (slot, changed) in enumerate(zip(step["slots"], step["changed"], strict=True)):
-                state[slot] = "empty" if not changed else "kept" if n < kept else "rejected"
-            if step["num_rejected"]:
-                break
-        else:
-            raise ValueError(f"{mode}: every draft of the first request was accepted; decode more tokens")
-        blocks = list(dict.fromkeys(slot // BLOCK_SIZE for slot in state))
-        rows += [
-            {"mode": mode, "line": n, "block": block, "column": c, "state": state.get(block * BLOCK_SIZE + c, "empty")}
-            for n, block in enumerate(blocks)
-            for c in range(BLOCK_SIZE)
-        ]
+            for row, (slot, changed) in enumerate(zip(step["slots"], step["changed"], strict=True)):
+                state[slot] = "empty" if not changed else "kept" if row < kept else "rejected"
+            used = {slot // BLOCK_SIZE for slot in state}
+            common = {"mode": mode, "step": n, "num_rejected": step["num_rejected"]}
+            for line, block in enumerate(blocks):
+                place = {**common, "line": line, "block": block, "used": block in used}
+                slots = range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+                rows += [{**place, "column": c, "state": state.get(slot, "empty")} for c, slot in enumerate(slots)]
     return pd.DataFrame(rows)
 
 

@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from math import isnan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from IPython.display import HTML
+from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.colors import ListedColormap
 from matplotlib.patches import ConnectionPatch, Patch, Rectangle
 
 from nwor_lab.figures import style
+from nwor_lab.run import results
 
 STATES = {
     "empty": ("#FFFFFF", "", "never written"),
@@ -19,6 +26,7 @@ STATES = {
     "kept": ("#8FBCE6", "", "this step's row, kept"),
     "undecided": ("#F7E3BC", "//", "draft, not yet verified"),
     "rejected": ("#E8845C", "xx", "rejected row left behind"),
+    "wrong": ("#C0392B", "xx", "what the auditor names"),
 }
 """Fill, hatch and legend of what a slot holds."""
 BUFFERS = {"blind": "staging", "cow": "log", "stage": "staging"}
@@ -30,7 +38,8 @@ def grid(ax: Any, cells: pd.DataFrame, labels: Mapping[Any, str], fontsize: floa
         color, hatch, _ = STATES[cell["state"]]
         corner = (cell["column"] - 0.5, cell["line"] - 0.5)
         ax.add_patch(Rectangle(corner, 1, 1, facecolor=color, hatch=hatch, edgecolor="#B0B0B0", linewidth=0.6))
-        ax.text(cell["column"], cell["line"], cell.get("text", ""), ha="center", va="center", fontsize=fontsize)
+        if text := cell.get("text"):
+            ax.text(cell["column"], cell["line"], text, ha="center", va="center", fontsize=fontsize)
     ax.set(xlim=(-0.6, cells["column"].max() + 0.6), ylim=(cells["line"].max() + 0.6, -0.6), aspect="equal")
     ax.set(xticks=[], yticks=list(labels), yticklabels=list(labels.values()), frame_on=False)
     ax.tick_params(length=0)
@@ -75,20 +84,40 @@ def policies(run: style.Place, frame: pd.DataFrame, num_blocks: int) -> Path:
     frame = pd.DataFrame(frame)
     moments, modes = frame["moment"].unique(), frame["mode"].unique()
     fig, axes = style.figure(width=style.TWO_COLUMNS, height=4.6, nrows=len(moments), ncols=len(modes))
-    frame = frame.assign(text=["" if isnan(p) else f"{p:.0f}" for p in frame["position"]])
     for n, moment in enumerate(moments):
-        for ax, mode in zip(axes[n], modes, strict=True):
-            cells = frame[(frame["mode"] == mode) & (frame["moment"] == moment)]
-            below = num_blocks + 0.4
-            buffer = {below: BUFFERS[mode]} if (cells["line"] == num_blocks).any() else {}
-            cells = cells.assign(line=cells["line"].replace(num_blocks, below))
-            grid(ax, cells, {line: f"block {line}" for line in range(num_blocks)} | buffer)
-            ax.set(xlabel=f"attention reads\n{cells['sees'].iloc[0]}" if n == 1 else "", ylim=(below + 0.6, -0.6))
-            ax.set_title("" if n else style.MODE_STYLE[mode].label)
+        _moment(axes[n], frame[frame["moment"] == moment], num_blocks)
+        for ax in axes[n]:
+            ax.set(xlabel=ax.get_xlabel() if n == 1 else "", title=ax.get_title() if n == 0 else "")
         axes[n][0].set_ylabel(moment)
     legend(fig, frame["state"])
     caption = "Pages of one layer at three moments of a step, under four write policies. Numbers are positions."
     return style.save(fig, run, "pages", frame, caption)
+
+
+def moments(frame: pd.DataFrame, num_blocks: int) -> dict[str, bytes]:
+    """A PNG of each moment of `TinyWindow.run_all`, a panel a policy: a slider shows them without a wait."""
+    pictures: dict[str, bytes] = {}
+    for name, cells in frame.groupby("moment", sort=False):
+        fig, axes = style.figure(width=style.TWO_COLUMNS, height=2.1, ncols=cells["mode"].nunique())
+        _moment(axes, cells, num_blocks)
+        for ax in axes:
+            ax.set_xlabel(ax.get_xlabel() if len(pictures) == 1 else "\n")
+        legend(fig, frame["state"])
+        fig.savefig(picture := BytesIO(), format="png", dpi=120)
+        style.close(fig)
+        pictures[str(name)] = picture.getvalue()
+    return pictures
+
+
+def _moment(axes: Any, frame: pd.DataFrame, num_blocks: int) -> None:
+    frame = frame.assign(text=["" if isnan(p) else f"{p:.0f}" for p in frame["position"]])
+    below = num_blocks + 0.4
+    for ax, (mode, cells) in zip(axes, frame.groupby("mode", sort=False), strict=True):
+        buffer = {below: BUFFERS[mode]} if (cells["line"] == num_blocks).any() else {}
+        cells = cells.assign(line=cells["line"].replace(num_blocks, below))
+        grid(ax, cells, {line: f"block {line}" for line in range(num_blocks)} | buffer)
+        ax.set(xlabel=f"attention reads\n{cells['sees'].iloc[0]}", ylim=(below + 0.6, -0.6))
+        ax.set_title(style.MODE_STYLE[mode].label)
 
 
 def pages(run: style.Place, frame: pd.DataFrame) -> Path:
@@ -103,3 +132,59 @@ def pages(run: style.Place, frame: pd.DataFrame) -> Path:
     legend(fig, frame["state"])
     caption = "Pages of one request in one layer of vLLM, after the first step that rejected drafts of it."
     return style.save(fig, run, "tour_pages", frame, caption)
+
+
+def film(run: style.Place, frame: pd.DataFrame, frames: int = 40) -> Path:
+    """Draw the steps of `nwor_lab.demo.pages_by_step`, the first `frames` of them, as a GIF; return its path."""
+    modes, names = list(frame["mode"].unique()), list(STATES)
+    shape = int(frame["line"].max()) + 1, int(frame["column"].max()) + 1
+    height = 0.5 + (0.35 + 0.21 * shape[0]) * len(modes)
+    fig, axes = style.figure(width=style.TWO_COLUMNS, height=height, nrows=len(modes))
+    colors: Any = {"cmap": ListedColormap([color for color, *_ in STATES.values()]), "vmin": 0, "vmax": len(STATES)}
+    steps = {at: cells for at, cells in frame.groupby(["mode", "step"])}
+    last = frame.groupby("mode")["step"].max()
+    meshes, crosses = {}, {}
+    for mode, ax in zip(modes, axes, strict=True):
+        meshes[mode] = ax.pcolormesh(np.zeros(shape), edgecolors="#B0B0B0", linewidth=0.6, **colors)
+        (crosses[mode],) = ax.plot([], [], "kx", markersize=3)
+        ax.set(xticks=[], yticks=np.arange(shape[0]) + 0.5, ylim=(shape[0], 0), frame_on=False, aspect="equal")
+        ax.set_yticklabels([f"block {block}" for block in steps[mode, 0].groupby("line")["block"].first()])
+        ax.tick_params(length=0)
+        ax.grid(visible=False)
+        ax.set_title(style.MODE_STYLE[mode].label)
+    legend(fig, set(frame["state"]))
+
+    def draw(step: int) -> None:
+        for mode, ax in zip(modes, axes, strict=True):
+            cells = steps[mode, min(step, int(last[mode]))]
+            meshes[mode].set_array(cells["state"].map(names.index).to_numpy().reshape(shape))
+            left = cells[cells["state"] == "rejected"]
+            crosses[mode].set_data(left["column"] + 0.5, left["line"] + 0.5)
+            told = f"step {cells['step'].iloc[0]}, {cells['num_rejected'].iloc[0]} rejected"
+            ax.set_title(f"{style.MODE_STYLE[mode].label}: {told}")
+
+    film = FuncAnimation(fig, draw, frames=min(frames, int(last.max()) + 1))
+    path = (run if isinstance(run, Path) else run.directory) / "figures" / "pages.gif"
+    with results.whole_file(path) as part:
+        film.save(gif := part.with_suffix(".gif"), writer=PillowWriter(fps=2), dpi=80)
+        gif.replace(part)
+    style.close(fig)
+    return path
+
+
+def named(frame: pd.DataFrame) -> Any:
+    """Draw `nwor_lab.audit_by_hand.Audited.pages`, a panel a layer, and what the auditor names; returns the figure."""
+    layers = sorted(frame["layer"].unique())
+    fig, axes = style.figure(width=5.0, height=1.7, ncols=len(layers))
+    half, width = (int(frame["line"].max()) + 1) // 2, int(frame["column"].max()) + 1
+    folded = frame.assign(line=frame["line"] % half, column=frame["column"] + (width + 1) * (frame["line"] // half))
+    for ax, layer in zip(axes, layers, strict=True):
+        grid(ax, folded[folded["layer"] == layer], {line: f"block {line}, {line + half}" for line in range(half)})
+        ax.set_title(f"layer {layer}")
+    legend(fig, set(frame["state"]))
+    return fig
+
+
+def playing(path: Path) -> HTML:
+    """A GIF as a part of the page."""
+    return HTML(f'<img src="data:image/gif;base64,{b64encode(path.read_bytes()).decode()}" alt="{path.stem}">')

@@ -80,6 +80,8 @@ def check(attempt: Callable, solution: Callable, cases: Iterable[Sequence[Any]])
 
 
 def _same(left: Any, right: Any) -> bool:
+    if left is None or right is None:
+        return left is right
     if isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(_same, left, right)) if isinstance(left, (list, tuple)) else False
     try:

@@ -18,14 +18,14 @@ Given = Mapping[str, Any]
 AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("k", "long_k", "chunk", "tp", "kv_heads", "batch"), 1),
     **dict.fromkeys(("num_prompts", "max_tokens", "cases", "repeats", "02_kernels.block_size"), 1),
-    **dict.fromkeys(("rejected", "num_rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context"), 0),
+    **dict.fromkeys(("num_rejected", "block_size", "num_blocks", "kv_cache_memory", "seed", "context"), 0),
     **dict.fromkeys(("temperatures", "acceptance", "launch_us"), 0),
     **dict.fromkeys(("serving_concurrency", "serving_requests"), 1),
     "copy_tb_s": 0.001,
 }
 AT_MOST: dict[str, float] = {
     "acceptance": 1,
-    "00_tour.k": 4,  # what the two blocks of the small window hold
+    "00_idea.k": 4,  # what the two blocks of the small window hold
     "05_kernels_on_a_gpu.k": 16,  # rows of a window that lie in two pages
 }
 MEASURING = ("03_eagle_acceptance", "05_kernels_on_a_gpu")
@@ -86,10 +86,11 @@ def _alone(notebook: str, name: str, value: Any) -> str:
 
 
 def _rejected(notebook: str, values: Given) -> str:
-    for name in ("rejected", "num_rejected"):
-        if name in values and values[name] > values["k"]:
-            return f"{name}={values[name]} of k={values['k']} drafts"
-    return ""
+    return (
+        f"num_rejected={values['num_rejected']} of k={values['k']} drafts"
+        if values.get("num_rejected", 0) > values["k"]
+        else ""
+    )
 
 
 def _heads(notebook: str, values: Given) -> str:
@@ -128,7 +129,7 @@ REPEATS_PROMPTS = ("04_end_to_end",)
 
 Ask = Callable[[str, Given], str]
 TOGETHER: tuple[tuple[tuple[str, ...], Ask], ...] = (
-    (("rejected", "num_rejected", "k"), _rejected),
+    (("num_rejected", "k"), _rejected),
     (("kv_heads", "tp"), _heads),
 )
 HERE: tuple[tuple[tuple[str, ...], Ask], ...] = (

@@ -52,6 +52,12 @@ def test_an_answer_may_be_a_name():
     assert not lessons.check(lambda names, at: at, lambda names, at: names[at], cases)
 
 
+def test_what_works_in_place_and_returns_nothing_is_checked(capsys):
+    assert lessons.check(forgets_to_return, forgets_to_return, CASES)
+    assert not lessons.check(lambda pages, slot: None, forgets_to_return, CASES)
+    assert "argument 1" in capsys.readouterr().out
+
+
 def test_a_check_leaves_its_cases_alone():
     lessons.check(fill, fill, CASES)
     assert CASES[0][0].tolist() == [0, 0, 0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small window of notebook 00, and what `make demo` says of two engines."""
+"""The small window of lesson 00, and what `make demo` says of two engines."""
 
 import pandas as pd
 import pytest
@@ -35,6 +35,8 @@ def test_figures_are_drawn(tmp_path) -> None:
         tour.policies(tmp_path, pd.DataFrame(window.run_all(1)), window.num_blocks),
     ]
     assert all(path.stat().st_size > 0 for path in drawn)
+    frames = tour.moments(pd.DataFrame(window.run_all(1)), window.num_blocks)
+    assert tuple(frames) == MOMENTS and len(set(frames.values())) == len(MOMENTS)
 
 
 def audited(changed: list[bool], dirty: int) -> demo.Audited:
@@ -60,6 +62,11 @@ def test_the_verdict_and_the_pages_follow_the_audit(tmp_path) -> None:
     assert states["stage"] == ["context"] * 3 + ["kept", "empty", "empty", "empty"]
     assert set(pages["block"]) == {2}
     assert tour.pages(tmp_path, pages).is_file()
+    by_step = demo.pages_by_step(runs)
+    assert by_step.groupby(["mode", "step"]).size().to_dict() == {(m, n): 32 for m in runs for n in range(2)}
+    film = tour.film(tmp_path, by_step)
+    assert film.read_bytes().startswith(b"GIF89a") and film.stat().st_size < 400e3
+    assert "data:image/gif" in tour.playing(film).data
 
 
 def test_bad_input_is_one_line(capsys) -> None:
