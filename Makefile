@@ -48,8 +48,8 @@ soak: setup ## 20 minutes of random traffic on real engines, every step audited;
 	@$(BIN)/nwor soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE)) \
 	  $(if $(TP),--tp $(TP))
 
-lab: setup ## open JupyterLab on the notebooks
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+lab: setup ## open JupyterLab on the lessons
+	$(BIN)/jupyter lab --ServerApp.root_dir='$(CURDIR)' $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_idea.ipynb
 
 figures: setup ## draw the paper's figures from data/recorded, or from SOURCE=results/<run>
 	$(BIN)/nwor figures $(if $(SOURCE),--source $(SOURCE))
