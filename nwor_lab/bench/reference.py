@@ -131,6 +131,14 @@ def claim(run: results.Run, runs: dict[str, Generation]) -> None:
     run.expect("windows accepted whole, blind staging", f"< {half:.4g}", whole, whole < half)
 
 
+def claim_by_hand(run: results.Run, tokens: dict[str, list[list[int]]], runs: dict[str, Generation]) -> None:
+    """Record that a decoder written by hand gave the `tokens` of these, by mode, for the first of the prompts."""
+    pairs = [both for mode, mine in tokens.items() for both in zip(mine, runs[mode].tokens, strict=False)]
+    same = sum(mine == theirs for mine, theirs in pairs)
+    text = "prompts x modes whose tokens the lesson's decoder gives as the library's"
+    run.expect(text, len(pairs), same, same == len(pairs) > 0)
+
+
 # -- chunks --------------------------------------------------------------------------------------------------------
 
 

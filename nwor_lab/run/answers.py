@@ -40,23 +40,23 @@ def commit(pages: Tensor, staging: Tensor, slots: Tensor, num_drafts: Tensor, nu
     """Copy the accepted drafts of all layers to their slots, by `ops.commit_all_layers`.
 
     Args:
-        pages: float32 [L, num_blocks, H, N, C]. staging: the same, [L, B, H, N, C]: row ``r * W + d`` is draft d of
-            request r, and row i lies in block ``i // N`` at offset ``i % N``.
-        slots: int64 [R, W], -1 where a request has no such draft. num_drafts, num_rejected: int64 [R].
+        pages: float32 [L, num_slots, H, C], in blocks of 4 slots.
+        staging: float32 [L, R * W, H, C], in blocks of 4, too: row ``r * W + d`` is draft d of request r.
+        slots: int64 [R, W], -1 where a request has no such draft.
+        num_drafts, num_rejected: int64 [R].
     """
-    size = pages.element_size()
-    strides = [stride * size for stride in pages.stride()]
-    requests = len(slots)
+    caches, rows = (each.view(len(each), -1, 4, *each.shape[2:]).transpose(2, 3) for each in (pages, staging))
+    strides = [stride * pages.element_size() for stride in caches.stride()]
     ops.commit_all_layers(
         pool=pages.view(torch.uint8).flatten(),
         layer_offsets=torch.arange(len(pages)) * strides[0],
         cache_strides=strides[1:4],
         slots=slots,
         packing=None,
-        rows=staging.view(torch.uint8),
+        rows=rows.view(torch.uint8),
         num_drafts=num_drafts.int(),
         num_rejected=num_rejected.int(),
-        kept=torch.zeros(requests, dtype=torch.int32),
+        kept=torch.zeros(len(slots), dtype=torch.int32),
         counts=torch.zeros(6, dtype=torch.int64),
     )
 

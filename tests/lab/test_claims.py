@@ -19,7 +19,7 @@ import pytest
 
 from nwor_lab import paths
 from nwor_lab.bench import acceptance, gpu_steps
-from nwor_lab.bench.reference import claim, claim_chunks
+from nwor_lab.bench.reference import claim, claim_by_hand, claim_chunks
 from nwor_lab.cost import predicted
 from nwor_lab.cost.traffic import Traffic
 from nwor_lab.faults import COMMIT
@@ -58,10 +58,12 @@ def set_where(rows: str, **columns: Any) -> Callable[[pd.DataFrame], pd.DataFram
 
 
 def reference() -> Inputs:
-    return compared(k=3), compared_in_chunks(k=12, chunk=4)
+    runs = compared(k=3)
+    return runs, compared_in_chunks(k=12, chunk=4), {mode: runs[mode].tokens[:2] for mode in ("off", "stage")}
 
 
-def claim_reference(run: results.Run, runs: dict[str, Any], long_runs: list[Any]) -> None:
+def claim_reference(run: results.Run, runs: dict[str, Any], long_runs: list[Any], by_hand: dict[str, Any]) -> None:
+    claim_by_hand(run, by_hand, runs)
     claim(run, runs)
     claim_chunks(run, long_runs)
 
@@ -207,6 +209,8 @@ NULLS: list[tuple[str, str, Callable[..., Inputs], list[str]]] = [
     ("01", "an operator moves other bytes", change(0, other_bytes), ["steps whose counted bytes"]),
     ("01", "blind staging costs nothing", change(0, lambda runs: {**runs, "blind": runs["off"]}),
      ["windows accepted whole"]),
+    ("01", "the decoder by hand keeps a rejected draft", change(2, lambda tokens: {
+     mode: [[0, *text[:-1]] for text in texts] for mode, texts in tokens.items()}), ["the lesson's decoder"]),
     ("01", "a chunk is judged by the wrong row", change(1, each_chunked(
      generation=lambda run: replace(run.generation, tokens=[text[::-1] for text in run.generation.tokens]))),
      ["prompts whose tokens in chunks"]),
