@@ -2,7 +2,7 @@
 """What the samples of `nwor_lab.gpu.operators` say: medians, and the model of time.
 
 The model of time has two terms, both measured in the same run: an empty kernel, and the bytes that have to move at the
-bandwidth of a large copy. Nothing is fitted. `claim` records what notebook 06 claims of them.
+bandwidth of a large copy. Nothing is fitted. `claim` records what notebook 05 claims of them.
 """
 
 from __future__ import annotations
