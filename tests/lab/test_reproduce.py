@@ -24,7 +24,7 @@ from jupyter_client.provisioning.local_provisioner import LocalPortCache
 from nwor_lab import paths
 from nwor_lab.run import on_ray, parameters, report, reproduce, results
 
-EXECUTED = ("00_idea",)
+EXECUTED = ("00_idea", "05_kernels_on_a_gpu", "06_where_it_pays")
 """Notebooks of the kit that the tests run, beside the small ones made here."""
 
 # -- parameters --------------------------------------------------------------------------------------------------------

@@ -261,10 +261,12 @@ def test_a_command_is_shown_and_its_log_kept(run: results.Run, capsys: pytest.Ca
     run.command("--help")
     assert "No-Write-On-Reject" in capsys.readouterr().out
     assert "No-Write-On-Reject" in (run.directory / "logs" / "notebook-0.log").read_text()
+    run.command("--help", progress_only=True)
+    assert "No-Write-On-Reject" not in capsys.readouterr().out
     with pytest.raises(RuntimeError, match=r"`nwor benhc` failed with 2(?s:.*)invalid choice: 'benhc'"):
         run.command("benhc")
     assert "invalid choice" not in capsys.readouterr().out
-    assert "invalid choice" in (run.directory / "logs" / "notebook-1.log").read_text()
+    assert "invalid choice" in (run.directory / "logs" / "notebook-2.log").read_text()
 
 
 def test_what_made_a_table_is_told_beside_it(tmp_path):
