@@ -86,11 +86,9 @@ def _alone(notebook: str, name: str, value: Any) -> str:
 
 
 def _rejected(notebook: str, values: Given) -> str:
-    return (
-        f"num_rejected={values['num_rejected']} of k={values['k']} drafts"
-        if values.get("num_rejected", 0) > values["k"]
-        else ""
-    )
+    if "num_rejected" in values and values["num_rejected"] > values["k"]:
+        return f"num_rejected={values['num_rejected']} of k={values['k']} drafts"
+    return ""
 
 
 def _heads(notebook: str, values: Given) -> str:
