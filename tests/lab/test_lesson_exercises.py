@@ -16,7 +16,7 @@ from nwor_lab.run import kernel, lessons, results
 
 SMALL: dict[str, dict[str, Any]] = {
     "02_kernels": {"cases": 2, "k": 5, "num_rejected": 3, "block_size": 2},
-    "03_eagle_acceptance": {"k": [1, 3], "num_prompts": 4, "max_tokens": 24, "temperatures": [0.0, 0.5]},
+    "03_eagle_acceptance": {"k": [1, 3], "num_prompts": 12, "max_tokens": 40},
 }
 ENGINES = ("03_eagle_acceptance",)
 SOLUTION = re.compile(r"<summary>Solution</summary>\s+```python\n(.*?)```", re.DOTALL)
@@ -55,7 +55,7 @@ def test_a_lesson_runs_and_its_solutions_are_right(name: str, tmp_path: Path) ->
     book = nbformat.read(paths.NOTEBOOKS / f"{name}.ipynb", as_version=4)
     exercises = solve(book)
     assert exercises == 2
-    assert executed(book, name, tmp_path).count(f"{lessons.RIGHT}") == exercises
+    assert executed(book, name, tmp_path).count(lessons.RIGHT) == exercises
 
 
 def test_an_exercise_that_nobody_has_solved_stops_no_run(tmp_path: Path) -> None:
