@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lessons run at small parameters, as they are and with their folded solutions in place of the exercises."""
+"""Lessons that start no engine, run with their folded solutions in place of the exercises."""
 
 import re
 from pathlib import Path
@@ -16,13 +16,10 @@ from nwor_lab.run import kernel, lessons, results
 
 SMALL: dict[str, dict[str, Any]] = {
     "02_kernels": {"cases": 2, "k": 5, "num_rejected": 3, "block_size": 2},
-    "03_eagle_acceptance": {"k": [1, 3], "num_prompts": 12, "max_tokens": 40},
+    "05_kernels_on_a_gpu": {},
+    "06_where_it_pays": {},
 }
-ENGINES = ("03_eagle_acceptance",)
 SOLUTION = re.compile(r"<summary>Solution</summary>\s+```python\n(.*?)```", re.DOTALL)
-books = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.engine] if name in ENGINES else []) for name in SMALL]
-)
 
 
 def solve(book: nbformat.NotebookNode) -> int:
@@ -50,7 +47,7 @@ def executed(book: nbformat.NotebookNode, name: str, folder: Path) -> str:
     return "".join(out.text for out in outputs if out.get("name") == "stdout")
 
 
-@books
+@pytest.mark.parametrize("name", SMALL)
 def test_a_lesson_runs_and_its_solutions_are_right(name: str, tmp_path: Path) -> None:
     book = nbformat.read(paths.NOTEBOOKS / f"{name}.ipynb", as_version=4)
     exercises = solve(book)
