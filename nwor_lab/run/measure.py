@@ -81,7 +81,11 @@ CLIFF = (
     "--name {name} --run-dir {out}"
 )
 LAYERS = "nwor_lab.gpu.attention --repeats 30 --name {name} --out {out}"
-SERVING = "nwor_lab.run.cli serving --concurrency 1,16,64 --rates 8 --requests 64,128 --name {name} --run-dir {out}"
+SERVING = (
+    "nwor_lab.run.cli serving --model pair@llama-2-7b-8kv --modes off,stage,cow --k 4 --dtype bfloat16 "
+    "--concurrency 1,16,64 --rates 8,20 --requests 40,400,640,64,160 --answer 128 --shortest 60 --longest 1500 "
+    "--orders 4 --kv-cache-memory 6144 --warmup 64 --name {name} --run-dir {out}"
+)
 TESTS = "pytest -q -m gpu tests --junitxml {out}/{name}.xml"
 MEASUREMENTS = (
     Measurement("gpu_tests", "gpu_tests", TESTS),
