@@ -65,7 +65,7 @@ def check(attempt: Callable, solution: Callable, cases: Iterable[Sequence[Any]])
             print(NOT_YET)
             return False
         except Exception as error:  # noqa: BLE001  (a reader's code fails in ways of its own)
-            print(f"{NOT_YET}: {type(error).__name__}: {error}, called with {_shown(case)}")
+            print(f"{NOT_YET}: {type(error).__name__}: {error}, called with {_arguments(case)}")
             return False
         if found is None and wanted is not None:
             print(NOT_YET)
@@ -73,7 +73,9 @@ def check(attempt: Callable, solution: Callable, cases: Iterable[Sequence[Any]])
         names = ("what it returns", *(f"argument {place}" for place in range(1, len(case) + 1)))
         for name, left, right in zip(names, (found, *given), (wanted, *own), strict=True):
             if not _same(left, right):
-                print(f"{NOT_YET}: called with {_shown(case)},\n  {name} is {_shown(left)},\n  wanted  {_shown(right)}")
+                print(
+                    f"{NOT_YET}: called with {_arguments(case)},\n  {name} is {_shown(left)},\n  wanted  {_shown(right)}"
+                )
                 return False
     print(f"{RIGHT}, in {len(cases)} cases")
     return True
@@ -91,9 +93,13 @@ def _same(left: Any, right: Any) -> bool:
     return left.shape == right.shape and torch.allclose(left.double(), right.double(), equal_nan=True)
 
 
+def _arguments(case: Sequence[Any]) -> str:
+    return ", ".join(map(_shown, case))
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_shown, value))
+        return f"[{_arguments(value)}]"
     return repr(value)
