@@ -73,9 +73,8 @@ def check(attempt: Callable, solution: Callable, cases: Iterable[Sequence[Any]])
         names = ("what it returns", *(f"argument {place}" for place in range(1, len(case) + 1)))
         for name, left, right in zip(names, (found, *given), (wanted, *own), strict=True):
             if not _same(left, right):
-                print(
-                    f"{NOT_YET}: called with {_arguments(case)},\n  {name} is {_shown(left)},\n  wanted  {_shown(right)}"
-                )
+                print(f"{NOT_YET}: called with {_arguments(case)},")
+                print(f"  {name} is {_shown(left)},\n  wanted  {_shown(right)}")
                 return False
     print(f"{RIGHT}, in {len(cases)} cases")
     return True
