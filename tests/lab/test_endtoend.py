@@ -181,7 +181,7 @@ def test_vllm_never_patched_is_the_baseline_where_it_is_there(whole, tmp_path):
         whole[section] = {"vllm": copy.deepcopy(whole[section]["off"]), **whole[section]}
     for rank in whole["ranks"]["vllm"]:
         rank["serving"] = "off"
-    found = claims_in({}, whole, tmp_path)
+    found = claims_in({"accepted": {"vllm": EQUAL["off"], **EQUAL}}, whole, tmp_path)
     assert found.holds.all() and found.claim.str.contains("vLLM never patched leaves").any()
     whole["ranks"]["vllm"][0]["audit"]["dirty_slots"] += 1
     assert claims(results.Run(tmp_path, "04"), whole)[f"here: {LEFT}"] is False

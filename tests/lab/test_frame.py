@@ -118,7 +118,7 @@ def bare(tmp_path: Path) -> Path:
 
 def make(folder: Path, *words: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **({"PATH": path} if path is not None else {})}
-    command = [str(shutil.which("make")), *words]
+    command = [str(shutil.which("make")), "--no-print-directory", *words]
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
