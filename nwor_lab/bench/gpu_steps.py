@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import pandas as pd
@@ -14,7 +13,7 @@ from nwor_lab.bench.plan import UNPATCHED
 from nwor_lab.bench.survival import lengths, tokens_per_s
 from nwor_lab.cost.ratios import abba_ratio, is_stable
 from nwor_lab.run.builds import join
-from nwor_lab.run.results import Run, read_table, tidy
+from nwor_lab.run.results import Run, read_table
 
 SETTING = ["attention", "tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that identify a measured setting of whole steps, those of them that a table has."""
@@ -22,29 +21,6 @@ MAIN = "k == 8 and prompt == 512 and kv_cache_dtype == 'auto'"
 """The settings that one line of a table or a figure shows, by batch and KV heads."""
 VANILLA = ("off", UNPATCHED)
 COUNTED = ["tokens", "wall", "windows", "accepted_tokens"]
-
-
-def gpu_tables(benches: Sequence[pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Tables `gpu_steps`, `gpu_kernels` and `kv_write_share` from bench tables of whole steps on a GPU.
-
-    The share is that of the paged write's GPU time in the median step of vanilla, of the same run and setting; there is
-    none where vanilla's repeats are not stable.
-
-    Raises:
-        ValueError: the benches are of different builds.
-    """
-    every = join(benches)
-    profiled = every["metric"] == "kernel_us"
-    kernels = every[profiled].drop(columns=["step", "position", "rank", "temperature"], errors="ignore")
-    steps = every[~profiled & (every["metric"] != "accepted_at")].drop(columns=["kind", "position"], errors="ignore")
-    keys = [name for name in ("run_id", "mode", "model", "seed", *SETTING, "engine", "build") if name in every]
-    writes = kernels[kernels["mode"].isin(VANILLA) & (kernels["kind"] == "KV write")].groupby(keys)["value"].mean()
-    runs = steps[steps["metric"] == "step_ms"].groupby([*keys, "repeat"])["value"].median().groupby(keys)
-    whole = runs.median()
-    stable = is_stable(pd.DataFrame({"low": runs.min() / whole, "high": runs.max() / whole}))
-    share = (writes / (1e3 * whole[stable])).dropna().rename("value").reset_index()
-    share = tidy(share.assign(metric="kv_write_share", unit="share"))
-    return {"gpu_steps": steps, "gpu_kernels": kernels, "kv_write_share": share}
 
 
 def step_ratios(steps: pd.DataFrame, over: str = "") -> pd.DataFrame:

@@ -18,7 +18,7 @@ import pandas as pd
 from scipy.optimize import brentq
 
 from nwor_lab import paths
-from nwor_lab.cost.traffic import SERVED, Moved, Shape, Window, served_traffic
+from nwor_lab.cost.traffic import Moved, Shape, Window, served_traffic
 
 MODES = ("cow", "stage")
 
@@ -98,17 +98,6 @@ def survival_of(acceptance: float, k: int) -> list[float]:
 def step_difference(mode: str, shape: Shape, window: Window) -> Moved:
     """Moved and launches of a step in `mode`, less those of vanilla's."""
     return served_traffic(mode, shape, window).total() - served_traffic("off", shape, window).total()
-
-
-def step_table(shape: Shape, window: Window) -> pd.DataFrame:
-    """MB read, MB written and launches of one step on one rank, by `mode` and `kind`, all layers."""
-    rows = [
-        {"mode": mode, "kind": kind, "MB read": moved.read / 1e6, "MB written": moved.written / 1e6,
-         "launches": moved.launches}
-        for mode in SERVED
-        for kind, moved in served_traffic(mode, shape, window).items()
-    ]  # fmt: skip
-    return pd.DataFrame(rows).set_index(["mode", "kind"])
 
 
 def differences(
