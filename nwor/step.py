@@ -16,7 +16,7 @@ class Step:
 
     A call brings pointers, and takes a third of the host's time that it takes through torch's dispatcher. It runs
     where the tensors are, on the current stream. They are checked, as by the operators, at the first call; what a call
-    brings is checked at the first one with as many requests and tokens: the same lines make it in every step.
+    brings is checked in size, and in kind at the first one with as many requests: the same lines make it in every step.
 
     Args:
         tensors: by the operators' names pool, layer_offsets, cache_strides, slots, packing, rows, num_drafts, kept,
@@ -30,7 +30,7 @@ class Step:
         self._max_tokens = 0 if tensors["staging_rows"] is None else tensors["staging_rows"].numel()
         self._published = tensors["counts"].numel() + self._max_requests
         self._bound: Tensor | None = None
-        self._opened, self._closed = set[tuple[int, int, bool]](), set[int]()  # sizes that have been checked
+        self._opened, self._closed = set[int](), set[int]()  # numbers of requests whose tensors have been checked
 
     def _bind(self) -> None:
         self._open, self._close = _step_functions()
@@ -55,9 +55,13 @@ class Step:
                 the operators raise.
         """
         num_requests, num_tokens = cu_num_logits.numel() - 1, slot_mapping.numel()
-        if (size := (num_requests, num_tokens, stages)) not in self._opened:
+        if (
+            num_requests not in self._opened
+            or query_start_loc.numel() <= num_requests
+            or (stages and num_tokens > self._max_tokens)
+        ):
             self._check(query_start_loc, cu_num_logits, slot_mapping, stages)
-            self._opened.add(size)
+            self._opened.add(num_requests)
         failure = self._open(
             self._address, query_start_loc.data_ptr(), cu_num_logits.data_ptr(), slot_mapping.data_ptr(),
             num_tokens, num_requests, counts.data_ptr(), stages, logs,

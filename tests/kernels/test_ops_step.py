@@ -120,6 +120,20 @@ def test_a_batch_that_does_not_fit_changes_nothing(name, device):
         bound.assert_as(before)
 
 
+def test_sizes_are_checked_behind_a_call_that_fitted(device):
+    """And what is remembered of calls does not grow with the tokens that they had."""
+    bound = Bound(device)
+    starts, logits, slots = bound.batch
+    for tokens in range(sum(QUERIES), TOKENS + 1):
+        bound.step.open(starts, logits, slots[:tokens], bound.counts[0], stages=True)
+    assert len(bound.step._opened) == 1
+    before = bound.bytes()
+    for wrong in ((starts[:3], logits, slots), (starts, logits, slots.repeat(2))):
+        with pytest.raises(RuntimeError, match=r"requests|staging_rows"):
+            bound.step.open(*wrong, bound.counts[0], stages=True)
+    bound.assert_as(before)
+
+
 def test_a_verdict_that_does_not_fit_changes_nothing(device):
     bound = Bound(device)
     bound.step.open(*bound.batch, bound.counts[0], stages=True)
