@@ -118,7 +118,7 @@ def never_committed(replace: Replace) -> None:
 
 
 def part_committed(part: str) -> Callable[[Replace], None]:
-    """Commit keys alone, or head 0 alone: what was there before is put back in the rest."""
+    """Commit keys alone, or head 0 alone: what was there before is restored in the rest."""
 
     def commit_part(commit: Callable[..., None], given: Arguments) -> None:
         pool, slots, packing, rows = (given[name] for name in ("pool", "slots", "packing", "rows"))
