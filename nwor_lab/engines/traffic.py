@@ -114,6 +114,8 @@ def drive(llm: LLM, events: Sequence[Event], seed: int) -> Traffic:
                     )
                 cached[output.request_id] = output.num_cached_tokens or 0
             step += 1
+        if core.scheduler.has_requests():  # a stop string was found by the front end, which ended its request there
+            engine.step()
     made.cached = sum(cached.values())
     return made
 

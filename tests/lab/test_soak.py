@@ -4,6 +4,7 @@
 import re
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,9 +207,12 @@ def test_wrong_options_are_refused_in_one_line(fake, tmp_path, capsys, given):
 @pytest.mark.timeout(900)
 def test_real_engines_are_clean_and_a_mode_that_does_not_restore_is_not(monkeypatch):
     monkeypatch.setattr(command, "SCRIPTS", 6)
-    episode = command.Episode(scripts.configuration(0, tp=1), ["stage"])
-    assert episode.run(time.monotonic() + 600) == ""
+    stops = {"temperature": 0.0, "max_tokens": 48, "min_tokens": 12, "stop": ["e", "\n"]}
+    with closing(command.Episode(scripts.configuration(0, tp=1), ["stage"])) as episode:
+        for prompt in scripts.prompts()[:3]:  # ended by the front end, whose core has nothing to serve then
+            episode.serve([scripts.Request((0, 0), prompt[:20], stops, 0)])
+        assert episode.run(time.monotonic() + 600) == ""
     found = episode.verdicts["stage"]
-    assert found.untried == [] and found.counts["layer-steps"] > 100 and found.counts["scripts"] == 6
+    assert found.untried == [] and found.counts["layer-steps"] > 100 and found.counts["scripts"] == 9
     monkeypatch.setattr(child, "serve", serve_without_restore)
     assert "cow: dirty_slots" in command.Episode(scripts.configuration(0, tp=1), ["cow"]).run(time.monotonic() + 600)
