@@ -50,16 +50,15 @@ def ceilings(times: pd.DataFrame) -> tuple[float, float]:
 
 
 def modelled(times: pd.DataFrame) -> pd.DataFrame:
-    """The medians of this kit's operators where they move rows, with `model` (us), `net` and `gross`.
-
-    `gross` is the share of the copy bandwidth that is reached, `net` the same with the empty kernel's time taken off.
+    """The medians of this kit's operators where they move rows, with `model` (us) and `net`, the share of the copy
+    bandwidth that is reached, the empty kernel's time taken off.
     """
     bandwidth, empty = ceilings(times)
     frame = medians(times)
     frame = frame[frame["op"].isin(OURS) & (frame["bytes"] > 0)]
     frame = frame[(frame["op"] != "log") | (frame["kept"] == frame["kept"].max())]  # the log's cases are one
     moved_us = frame["bytes"] / bandwidth / 1e6
-    return frame.assign(model=empty + moved_us, gross=moved_us / frame["us"], net=moved_us / (frame["us"] - empty))
+    return frame.assign(model=empty + moved_us, net=moved_us / (frame["us"] - empty))
 
 
 def speedups(times: pd.DataFrame) -> pd.DataFrame:

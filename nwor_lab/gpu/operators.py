@@ -15,9 +15,8 @@ get the same rows to write and nothing else: rejected rows have slot -1, or are 
     vllm                   `reshape_and_cache_flash`, one launch a layer
     vllm triton            `triton_reshape_and_cache_flash`, one launch a layer
     flashinfer             `append_paged_kv_cache`, one launch a layer; rejected rows left out beforehand
-    stream                 one kernel of torch (`bitwise_not`) that reads and writes as many bytes, side by side
     empty                  one kernel of one thread that does nothing
-    copy                   the same kernel on 4 GiB: the copy bandwidth
+    copy                   one kernel of torch (`bitwise_not`) on 4 GiB: the copy bandwidth
 """
 
 from __future__ import annotations
@@ -70,24 +69,20 @@ def measure(
         batches: requests, each with a token and `k` drafts. shapes: (KV heads, cache) of each cache.
     """
     query = k + 1
-    rows, few = [batch * query for batch in batches], sorted({0, query // 3, query})
+    rows = [batch * query for batch in batches]
     ops.load()
     found = _copies(repeats)
     for kv_heads, cache in shapes:
         case = OperatorCase(kv_heads, cache, seed, query)
         for number in rows:
             case.fill(number)
-            every = (kv_heads, cache) == tuple(shapes[0]) and number in (min(rows), max(rows))
-            for kept in range(query + 1) if every else few:
-                calls = case.calls(kept)
-                if kept not in few:
-                    calls = {op: calls[op] for op in ("commit", "restore", "stream")}
-                found += _samples(case, calls, number, kept, repeats)
+            for kept in sorted({0, query // 3, query}):
+                found += _samples(case, case.calls(kept), number, kept, repeats)
             print(f"{kv_heads} KV heads, {cache}, {number} rows", flush=True)
         if (kv_heads, cache) == tuple(shapes[0]):
             case.fill(min(rows))
             found += _launches(case, cache, repeats)
-        del case, calls
+        del case
         torch.cuda.empty_cache()
     counts = dict.fromkeys(("kv_heads", "rows", "kept", "launches", "bytes"), 0)
     frame = pd.DataFrame(found).fillna({"metric": "time", "cache": ""} | counts)

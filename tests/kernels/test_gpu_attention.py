@@ -25,14 +25,13 @@ on_gpu = pytest.mark.skipif(INTERPRETED, reason="needs an NVIDIA GPU")
 
 KEYS_PER_WARP = Config(tile=64, splits=3, min_tiles_per_split=1, keys_per_warp=True)
 CONFIGS = [Config(tile=32), SPLIT, KEYS_PER_WARP]
-DRAWN = 30
+DRAWN = 20 if INTERPRETED else 60
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "split", "keys per warp"])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize(("kv_cache_dtype", "layout"), [("auto", "NHD"), ("fp8", "HND"), ("fp8_e5m2", "NHD")])
 def test_against_float64(kv_cache_dtype, layout, config):
-    """Ragged, padded and prefill requests; held, written and dropped rows; every cache and layout."""
+    """Ragged, padded and prefill requests; held, written and dropped rows; every cache."""
     Windows(kv_cache_dtype=kv_cache_dtype, layout=layout, config=config).check()
 
 
@@ -58,8 +57,7 @@ def test_windows_larger_than_a_tile_of_rows():
     problem.check()
 
 
-@pytest.mark.parametrize("head_size", [64, 256])
-@pytest.mark.parametrize("splits", [2, 5, 8, 16, 33, 64])
+@pytest.mark.parametrize(("splits", "head_size"), [(2, 64), (5, 256), (8, 64), (16, 256), (33, 64), (64, 64)])
 def test_numbers_of_splits(splits, head_size):
     """Each power of 2 above them is a kernel of its own; fewer than all have keys, and one window has no prefix."""
     requests = ((64 * 20, 9), (0, 2), (40, 1))
@@ -67,17 +65,16 @@ def test_numbers_of_splits(splits, head_size):
     Windows(requests, num_heads=4, num_kv_heads=1, head_size=head_size, config=config).check()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("max_query_len", range(2, 10))
-def test_rows_of_windows(max_query_len, kv_cache_dtype):
+def test_rows_of_windows(max_query_len):
     """Windows of every width up to the bound, and a request one row longer, which is nobody's."""
     requests = [(31 * (rows % 3), rows) for rows in {1, max_query_len - 1, max_query_len, max_query_len + 1}]
-    Windows(requests, kv_cache_dtype=kv_cache_dtype, max_query_len=max_query_len, config=SPLIT).check()
+    Windows(requests, max_query_len=max_query_len, config=SPLIT).check()
 
 
 @pytest.mark.parametrize("fates", ["h", "p", "n"])
 def test_fate_of_rows(fates):
-    Windows(destinations=fates, config=SPLIT).check()
+    Windows(((37, 5), (0, 3), (40, 9)), destinations=fates, config=SPLIT).check()
 
 
 def test_padded_batch():

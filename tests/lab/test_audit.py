@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nwor_lab.audit.auditor import AuditReport, CacheAudit, injected_faults
+from nwor_lab.audit.auditor import AuditReport, CacheAudit
 from tests.lab.audited import (
     GONE,
     HALF,
@@ -269,14 +269,6 @@ def test_dirt_is_counted_by_step():
         audited.audit.after(GONE)
     assert audited.audit.report.dirty_by_step == [0, 2, 0]
     assert audited.audit.report.dirty_slots == 2
-
-
-def test_injected_faults_are_found():
-    """The notebook's control: one of each kind, in two layers of one step that keeps two rows."""
-    found = AuditReport(steps=1, layer_steps=2, kept_rows=4, content_checked=4, dirty_by_step=[1], shipped_slots=8)
-    found.dirty_layer_steps = found.dirty_slots = found.unwritten_rows = found.wrong_rows = found.stray_slots = 1
-    found.shipped_rejected = found.shipped_unwritten = 1
-    assert injected_faults() == found
 
 
 def test_no_step_is_no_proof():

@@ -68,7 +68,7 @@ def simulate(accepted: int, k: int, chunk: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("spoil", [0.0, 0.15, 1.0], ids=["all accepted", "some accepted", "none accepted"])
-@pytest.mark.parametrize("chunk", [1, 4, 5, 13])
+@pytest.mark.parametrize("chunk", [1, 5, 13])
 def test_chunks_say_what_the_target_says_alone_and_the_formula_counts_them(target, truth, chunk, spoil):
     for mode in EXACT:
         run = decode(target, mode, ScriptedDrafter(truth, K, spoil), chunk)
@@ -93,7 +93,7 @@ def test_rows_behind_the_first_rejection_are_neither_computed_nor_written(target
 
 def test_steps_are_the_models_step_for_step(target, truth):
     """One request: requests, drafts, rejected and context rows of each step, and so its bytes and launches."""
-    for chunk in (3, 6):  # 3 cuts 13 rows into chunks of which the last has one row
+    for chunk in (3,):  # 13 rows in chunks of which the last has one row
         run = decode(target, "stage", ScriptedDrafter(truth, K, 0.1), chunk, LENGTHS[:1])
         context, expected = LENGTHS[0], []
         for window in run.windows:
