@@ -11,6 +11,7 @@ from nwor_lab.cost.traffic import MODES, Shape
 from nwor_lab.pair.model import causal_attention, hidden_states
 from nwor_lab.reference.decoder import EagleDrafter, SpeculativeDecoder
 from nwor_lab.reference.policies import CopyOnWrite, Staging, attention, make_policy
+from nwor_lab.reference.staging import Counts
 from tests.lab.reference_models import (
     CONFIG,
     ScriptedDrafter,
@@ -60,6 +61,10 @@ def test_three_policies_say_what_the_target_says_alone(pair, truth, k, seed, blo
         assert all(step.traffic == formula(run, step) for step in run.steps), mode
         assert (run.dirty_bytes > 0) == (mode == "off" and spoil > 0), mode
     assert any(step.prefill_rows and step.requests for step in off.steps)
+    windows, counts = [step for step in off.steps if step.requests], runs["stage"].counts
+    staged, accepted = sum(window.draft_rows for window in windows), sum(off.accepted)
+    layers = CONFIG.num_hidden_layers
+    assert counts == Counts(len(windows), layers * staged, staged, accepted, staged - accepted)
     least, most = {0.0: (k + 1, k + 1), 0.3: (1, k + 1), 1.0: (1, 1)}[spoil]
     assert least <= off.acceptance_length <= most, "the bonus token is counted"
 
@@ -194,23 +199,6 @@ def test_cancel_undoes_a_window(mode):
     assert cache.changed_bytes(before, torch.cat((prefill, always_kept))) == 0
     assert policy.counts.cancelled == int(mode != "cow")
     run_step(policy, batch, [0, 0, 0, 0, 0])
-
-
-# -- counts ---------------------------------------------------------------------------------------------------------
-
-
-def test_counts_of_a_decode_are_those_of_its_steps(pair, truth):
-    """Committed equals what the scheduler counts as accepted."""
-    run = decode(pair[0], "stage", ScriptedDrafter(truth, 4, 0.4))
-    windows = [step for step in run.steps if step.requests]
-    counts = run.counts
-    assert counts.windows == len(windows)
-    assert (
-        counts.staged_tokens == sum(w.draft_rows for w in windows) == counts.committed_tokens + counts.rejected_tokens
-    )
-    assert counts.stage_operations == CONFIG.num_hidden_layers * counts.staged_tokens
-    assert counts.committed_tokens == sum(run.accepted)
-    assert (counts.fallbacks, counts.cancelled) == (0, 0)
 
 
 # -- attention and the EAGLE head -----------------------------------------------------------------------------------
