@@ -43,7 +43,7 @@ def test_drawn_shapes_and_masks(data):
     kernel of its own, more of them than have keys, and none."""
     draw = lambda *choices: data.draw(st.sampled_from(choices))
     heads, kv_heads = draw((2, 2), (4, 2), (4, 1), (8, 1), (7, 1), (16, 16), (16, 2))  # 16 heads: a block's size
-    requests = draw(((40, 9), (0, 1), (33, 4)), ((20, 2), (0, 0), (70, 12), (5, 6)))
+    requests = draw(((40, 9), (0, 1), (33, 4)), ((20, 2), (0, 0), (70, 12), (5, 6)), ((0, 0), (0, 0)))
     splits = draw(2, 3, 5, 8)
     if long := draw(False, False, True):
         heads, kv_heads, requests, splits = 4, 1, ((64 * 20, 9), (0, 2), (40, 1)), draw(16, 33, 64)
@@ -62,11 +62,6 @@ def test_windows_larger_than_a_tile_of_rows():
     requests = ((70, 20), (0, 20), (5, 3))
     problem = Windows(requests, num_heads=8, num_kv_heads=1, max_query_len=20, config=SPLIT)
     problem.check()
-
-
-def test_padded_batch():
-    """A batch of nothing but padding changes nothing."""
-    Windows(((0, 0), (0, 0)), config=SPLIT).check()
 
 
 def test_values_that_saturate_and_nan():

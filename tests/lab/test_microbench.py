@@ -159,16 +159,6 @@ def samples(ratio: float = 0.8, **other) -> pd.DataFrame:
     return results.tidy(rows + [shape | wrong | {"op": op} for op in ("nwor", "flash", "triton")], mode="", model="")
 
 
-def test_bytes_that_have_to_move():
-    """By hand: 2 heads of keys and values; prefix read, 9 new rows read and stored, query read and output written."""
-    row = 2 * 2 * 128
-    bf16 = 3 * (100 * row * 2 + 9 * row * (2 + 2) + 9 * 4 * 128 * (2 + 2))
-    fp8 = 3 * (100 * row * 1 + 9 * row * (2 + 1) + 9 * 4 * 128 * (1 + 2))
-    assert AttentionShape(4, 2, 3, 100).bytes == bf16
-    assert AttentionShape(4, 2, 3, 100, "fp8").bytes == fp8
-    assert AttentionShape(4, 2, 3, 100, k=0).bytes == bf16 - 3 * 8 * (row * (2 + 2) + 4 * 128 * (2 + 2))
-
-
 def test_net_times_are_without_the_empty_kernel_and_beside_the_faster_backend():
     line = attention.net(samples(0.8)).iloc[0]
     assert line["nwor"] == pytest.approx(80)
