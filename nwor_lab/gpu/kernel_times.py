@@ -75,7 +75,7 @@ def per_launch(times: pd.DataFrame) -> tuple[float, float]:
     return float(start + slope), float(slope)
 
 
-def counted(counters: pd.DataFrame) -> pd.DataFrame:
+def dram_over_model(counters: pd.DataFrame) -> pd.DataFrame:
     """DRAM bytes that the hardware counted over those of the model, one row a case: read, written and both."""
     keys = ["op", *KEYS, "bytes"]
     wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()
@@ -103,7 +103,7 @@ def claim(run: results.Run, times: pd.DataFrame, counters: pd.DataFrame, k: int 
     origin, unequal = run.origin(times), unequal_bytes(times)
     compared = bool((times["metric"] == "bytes_differing").any())
     run.claim("bytes that differ from vLLM's own writer", 0, unequal, compared and unequal == 0, origin)
-    worst = (counted(counters)["both"] - 1).abs().max()
+    worst = (dram_over_model(counters)["both"] - 1).abs().max()
     run.claim("DRAM bytes counted, off the model by at most", 0.1, worst, worst <= 0.1, run.origin(counters))
 
     frame, ratios, third = modelled(times), speedups(times), (k + 1) // 3

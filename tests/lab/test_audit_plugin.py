@@ -213,16 +213,6 @@ def test_a_parameter_that_some_releases_lack_is_passed_on(monkeypatch):
     hooks.uninstall()
 
 
-@pytest.mark.parametrize(
-    ("sampled", "drafts", "expected"),
-    [([[5, 6, 7, 8]], [3], [0]), ([[5, 6, -1], [9, -1, -1]], [2, 0], [1, 0]), ([[0, 0, -1]], [2], [1])],
-)
-def test_rejections_are_counted_from_the_sampled_tokens(sampled, drafts, expected):
-    metadata = SimpleNamespace(num_draft_tokens=drafts)
-    assert hooks.rejected(torch.tensor(sampled), metadata) == expected
-    assert hooks.rejected(torch.tensor(sampled), None) == [0] * len(sampled)
-
-
 def test_the_plugin_installs_the_other_plugins_first(monkeypatch):
     """The audit's hooks lie around those of the modes, whichever plugin vLLM calls first."""
     from vllm import plugins

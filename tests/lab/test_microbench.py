@@ -64,10 +64,10 @@ def test_model_share_and_speedup() -> None:
 
 
 def test_counters_cover_every_case_that_exceeds_the_cache() -> None:
-    cases = operators.counted()
+    cases = operators.beyond_cache()
     assert {case[4] for case in cases} == set(OURS)
     assert min(bytes_moved(op, shape_of(*case), rows, kept) for *case, rows, kept, op in cases) >= 192 << 20
-    assert len(kernels.counted(results.read_table("kernel_counters", paths.RECORDED))) == len(cases)
+    assert len(kernels.dram_over_model(results.read_table("kernel_counters", paths.RECORDED))) == len(cases)
 
 
 @pytest.mark.parametrize("module", [operators, attention, counters])
