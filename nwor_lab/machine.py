@@ -46,12 +46,8 @@ def model_dtype(asked: str = "") -> str:
     return asked or ("bfloat16" if has_bf16() else "float32")
 
 
-def why_this_dtype() -> str:
-    """Why `model_dtype` chooses as it does, in words."""
-    return f"this {'CPU' if on_cpu() else 'GPU'} has {'' if has_bf16() else 'no '}bf16 instructions"
-
-
 def summary(dtype: str = "") -> str:
     """The dtype that runs here, as `model_dtype` has it, and what this machine cannot do, in one line."""
-    chosen = "as asked" if dtype else why_this_dtype()
+    device, has = "CPU" if on_cpu() else "GPU", "has" if has_bf16() else "has no"
+    chosen = "as asked" if dtype else f"this {device} {has} bf16 instructions"
     return "; ".join(filter(None, [f"{model_dtype(dtype)} ({chosen})", why_no_fp8_cache()]))

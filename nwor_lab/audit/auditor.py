@@ -120,16 +120,16 @@ class CacheAudit:
             part_of = torch.arange(2 * self.block_size).repeat_interleave(width // 2)
         self._part_of = part_of.to(device)
         self._by_part = self._part_of.argsort(stable=True)
-        self._seen = [torch.empty_like(cache) for cache in caches]
+        self._snapshot = [torch.empty_like(cache) for cache in caches]
         # A request's rows are consecutive: they lie in one block more than they fill, or two.
         blocks = min(self.num_blocks, max_tokens, -(-max_tokens // self.block_size) + 2 * max_requests)
         self._scratch = [torch.zeros_like(cache[:blocks]) for cache in caches]
         self._row_slots, self._scratch_slots = torch.full((2, max_tokens), -1, dtype=torch.int64, device=device)
         self._copied = torch.zeros(len(caches), max_tokens, dtype=torch.bool, device=device)
         self._overwritten = torch.zeros(self.num_blocks * self.block_size, dtype=torch.bool, device=device)
-        self._left = self._overwritten.repeat(len(caches), 1)  # holds a row that was not to be kept
-        self._others = torch.zeros_like(self._overwritten)
-        self._missing = self._left.clone()  # does not hold all of the row that was to be kept
+        self._stale = self._overwritten.repeat(len(caches), 1)  # holds a row that was not to be kept
+        self._ignored = torch.zeros_like(self._overwritten)
+        self._unwritten = self._stale.clone()  # does not hold all of the row that was to be kept
         self._time = 0
         self._starts: list[int] = []
         self._slots: list[int] = []
@@ -147,12 +147,12 @@ class CacheAudit:
     @torch.inference_mode()
     def take_as_seen(self) -> None:
         """Take all caches as they are."""
-        for seen, cache in zip(self._seen, self.caches, strict=True):
+        for seen, cache in zip(self._snapshot, self.caches, strict=True):
             seen.copy_(cache)
 
-    def set_others(self, slots: Tensor) -> None:
+    def ignore(self, slots: Tensor) -> None:
         """From now on pass over changes of these, bool [num_blocks * N]: another cache group has their blocks."""
-        self._others = slots.to(self._others.device)
+        self._ignored = slots.to(self._ignored.device)
 
     def forget(self) -> None:
         """Forget what was audited so far, between steps."""
@@ -198,8 +198,8 @@ class CacheAudit:
         if poisoned_anew.any():
             self._poison(self._blocks, poisoned_anew.view(-1, self.block_size))
             self._overwritten[slots] = False
-            self._left[:, slots] = False
-        self._missing[:, slots] = False
+            self._stale[:, slots] = False
+        self._unwritten[:, slots] = False
         self._open = True
 
     @torch.inference_mode()
@@ -240,13 +240,13 @@ class CacheAudit:
             changed, written = parts.flatten(1).any(dim=1), parts.flatten(1).all(dim=1)
             checked, different = self._contents(layer, kept)
             found = {
-                "changed": parts & ~(kept | self._others)[:, None, None],
+                "changed": parts & ~(kept | self._ignored)[:, None, None],
                 "unwritten": ~parts & kept[:, None, None],
                 "not what vLLM writes": different & written[:, None, None],
             }
-            changed &= ~self._others
-            self._left[layer] = (self._left[layer] | changed) & ~kept
-            self._missing[layer] = self._missing[layer] & ~changed | kept & ~written
+            changed &= ~self._ignored
+            self._stale[layer] = (self._stale[layer] | changed) & ~kept
+            self._unwritten[layer] = self._unwritten[layer] & ~changed | kept & ~written
             counts = torch.stack([*(part.flatten(1).any(dim=1).sum() for part in found.values()), kept.sum(), checked])
             dirty, unwritten, wrong, count, compared = counts.tolist()
             report.layer_steps += 1
@@ -270,7 +270,7 @@ class CacheAudit:
     def look_between_steps(self) -> None:
         """Count the slots that changed since the last step's end as stray."""
         for layer in range(len(self.caches)):
-            stray = self._changed_parts(layer) & ~self._others[:, None, None]
+            stray = self._changed_parts(layer) & ~self._ignored[:, None, None]
             if count := int(stray.flatten(1).any(dim=1).sum()):
                 self.report.stray_slots += count
                 self._explain(layer, {"changed before the step": stray})
@@ -278,25 +278,25 @@ class CacheAudit:
     @torch.inference_mode()
     def ship(self, slots: Tensor, layer: int | None = None) -> None:
         """A KV connector copies these slots, int64 [n], of one layer or all out of the cache: count those at fault."""
-        layers, slots = slice(layer, None if layer is None else layer + 1), slots.to(self._left.device)
-        self.report.shipped_slots += self._left[layers, slots].numel()
-        self.report.shipped_rejected += int(self._left[layers, slots].sum())
-        self.report.shipped_unwritten += int(self._missing[layers, slots].sum())
+        layers, slots = slice(layer, None if layer is None else layer + 1), slots.to(self._stale.device)
+        self.report.shipped_slots += self._stale[layers, slots].numel()
+        self.report.shipped_rejected += int(self._stale[layers, slots].sum())
+        self.report.shipped_unwritten += int(self._unwritten[layers, slots].sum())
 
     @torch.inference_mode()
     def accept(self, slots: Tensor) -> None:
         """A KV connector has loaded these slots, int64 [n], of all layers, whole blocks, or vLLM has zeroed them: take
         them as they are."""
-        slots = slots.to(self._left.device)
+        slots = slots.to(self._stale.device)
         blocks = (slots // self.block_size).unique()
-        for seen, cache in zip(self._seen, self.caches, strict=True):
+        for seen, cache in zip(self._snapshot, self.caches, strict=True):
             seen[blocks] = cache[blocks]
         self._overwritten[slots] = True
-        self._left[:, slots] = self._missing[:, slots] = False
+        self._stale[:, slots] = self._unwritten[:, slots] = False
 
     def _changed_parts(self, layer: int) -> Tensor:
         """bool [num_blocks * N, H, 2], where keys or values of a head changed since the layer was last looked at."""
-        now, seen = _bits(self.caches[layer]), _bits(self._seen[layer])
+        now, seen = _bits(self.caches[layer]), _bits(self._snapshot[layer])
         # Few blocks change in a step: those alone are looked at slot by slot.
         touched = _any(now.view(torch.int64) != seen.view(torch.int64), 1).nonzero().flatten()
         changed = torch.zeros(self.num_blocks, self.block_size, now.shape[1], 2, dtype=torch.bool, device=now.device)
@@ -325,7 +325,7 @@ class CacheAudit:
     def _poison(self, blocks: Tensor, chosen: Tensor) -> None:
         """Poison the slots of some blocks of all layers where `chosen`, bool [B, N], says so."""
         for layer, cache in enumerate(self.caches):
-            bits, seen = _bits(cache), _bits(self._seen[layer])
+            bits, seen = _bits(cache), _bits(self._snapshot[layer])
             heads, device = torch.arange(cache.shape[1], device=cache.device), cache.device
             fixed, hashed = _POISON.get(cache.dtype) or _POISON[cache.element_size()]
             place = ((self._time * len(self.caches) + layer) * len(heads) + heads)[:, None] * 2
@@ -371,28 +371,3 @@ def _mix(words: Tensor) -> Tensor:
     words = (words ^ words >> 30) * -0x40A7B892E31B1A47
     words = (words ^ words >> 27) * -0x6B2FB644ECCEEE15
     return words ^ words >> 31
-
-
-def injected_faults() -> AuditReport:
-    """Audit one step of two layers, of whose four rows two are kept, with a fault of each kind: a rejected row is
-    written and its block shipped, one head's values of a kept row are not, a kept row has another's bytes, and a slot
-    changes afterwards."""
-    caches = [torch.zeros(2, 2, 4, 8) for _ in range(2)]
-    audit = CacheAudit(caches, max_tokens=4, max_requests=1)
-    slots, rows = torch.arange(4), torch.rand(4, 2, 8)
-
-    def write(cache: Tensor, slot_mapping: Tensor) -> None:
-        cache[slot_mapping // 4, :, slot_mapping % 4] = rows[: len(slot_mapping)]
-
-    audit.before((0, 4), slots)
-    poisoned = caches[1].clone()
-    for layer, cache in enumerate(caches):
-        audit.copy_write(layer, write, slots)
-        write(cache, slots[: 3 - layer])
-    caches[1][0, 1, 0, 4:] = poisoned[0, 1, 0, 4:]
-    caches[1][0, :, 1] = rows[2]
-    audit.after((2,))
-    audit.ship(slots)
-    caches[0][1, 0, 0, 0] = 1.0
-    audit.look_between_steps()
-    return audit.report

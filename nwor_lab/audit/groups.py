@@ -100,7 +100,7 @@ class GroupsAudit:
         if tables:
             for index, audit in self.audits.items():
                 others = (self._owner != -1) & (self._owner != index)
-                audit.set_others(others.repeat_interleave(self._block_sizes[index]))
+                audit.ignore(others.repeat_interleave(self._block_sizes[index]))
         for index, audit in self.audits.items():
             audit.open_step(query_start_loc, slot_mappings[index])
 

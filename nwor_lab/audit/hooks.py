@@ -273,27 +273,30 @@ def _save_layer(original: Callable, self: Any, layer_name: str, *args: Any, **kw
     original(self, layer_name, *args, **kwargs)
 
 
+def _copier(layer: Any, rows: Tensor) -> Callable[[Callable[..., None], Tensor], None] | None:
+    """`copy_write` of a layer's audit, where it has one that looks; none while a graph is captured."""
+    audit, group, index = getattr(layer, "cache_audit", (None, 0, 0))
+    if audit is None or not audit.enabled or (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return functools.partial(audit.audits[group].copy_write, index)
+
+
 def _write(
     original: Callable, self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    audit, group, index = getattr(layer, "cache_audit", (None, 0, 0))
-    if audit is not None and audit.enabled and not (key.is_cuda and torch.cuda.is_current_stream_capturing()):
-        write = functools.partial(inspect.unwrap(original), self, layer, key, value)
-        audit.audits[group].copy_write(index, write, slot_mapping)
+    if copy := _copier(layer, key):
+        copy(functools.partial(inspect.unwrap(original), self, layer, key, value), slot_mapping)
     original(self, layer, key, value, kv_cache, slot_mapping)
 
 
 def _write_latent(
     original: Callable, self: Any, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Any, *more: Any
 ) -> None:
-    audit, group, index = getattr(self, "cache_audit", (None, 0, 0))
-    capturing = kv_c_normed.is_cuda and torch.cuda.is_current_stream_capturing()
-    if audit is not None and audit.enabled and slot_mapping is not None and not capturing:
+    def write(cache: Tensor, slots: Tensor) -> None:
+        inspect.unwrap(original)(self, kv_c_normed, k_pe, cache.squeeze(1), slots, *more)
 
-        def write(cache: Tensor, slots: Tensor) -> None:
-            inspect.unwrap(original)(self, kv_c_normed, k_pe, cache.squeeze(1), slots, *more)
-
-        audit.audits[group].copy_write(index, write, slot_mapping)
+    if slot_mapping is not None and (copy := _copier(self, kv_c_normed)):
+        copy(write, slot_mapping)
     original(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more)
 
 

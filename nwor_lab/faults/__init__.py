@@ -120,7 +120,7 @@ _EVERY = (
         operator=RESTORE, change=wrong.one_more_rejected),
     _of("restore: one row too few", "A rejected row stays in the pages.", DIRTY, BOTH,
         operator=RESTORE, change=wrong.one_less_rejected),
-    _of("restore: wrong.requantised", "Old fp8 bytes come back as rounded numbers.", DIRTY, ("cow",),
+    _of("restore: requantised", "Old fp8 bytes come back as rounded numbers.", DIRTY, ("cow",),
         needs=FP8, operator=RESTORE, change=wrong.requantised),
     _of("a write between steps", "A byte changes when no step runs.", STRAY, BOTH, patch=wrong.written_between_steps),
     _of("groups: slots of the first", "Each cache group's window opens on the first one's slots.", DIRTY, ("cow",),

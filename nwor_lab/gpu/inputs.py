@@ -127,8 +127,6 @@ class OperatorCase:
         if not kept:
             return found  # the others launch nothing for no rows
         chosen = torch.arange(self.slots.numel()).view(-1, self.query)[:, :kept].flatten().cuda()
-        words = self.pool.view(torch.int32)[: 2 * LAYERS * len(chosen) * self.shape.row // 4].chunk(2)
-        found["stream"] = functools.partial(torch.bitwise_not, words[0], out=words[1])
         if flashinfer := self._flashinfer(kept, chosen):
             found["flashinfer"] = flashinfer
         return found

@@ -50,16 +50,15 @@ def ceilings(times: pd.DataFrame) -> tuple[float, float]:
 
 
 def modelled(times: pd.DataFrame) -> pd.DataFrame:
-    """The medians of this kit's operators where they move rows, with `model` (us), `net` and `gross`.
-
-    `gross` is the share of the copy bandwidth that is reached, `net` the same with the empty kernel's time taken off.
+    """The medians of this kit's operators where they move rows, with `model` (us) and `net`, the share of the copy
+    bandwidth that is reached, the empty kernel's time taken off.
     """
     bandwidth, empty = ceilings(times)
     frame = medians(times)
     frame = frame[frame["op"].isin(OURS) & (frame["bytes"] > 0)]
     frame = frame[(frame["op"] != "log") | (frame["kept"] == frame["kept"].max())]  # the log's cases are one
     moved_us = frame["bytes"] / bandwidth / 1e6
-    return frame.assign(model=empty + moved_us, gross=moved_us / frame["us"], net=moved_us / (frame["us"] - empty))
+    return frame.assign(model=empty + moved_us, net=moved_us / (frame["us"] - empty))
 
 
 def speedups(times: pd.DataFrame) -> pd.DataFrame:
@@ -76,7 +75,7 @@ def per_launch(times: pd.DataFrame) -> tuple[float, float]:
     return float(start + slope), float(slope)
 
 
-def counted(counters: pd.DataFrame) -> pd.DataFrame:
+def dram_over_model(counters: pd.DataFrame) -> pd.DataFrame:
     """DRAM bytes that the hardware counted over those of the model, one row a case: read, written and both."""
     keys = ["op", *KEYS, "bytes"]
     wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()
@@ -104,7 +103,7 @@ def claim(run: results.Run, times: pd.DataFrame, counters: pd.DataFrame, k: int 
     origin, unequal = run.origin(times), unequal_bytes(times)
     compared = bool((times["metric"] == "bytes_differing").any())
     run.claim("bytes that differ from vLLM's own writer", 0, unequal, compared and unequal == 0, origin)
-    worst = (counted(counters)["both"] - 1).abs().max()
+    worst = (dram_over_model(counters)["both"] - 1).abs().max()
     run.claim("DRAM bytes counted, off the model by at most", 0.1, worst, worst <= 0.1, run.origin(counters))
 
     frame, ratios, third = modelled(times), speedups(times), (k + 1) // 3

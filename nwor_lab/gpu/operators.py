@@ -15,9 +15,8 @@ get the same rows to write and nothing else: rejected rows have slot -1, or are 
     vllm                   `reshape_and_cache_flash`, one launch a layer
     vllm triton            `triton_reshape_and_cache_flash`, one launch a layer
     flashinfer             `append_paged_kv_cache`, one launch a layer; rejected rows left out beforehand
-    stream                 one kernel of torch (`bitwise_not`) that reads and writes as many bytes, side by side
     empty                  one kernel of one thread that does nothing
-    copy                   the same kernel on 4 GiB: the copy bandwidth
+    copy                   one kernel of torch (`bitwise_not`) on 4 GiB: the copy bandwidth
 """
 
 from __future__ import annotations
@@ -70,24 +69,20 @@ def measure(
         batches: requests, each with a token and `k` drafts. shapes: (KV heads, cache) of each cache.
     """
     query = k + 1
-    rows, few = [batch * query for batch in batches], sorted({0, query // 3, query})
+    rows = [batch * query for batch in batches]
     ops.load()
     found = _copies(repeats)
     for kv_heads, cache in shapes:
         case = OperatorCase(kv_heads, cache, seed, query)
         for number in rows:
             case.fill(number)
-            every = (kv_heads, cache) == tuple(shapes[0]) and number in (min(rows), max(rows))
-            for kept in range(query + 1) if every else few:
-                calls = case.calls(kept)
-                if kept not in few:
-                    calls = {op: calls[op] for op in ("commit", "restore", "stream")}
-                found += _samples(case, calls, number, kept, repeats)
+            for kept in sorted({0, query // 3, query}):
+                found += _samples(case, case.calls(kept), number, kept, repeats)
             print(f"{kv_heads} KV heads, {cache}, {number} rows", flush=True)
         if (kv_heads, cache) == tuple(shapes[0]):
             case.fill(min(rows))
             found += _launches(case, cache, repeats)
-        del case, calls
+        del case
         torch.cuda.empty_cache()
     counts = dict.fromkeys(("kv_heads", "rows", "kept", "launches", "bytes"), 0)
     frame = pd.DataFrame(found).fillna({"metric": "time", "cache": ""} | counts)
@@ -134,18 +129,18 @@ def _launches(case: OperatorCase, cache: str, repeats: int) -> list[dict[str, An
 # -- hardware counters ---------------------------------------------------------------------------------------------
 
 
-def counted() -> list[tuple[int, str, int, int, str]]:
+def beyond_cache() -> list[tuple[int, str, int, int, str]]:
     """(kv_heads, cache, rows, kept, op) whose data exceeds any L2 cache: at least 96 MiB read."""
     accepted = {"log": (9,), "restore": (3, 6), "commit": (3, 9)}
     cases = [(*shape, rows, kept, op) for shape in SHAPES for rows in ROWS for op in OURS for kept in accepted[op]]
     return [case for case in cases if bytes_moved(case[4], shape_of(*case[:2]), *case[2:4]) >= 192 << 20]
 
 
-def run_counted() -> None:
+def run_beyond_cache() -> None:
     """Every counted case once, each after a write of 256 MiB, for a profiler to watch."""
     ops.load()
     flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
-    for (kv_heads, cache), cases in itertools.groupby(counted(), key=lambda case: case[:2]):
+    for (kv_heads, cache), cases in itertools.groupby(beyond_cache(), key=lambda case: case[:2]):
         case = OperatorCase(kv_heads, cache)
         for _, _, rows, kept, op in cases:
             case.fill(rows)
@@ -166,12 +161,12 @@ def count_bytes() -> pd.DataFrame:
         counters.Unreadable: counters cannot be read here.
         RuntimeError: the profiler saw other launches than the cases make.
     """
-    run, untouched = "from nwor_lab.gpu import operators; operators.run_counted()", ("--cache-control", "none")
+    run, untouched = "from nwor_lab.gpu import operators; operators.run_beyond_cache()", ("--cache-control", "none")
     seen = counters.read(run, metrics=list(METRICS), kernels="move_rows", options=untouched)
-    if seen["launch"].nunique() != len(counted()):
-        raise RuntimeError(f"ncu saw {seen['launch'].nunique()} launches, expected {len(counted())}")
+    if seen["launch"].nunique() != len(beyond_cache()):
+        raise RuntimeError(f"ncu saw {seen['launch'].nunique()} launches, expected {len(beyond_cache())}")
     found = []
-    for case, (_, launch) in zip(counted(), seen.groupby("launch"), strict=True):
+    for case, (_, launch) in zip(beyond_cache(), seen.groupby("launch"), strict=True):
         kv_heads, cache, rows, kept, op = case
         half = bytes_moved(op, shape_of(kv_heads, cache), rows, kept) // 2
         about = {"op": op, "kv_heads": kv_heads, "cache": cache, "rows": rows, "kept": kept, "bytes": half}

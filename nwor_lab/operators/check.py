@@ -34,6 +34,8 @@ ORDERS = ("LBNH", "LBHN", "BLHN")
 CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 VLLM_WRITERS = {"cpu": ("_C", "cpu_attn_reshape_and_cache"), "cuda": ("_C_cache_ops", "reshape_and_cache_flash")}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = ((2, 8, 16), (4, 16, 4), (3, 20, 8), (1, 128, 16))
+"""Heads, head size, block size: few elements for a warp, as many heads as slots in a block, rows of no 16 bytes."""
 FEW = 16
 """Calls of each fault: one may have nothing that it could move wrongly."""
 
@@ -71,7 +73,7 @@ def draw(device: str, cases: int, seed: int) -> Iterator[Case]:
     """Calls with drawn dtypes, layouts, shapes, strides, slots and accepted rows; `cases` times each operator once."""
     rng = random.Random(seed)
     for number in range(cases):
-        heads, head_size, block_size = rng.choice(((2, 8, 16), (4, 16, 4), (3, 20, 8), (1, 64, 16)))
+        heads, head_size, block_size = rng.choice(SHAPES)
         cache, layout, order = rng.choice(CACHE_DTYPES), rng.choice(LAYOUTS), rng.choice(ORDERS)
         packed = device == "cpu" and order != "LBNH" and rng.random() < 0.5
         drawn = calls(
@@ -79,6 +81,7 @@ def draw(device: str, cases: int, seed: int) -> Iterator[Case]:
             heads=heads, head_size=head_size, block_size=block_size, tokens=rng.randint(1, 12),
             dtype=rng.choice(DTYPES), form=rng.choice(("packed", "qkv", "heads first")),
             scale=rng.choice(("none", "scalar", "token", "head")), element_size=rng.choice((1, 2, 4)) if packed else 0,
+            padding=rng.choice((0, 2)),
         )  # fmt: skip
         for operator, args in drawn.items():
             if operator == "open_window":

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ACCEPTANCE = ("none", "full", "prefix", "sparse")
 LAYOUTS = ("NHD", "HND", "vllm HND", "vllm NHD")
 
 
@@ -90,13 +89,6 @@ def make_slots(tokens: int, num_slots: int, device: str, seed: int = 5, padding:
         slots[torch.rand(tokens, generator=generator) < 0.25] = -1
         slots[-1] = -1
     return slots.to(device)
-
-
-def make_mask(acceptance: str, tokens: int, device: str) -> Tensor:
-    """bool [tokens]: no row, all, a prefix, or every third."""
-    index = torch.arange(tokens)
-    accepted = {"none": index < 0, "full": index >= 0, "prefix": index < tokens // 2, "sparse": index % 3 == 1}
-    return accepted[acceptance].to(device)
 
 
 def cache_dtype_of(dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
@@ -180,16 +172,18 @@ def make_targets(requests: int, width: int, tokens: int, device: str) -> tuple[T
 def calls(
     device: str, seed: int = 0, *, dtype: torch.dtype = torch.bfloat16, cache: str = "fp8", layout: str = "NHD",
     form: str = "qkv", scale: str = "scalar", tokens: int = 5, heads: int = 4, head_size: int = 16, block_size: int = 4,
-    order: str = "LBHN", element_size: int = 0,
+    order: str = "LBHN", element_size: int = 0, padding: int = 0,
 ) -> dict[str, tuple[Any, ...]]:  # fmt: skip
     """Arguments of a call of every operator but `verify_attention`, by its name.
 
     The seed draws their contents: numbers, slots, accepted rows, drafts and logits of requests. Shapes and dtypes are
-    those that the other arguments say, so that two seeds give tensors that can be copied into each other.
+    those that the other arguments say, so that two seeds give tensors that can be copied into each other. Of keys and
+    values there are `padding` rows more than slots, as in a batch that vLLM pads.
     """
     rng, stored, blocks = random.Random(seed), cache_dtype_of(dtype, cache), 4
-    key, value = make_vectors(form, tokens, heads, head_size, dtype, device, seed)
-    scales = make_scale(scale, tokens, heads, device, seed), make_scale(scale, tokens, heads, device, seed + 1)
+    rows = tokens + padding
+    key, value = make_vectors(form, rows, heads, head_size, dtype, device, seed)
+    scales = make_scale(scale, rows, heads, device, seed), make_scale(scale, rows, heads, device, seed + 1)
     slots, share = make_slots(tokens, blocks * block_size, device, seed), rng.choice((0, 0.5, 0.5, 1))
     mask = torch.tensor([rng.random() < share for _ in range(tokens)], device=device)
     caches = make_cache(layout, blocks, block_size, heads, head_size, stored, device)
@@ -197,7 +191,7 @@ def calls(
     filled = slots[slots >= 0]
     staged[2][: len(filled)] = filled
     staged[3][0] = len(filled)
-    accepted = torch.tensor([rng.randint(0, len(filled))], device=device)
+    accepted = torch.tensor([rng.randint(0, len(filled))], dtype=torch.int32, device=device)
 
     pool = Pool(order, 2, blocks, heads, block_size, 2 * head_size, device, element_size, mini_blocks=blocks)
     num_drafts = [rng.randint(1, 4) for _ in range(3)]
@@ -205,7 +199,7 @@ def calls(
     window = make_window(num_drafts, rejected, blocks * block_size, device, seed, width=4)
     where, log = pool.arguments(window[0]), torch.empty_like(pool.rows).copy_(pool.rows.flip(0))
     queries = [rng.randint(2, 5), *(rng.randint(0, 6) for _ in range(3))]  # the first is a verify step, one may not fit
-    logits = [queries[0], *(rng.choice((0, 1, rows, rows, rng.randint(0, 7))) for rows in queries[1:])]
+    logits = [queries[0], *(rng.choice((0, 1, query, query, rng.randint(0, 7))) for query in queries[1:])]
     batch = make_batch(queries, logits, 64, device, seed, padding=24 - sum(queries))
     return {
         "log_cache_slots": (*caches, slots, *make_staging(tokens, heads, head_size, stored, device)[:2]),

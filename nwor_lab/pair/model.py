@@ -7,7 +7,6 @@ training (`causal_attention`) and every write policy of the reference model, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.utils import logging
 
 from nwor_lab.paths import PAIR_EAGLE, PAIR_TARGET
+from nwor_lab.reference.decoder import Attend
 
 ATTENTION = "nwor_attend"
 """The name under which transformers finds the attention function: `attn_implementation=ATTENTION`."""
-
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention over whatever cache the caller keeps: of the layer's number, `query [B, T, Hq, D]` and `key, value
-[B, T, Hkv, D]`, all after RoPE; returns `[B, T, Hq, D]`. Layers count from 0; an EAGLE head's follow the target's, as
-in vLLM."""
 
 
 def causal_attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from nwor_lab.reference.policies import WriteAll, make_policy
 from nwor_lab.reference.staging import Counts
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of one layer, by its number: of `query [B, T, Hq, D]` and `key, value [B, T, Hkv, D]`, all after RoPE."""
+"""Attention over whatever cache the caller keeps: of the layer's number, `query [B, T, Hq, D]` and `key, value
+[B, T, Hkv, D]`, all after RoPE; returns `[B, T, Hq, D]`. Layers count from 0; an EAGLE head's follow the target's, as
+in vLLM."""
 
 
 @dataclass

@@ -43,10 +43,10 @@ def build(sources: Path, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_operators_are_built_without_a_warning(sources: Path) -> None:
-    """Everything, for every chip, linked and loaded."""
-    done = build(sources, NWOR_CUDA="1")
+    """All sources for one chip, linked and loaded: none of them has lines for a chip alone."""
+    done = build(sources, NWOR_CUDA="1", NWOR_CUDA_ARCHS="90")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "built CPU+CUDA for sm_80 sm_90" in done.stdout
+    assert "built CPU+CUDA for sm_90" in done.stdout
     (library,) = (sources / "nwor").glob("_C*.so")
     code = f"""
 import torch

@@ -213,8 +213,9 @@ def test_a_packing_that_cannot_be_read(monkeypatch):
     assert attention_cpu.find_packing(backend.layer) is None
 
 
-@pytest.mark.parametrize("masks", ["", "slopes", "sinks", "slopes and sinks"])
-@pytest.mark.parametrize("sliding_window", [-1, 1, 4, 33])
+@pytest.mark.parametrize(
+    ("sliding_window", "masks"), [(-1, ""), (1, "slopes"), (4, "sinks"), (33, ""), (33, "slopes and sinks")]
+)
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
 def test_our_attention_is_vllms(dtype, kv_cache_dtype, isa, sliding_window, masks):
     """The same bytes, prefix in pages and tail in staging or in pages too, give what vLLM's attention gives."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.windows import DEVICE, INTERPRETED, MARKS, RAGGED, SPLIT, Windows
+from tests.kernels.windows import DEVICE, INTERPRETED, MARKS, SPLIT, Windows
 
 # isort: split
 from nwor.attention import verify
@@ -18,8 +18,9 @@ from nwor.attention.configs import Config
 from nwor.attention.verify import LayerAttention, verify_attention
 
 pytestmark = MARKS
-CACHES = pytest.mark.parametrize(("kv_cache_dtype", "query_fp8"), [("auto", False), ("fp8", True), ("fp8_e5m2", False)])
+CACHES = pytest.mark.parametrize(("kv_cache_dtype", "query_fp8"), [("auto", False), ("fp8", True)])
 FEW = ((5, 3), (0, 2), (0, 0))
+RAGGED = ((37, 5), (0, 3), (0, 0), (16, 9), (20, 12))
 CHANGED = "output", "kv_cache", "staging"
 
 
@@ -107,7 +108,7 @@ def following(problem: Windows, attend: LayerAttention, **changed) -> Windows:
 @CACHES
 def test_later_calls_are_those_of_the_function(kv_cache_dtype, query_fp8, checks, compiling):
     """The bits of all that they change; nothing is checked again, and nothing bound."""
-    problem = Windows(kv_cache_dtype=kv_cache_dtype, query_fp8=query_fp8, config=SPLIT).to_device()
+    problem = Windows(RAGGED, kv_cache_dtype=kv_cache_dtype, query_fp8=query_fp8, config=SPLIT).to_device()
     before = {name: getattr(problem, name).clone() for name in CHANGED}
     left = []
     layer, step = problem.layer()
@@ -128,7 +129,7 @@ def test_later_calls_are_those_of_the_function(kv_cache_dtype, query_fp8, checks
 
 def test_layers_alike_share_their_launches(checks, compiling):
     """Another layer's cache, staging and scales lie elsewhere; one of another mask is planned anew."""
-    problem = Windows(kv_cache_dtype="fp8", config=SPLIT).to_device()
+    problem = Windows(RAGGED, kv_cache_dtype="fp8", config=SPLIT).to_device()
     run(problem, compiling)
     for seed, (masks, checked) in enumerate([({}, 1), ({"softcap": 2.0}, 2), ({"sinks": True}, 3), ({}, 3)], 1):
         other = replace(
@@ -144,7 +145,7 @@ def test_batches_grow_and_come_back(checks, compiling):
     problem = Windows(RAGGED, config=SPLIT, destinations="pn").to_device()
     attend, checked = run(problem, compiling), {len(RAGGED)}
     kept = []
-    for requests in (1, 2, 3, 2, 1, len(RAGGED), 4):
+    for requests in (1, 3, 2, 1, len(RAGGED)):
         for rows in (9, 3):
             batch = tuple((prefix, min(tail, rows)) for prefix, tail in RAGGED[:requests])
             other = following(problem, attend, requests=batch)

@@ -147,14 +147,13 @@ def test_hooks_fit_the_installed_vllm_and_come_off_again():
     assert dict(vars(GPUModelRunner)) == before
 
 
-@pytest.mark.parametrize("is_v2", [False, True], ids=["V1", "V2"])
-def test_a_write_that_a_mode_takes_over_is_seen(monkeypatch, is_v2):
-    """A mode's hooks go on inside the audit's on the V1 runner, and around them on V2, but for the write's."""
+def test_a_write_that_a_mode_takes_over_is_seen_on_the_v2_runner(monkeypatch):
+    """There a mode's hooks go on around the audit's, but for the write's. Each engine of a CPU shows V1."""
 
     class Writer:
         def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping): ...
 
-    def mode_goes_on(*arguments) -> None:
+    def mode_goes_on() -> None:
         write = Writer.do_kv_cache_update
         Writer.do_kv_cache_update = functools.wraps(write)(lambda *arguments: None)
 
@@ -168,7 +167,7 @@ def test_a_write_that_a_mode_takes_over_is_seen(monkeypatch, is_v2):
         device=SimpleNamespace(type="cuda"),
         kv_cache_config=SimpleNamespace(kv_cache_groups=[group], num_blocks=2),
         vllm_config=SimpleNamespace(
-            use_v2_model_runner=is_v2, scheduler_config=SimpleNamespace(max_num_batched_tokens=4, max_num_seqs=1)
+            use_v2_model_runner=True, scheduler_config=SimpleNamespace(max_num_batched_tokens=4, max_num_seqs=1)
         ),
     )
     for name, found in (("target_groups", {0: {"a": layer}}), ("recurrent_groups", set())):
@@ -176,9 +175,8 @@ def test_a_write_that_a_mode_takes_over_is_seen(monkeypatch, is_v2):
     for name in ("refuse_unknown_owners", "_watch_connector"):
         monkeypatch.setattr(hooks, name, lambda runner: None)
     try:
-        hooks._initialize((lambda runner: None) if is_v2 else mode_goes_on, runner)
-        if is_v2:
-            mode_goes_on()
+        hooks._initialize(lambda runner: None, runner)
+        mode_goes_on()
         hooks._warm_up(lambda worker: None, SimpleNamespace(model_runner=runner))
         slots = torch.arange(2)
         runner.cache_audit.before((0, 2), {0: slots}, {})
@@ -213,16 +211,6 @@ def test_a_parameter_that_some_releases_lack_is_passed_on(monkeypatch):
     with pytest.raises(RuntimeError, match="newest"):
         hooks._wrap(Runner, "newest", "self query_start_loc", hooks._sample, optional="draft_tokens")
     hooks.uninstall()
-
-
-@pytest.mark.parametrize(
-    ("sampled", "drafts", "expected"),
-    [([[5, 6, 7, 8]], [3], [0]), ([[5, 6, -1], [9, -1, -1]], [2, 0], [1, 0]), ([[0, 0, -1]], [2], [1])],
-)
-def test_rejections_are_counted_from_the_sampled_tokens(sampled, drafts, expected):
-    metadata = SimpleNamespace(num_draft_tokens=drafts)
-    assert hooks.rejected(torch.tensor(sampled), metadata) == expected
-    assert hooks.rejected(torch.tensor(sampled), None) == [0] * len(sampled)
 
 
 def test_the_plugin_installs_the_other_plugins_first(monkeypatch):

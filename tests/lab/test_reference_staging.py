@@ -268,19 +268,8 @@ def test_a_layer_with_slots_of_its_own_falls_back():
 # -- the pages ------------------------------------------------------------------------------------------------------
 
 
-def test_slots_follow_the_block_table_and_a_write_skips_padding():
-    cache = PagedCache(3, 2, 8, 8, 4)
-    assert cache.slots(torch.tensor([5, 2, 7]), torch.tensor([0, 3, 4, 11])).tolist() == [20, 23, 8, 31]
-    before = cache.pool.clone()
-    cache.layers[1].write(*fresh_rows(cache, 3, torch.Generator().manual_seed(0)), torch.tensor([9, -1, 30]))
-    assert cache.traffic["write"].written == 2 * cache.layers[1].row_bytes
-    assert cache.changed_bytes(before, torch.tensor([9, 30])) == 0 < cache.changed_bytes(before, torch.tensor([9]))
-    cache.pool[1] = before[1]
-    assert torch.equal(cache.pool, before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_divides_by_the_scale_and_saturates(dtype):
+def test_fp8_divides_by_the_scale_and_saturates():
+    dtype = torch.float8_e4m3fn
     layer = replace(PagedCache(1, 2, 8, 2, 4, dtype).layers[0], k_scale=0.5, v_scale=0.5)
     key = torch.tensor([0.25, -1e9, 1e9, 3.0]).repeat(1, 2, 2)
     layer.write(key, key, torch.tensor([3]))
