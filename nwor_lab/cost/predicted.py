@@ -11,7 +11,6 @@ import pandas as pd
 from nwor_lab.cost.breakeven import H200, MODELS, known_shape, step_difference
 from nwor_lab.cost.ratios import abba_ratio
 from nwor_lab.cost.traffic import Shape, Window, served_traffic
-from nwor_lab.run.results import Run
 
 NO_SETTING = ("mode", "attempt", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not identify a setting."""
@@ -82,34 +81,16 @@ def beside_no_effect(points: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         A line a mode and `prediction` (`launches and bytes`, or `with its attention measured`): `settings`, `effect`
-        (median of |measured - 1|), the root mean square errors `model` and `no_effect`, and `claimed`: whether the
-        model claims to know. By launches and bytes it does for `SAME_ATTENTION` alone.
+        (median of |measured - 1|), and the root mean square errors `model` and `no_effect`. By launches and bytes the
+        model says nothing of attention, and so knows a whole step of `SAME_ATTENTION` alone.
     """
     lines = []
     for prediction, column in PREDICTIONS.items():
         for mode, rows in points.dropna(subset=column).groupby("mode"):
             effect = rows["measured"] - 1
             line = {"mode": mode, "prediction": prediction, "settings": len(rows), "effect": effect.abs().median()}
-            line |= {"model": _rms(rows[column] - rows["measured"]), "no_effect": _rms(effect)}
-            lines.append(line | {"claimed": column == "with_attention" or mode in SAME_ATTENTION})
+            lines.append(line | {"model": _rms(rows[column] - rows["measured"]), "no_effect": _rms(effect)})
     return pd.DataFrame(lines)
-
-
-def claim(run: Run, points: pd.DataFrame, origin: str) -> None:
-    """Record that where the model claims to know a step's time it is closer to it than predicting 1.00 would be."""
-    for line in beside_no_effect(points).query("claimed").itertuples():
-        text = f"steps under {line.mode}, {line.prediction}: the model's error below that of 1.00 (root mean square)"
-        run.claim(text, f"< {line.no_effect:.4f}", line.model, bool(line.model < line.no_effect), origin)
-
-
-def claim_floor(run: Run, kernels: pd.DataFrame, origin: str) -> None:
-    """Record that no kernel of this kit takes less than the model says: it has no launch or byte that is not made.
-
-    kernels: of `nwor_lab.gpu.kernel_times.priced`.
-    """
-    fastest = kernels.loc[(kernels["bytes"] > 0) & (kernels["op"] != "vllm"), "error"].max()
-    text = "predicted time over measured, less one, of this kit's kernels, largest"
-    run.claim(text, "< 0", fastest, bool(fastest < 0), origin)
 
 
 def _rms(errors: pd.Series) -> float:

@@ -192,45 +192,31 @@ class Run:
         write_table(self.directory / f"{name}.parquet", frame)
         return frame
 
-    def claim(self, text: str, expected: object, value: object, holds: bool | None, origin: str = "measured") -> bool:
+    def claim(self, text: str, expected: object, value: object, holds: bool | None) -> bool:
         """Record at once one line of the table of claims: what must hold whatever the parameters. Return `holds`.
 
         A claim made again under the same words replaces the earlier one, so a cell may be run twice.
 
         Args:
             holds: None where it cannot be judged; the reason is then part of `value`.
-            origin: `recorded` where `value` is of a table of data/recorded: that is printed, and is no claim of this
-                run.
         """
         expected, value = map(claim_table.show, (expected, value))
-        if origin == "recorded":
-            print(f"recorded: {text}: found {value}, expected {expected}")
-            return bool(holds)
-        line = dict(
-            zip(
-                claim_table.COLUMNS,
-                (self.name, text, expected, value, None if holds is None else bool(holds)),
-                strict=True,
-            )
-        )
+        found = (self.name, text, expected, value, None if holds is None else bool(holds))
+        line = dict(zip(claim_table.COLUMNS, found, strict=True))
         self._claims = [other for other in self._claims if other["claim"] != text] + [line]
         write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
         return bool(holds)
 
-    def expect(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
+    def expect(self, text: str, expected: object, value: object, holds: bool) -> bool:
         """Claim what is expected at the notebook's default parameters; at others it is shown and not judged."""
         if self.at_defaults:
-            return self.claim(text, expected, value, holds, origin)
-        self.claim(text, expected, f"{claim_table.show(value)} (not at the default parameters)", None, origin)
+            return self.claim(text, expected, value, holds)
+        self.claim(text, expected, f"{claim_table.show(value)} (not at the default parameters)", None)
         return bool(holds)
 
     def skip(self, text: str, expected: object, reason: str) -> None:
         """Record that a claim cannot be judged on this machine, and why."""
         self.claim(text, expected, reason, None)
-
-    def origin(self, frame: pd.DataFrame) -> str:
-        """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded` earlier."""
-        return "measured" if set(frame["run_id"]) == {self.id} else "recorded"
 
     def command(self, *argv: object, progress_only: bool = False) -> None:
         """Run `nwor *argv` in a child process, show its standard output as it comes, and keep all of it in a log.

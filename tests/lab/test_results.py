@@ -128,13 +128,6 @@ def test_an_expectation_fails_a_run_at_the_defaults_alone(tmp_path: Path) -> Non
     assert "text-align: left" in shown.to_html()
 
 
-def test_a_recorded_row_is_shown_and_no_claim(run: results.Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.claim("fast", "< 1", 2.0, False, origin="recorded") is False
-    assert capsys.readouterr().out == "recorded: fast: found 2, expected < 1\n"
-    run.finish()
-    assert results.claims(run.directory).empty
-
-
 def test_many_writers_of_one_manifest_lose_nothing(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda n: results.update_manifest(tmp_path, f"n{n}", state="done"), range(16)))
@@ -292,7 +285,7 @@ def must_not() -> pd.DataFrame:
 def test_without_a_gpu_tables_are_the_recorded_ones(name: str, run: results.Run, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recorded = results.measure_or_load_recorded(run, name, must_not)
-    assert len(recorded) > 1 and recorded["value"].notna().all() and run.origin(recorded) == "recorded"
+    assert len(recorded) > 1 and recorded["value"].notna().all() and run.id not in set(recorded["run_id"])
     assert not (run.directory / f"{name}.parquet").exists()
     with pytest.raises(ValueError, match="no NVIDIA GPU here; the recorded results need none"):
         results.measure_or_load_recorded(run, name, must_not, "measure")
@@ -304,7 +297,7 @@ def test_with_a_gpu_they_are_measured_unless_the_recorded_are_asked_for(run: res
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for source in ("", "measure"):
         measured = results.measure_or_load_recorded(run, "kernel_times", samples, source)
-        assert measured["value"].tolist() == [3.0] and run.origin(measured) == "measured"
+        assert measured["value"].tolist() == [3.0] and set(measured["run_id"]) == {run.id}
     assert results.read_table("kernel_times", run.directory)["value"].tolist() == [3.0]
     assert len(results.measure_or_load_recorded(run, "kernel_times", must_not, "recorded")) > 1
 
