@@ -45,7 +45,11 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
         ValueError: a model is unknown, or vanilla's steps or counts are missing; the message says which.
     """
     setting = [column for column in bench if column not in NO_SETTING]
-    runs = bench[bench["metric"].isin(["step_ms", *COUNTS])]
+    runs = bench.loc[bench["metric"].isin(["step_ms", *COUNTS]), [*setting, "mode", "repeat", "metric", "value"]]
+    if attention is not None:
+        times = attention[attention["metric"] == "time"]
+        shape_and_op = ["build", "kv_heads", "cache", "batch", "k", "context", "op"]
+        attention = times.groupby(shape_and_op, observed=True, as_index=False)["value"].median()
     points = []
     for values, part in runs.groupby(setting, dropna=False, sort=False):
         where = dict(zip(setting, values, strict=True))
@@ -100,18 +104,17 @@ def _rms(errors: pd.Series) -> float:
 def _with_attention(
     mode: str, where: Mapping[str, Any], shape: Shape, window: Window, attention: pd.DataFrame
 ) -> float:
-    """Microseconds of a step over vanilla's: attention and write of each layer as measured alone,
-    and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there is none
-    of the same build."""
+    """Microseconds of a step over vanilla's: attention and write of each layer as measured alone, by the medians of
+    `attention`, and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where
+    there is none of the same build."""
     prompt = float(where.get("prompt", math.nan))
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
-    rows = attention[(attention["metric"] == "time") & (attention["build"] == where.get("build"))]
-    rows = rows[(rows["kv_heads"] == shape.heads) & (rows["cache"] == cache)]
-    rows = rows[(rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
+    rows = attention[(attention["build"] == where.get("build")) & (attention["cache"] == cache)]
+    rows = rows[(rows["kv_heads"] == shape.heads) & (rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
     if rows.empty or math.isnan(prompt):
         return math.nan
     nearest = min(rows["context"].unique(), key=lambda context: abs(math.log(context / max(1.0, prompt))))
-    us = rows[rows["context"] == nearest].groupby("op", observed=True)["value"].median()
+    us = rows[rows["context"] == nearest].set_index("op")["value"]
     vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
     around = [moved for kind, moved in served_traffic(mode, shape, window).items() if kind in ("open", "commit")]
     return shape.num_layers * (us["nwor"] - us[vanilla]) + sum(map(H200.us, around))
