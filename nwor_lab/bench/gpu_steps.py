@@ -76,7 +76,7 @@ def step_ratios(steps: pd.DataFrame, over: str = "") -> pd.DataFrame:
 
 def _parity(compared: pd.Series) -> pd.DataFrame:
     table = pd.DataFrame(map(asdict, compared), compared.index).rename(columns={"equal": "equal_requests"})
-    table["shift"] = (table.pop("fourth_powers") / table.pop("places")) ** 0.25
+    table["shift"] = (table.pop("sum_p4") / table.pop("places")) ** 0.25
     return table[table["requests"] > 0]
 
 

@@ -56,7 +56,7 @@ def measure(spec: EngineSpec, prompts: Sequence[list[int]], batches: Sequence[in
         engine.resume()
         for fault in (NOISE, *faults.MARGIN):
             engine.on_every_rank(faults.end if fault == NOISE else partial(faults.start, name=fault))
-            engine.capture_anew()
+            engine.recapture_graphs()
             for batch in batches:
                 alike = partial(compare, drafted=spec.acceptance_length > 0)
                 compared, together = list(map(alike, vanilla[batch], generate(batch))), max(1, GROUP // batch)

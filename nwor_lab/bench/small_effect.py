@@ -31,7 +31,7 @@ def measure(spec: EngineSpec, plan: Plan, prompts: list[list[int]]) -> pd.DataFr
         for repeat in range(plan.repeats):
             turn = slice(None, None, -1 if repeat % 2 else 1)
             for engine in engines.values():
-                engine.capture_anew()
+                engine.recapture_graphs()
                 engine.generate(prompts, 1)
             for mode, engine in [*engines.items()][turn]:
                 passes = {}

@@ -31,7 +31,7 @@ def write(directory: Path) -> Path:
         directory / "index.html",
         _render(
             title=f"Reproduction run {directory.name}",
-            headline=claim_table.headline(claims),
+            headline=claim_table.verdict_line(claims),
             claims=[*claims.itertuples()],
             show=claim_table,
             figures=sorted((directory / "figures").glob("*.png")),

@@ -40,8 +40,8 @@ class FakeEngine:
     def stop_audit(self) -> None:
         pass
 
-    def capture_anew(self) -> None:
-        self.calls.append((self.mode, "capture_anew"))
+    def recapture_graphs(self) -> None:
+        self.calls.append((self.mode, "recapture_graphs"))
 
     def report(self) -> list[dict[str, Any]]:
         rank = {"rank": 0, "mode": self.mode, "serving": self.served_by, "counters": {}, "audit": {}}
