@@ -26,7 +26,7 @@ from nwor_lab import faults, machine, pair, paths
 from nwor_lab.bench import options
 from nwor_lab.bench.parity import Parity, compare
 from nwor_lab.bench.plan import Plan
-from nwor_lab.engines import shapes
+from nwor_lab.engines import pause, shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.run import results
@@ -51,12 +51,12 @@ def measure(spec: EngineSpec, prompts: Sequence[list[int]], batches: Sequence[in
             parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
             return [engine.generate(part, TOKENS, logprobs=20) for part in parts]
 
-        engine.pause()
+        engine.on_every_rank(pause.pause)
         vanilla = {batch: generate(batch) for batch in batches}
-        engine.resume()
+        engine.on_every_rank(pause.resume)
         for fault in (NOISE, *faults.MARGIN):
             engine.on_every_rank(faults.end if fault == NOISE else partial(faults.start, name=fault))
-            engine.recapture_graphs()
+            engine.on_every_rank(pause.recapture_graphs)
             for batch in batches:
                 alike = partial(compare, drafted=spec.acceptance_length > 0)
                 compared, together = list(map(alike, vanilla[batch], generate(batch))), max(1, GROUP // batch)

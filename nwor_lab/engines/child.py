@@ -194,23 +194,6 @@ class Served:
 
         self.on_every_rank(hooks.stop_audit)
 
-    def pause(self) -> None:
-        """Let vLLM alone serve, until `resume`; see `nwor_lab.engines.pause`. An audit that is not over counts on."""
-        self._exchange("pause")
-
-    def resume(self) -> None:
-        """Let the mode serve again."""
-        self._exchange("resume")
-
-    def recapture_graphs(self) -> None:
-        """Capture the graphs that a pause exchanges again."""
-        self._exchange("recapture_graphs")
-
-    def _exchange(self, how: str) -> None:
-        from nwor_lab.engines import pause
-
-        self.on_every_rank(getattr(pause, how))
-
     def on_scheduler(self, function: Callable[[Any], Any]) -> Any:
         """What a module's `function` of vLLM's scheduler gives."""
         return function(self.engine.engine_core.engine_core.scheduler)

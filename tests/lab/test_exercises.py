@@ -5,6 +5,7 @@ As shipped nobody has solved an exercise, which stops no run; in the copies that
 its fold, with the solution.
 """
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
 
 import nbformat
+import pandas as pd
 
 from nwor_lab import paths
 from nwor_lab.run import lessons, reproduce, results
@@ -23,7 +25,8 @@ SMALL = {
     "01_reference_model": "num_prompts 2 max_tokens 24 long_k 16",
     "02_kernels": "cases 2 k 5 num_rejected 3 block_size 2",
     "03_eagle_acceptance": "num_prompts 2 max_tokens 24 k 2,4",
-    "04_end_to_end": "num_prompts 2 max_tokens 24 repeats 2 tp 1 serving_concurrency 1 serving_requests 2",
+    "04_end_to_end": "num_prompts 2 max_tokens 24 repeats 2 tp 1 dtype float32 serving_concurrency 1 "
+    "serving_requests 2",
     "05_kernels_on_a_gpu": "",
     "06_where_it_pays": "",
 }
@@ -57,6 +60,20 @@ class Links(HTMLParser):
         self.found |= {value for name, value in attributes if name in ("href", "src") and value}
 
 
+def check_serving(run: Path, orders: int = 2, requests: int = 2) -> None:
+    """What notebook 04 leaves of vLLM's own servers and client: each mode proven, its turns, and every answer."""
+    frame, report = pd.read_parquet(run / "serving.parquet"), json.loads((run / "serving.json").read_text())
+    table = pd.read_csv(run / "serving-summary.csv").set_index("mode")
+    assert table["parity"].all() and table["acceptance"].between(1.5, 5).all() and table.loc["stage", "ratio"] > 0
+    assert report["served"]["off"] == {"layers": 0, "ranks": 0} and report["served"]["stage"]["layers"] == 5
+    windows = frame[(frame["mode"] == "stage") & (frame.metric == "windows")]["value"].sum()
+    assert report["served"]["stage"]["windows_total"] > windows > 0, "those of the warm-up beside"
+    places = frame.dropna(subset=["place"]).groupby(["repeat", "mode"])["place"].first().to_dict()
+    assert places == {(0, "off"): 0, (0, "stage"): 1, (1, "stage"): 0, (1, "off"): 1}
+    answers = pd.read_parquet(run / "serving-requests.parquet")["generated_texts"]
+    assert len(answers) == len(table) * orders * requests and answers.str.len().gt(10).all()
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SMALL)
 def test_a_lesson_runs_and_is_reported_and_its_solutions_are_right(name: str, tmp_path: Path, monkeypatch) -> None:
@@ -83,3 +100,5 @@ def test_a_lesson_runs_and_is_reported_and_its_solutions_are_right(name: str, tm
         assert [link for link in local if not (run / link.partition("#")[0]).exists()] == []
     assert set(results.claims(run)["notebook"]) == {name}
     assert results.is_finished(run) is not bool(words), "which asks for the defaults"
+    if name == "04_end_to_end":
+        check_serving(run)

@@ -13,6 +13,7 @@ from nwor.vllm.self_check import attend
 from nwor_lab import faults, paths
 from nwor_lab.bench import parity_margin
 from nwor_lab.bench.parity import compare, tolerance
+from nwor_lab.engines import pause
 from nwor_lab.engines.engine import Engine
 from nwor_lab.faults import wrong
 from nwor_lab.run import results
@@ -94,9 +95,9 @@ def test_a_clean_mode_passes_and_the_weakest_fault_does_not():
     spec, prompts = parity_margin.of_pair("bfloat16", "auto")
     prompts, bound = prompts[:8], tolerance("bfloat16")
     with Engine(spec, Settings(mode="stage", eagle_bias=True)) as engine:
-        engine.pause()
+        engine.on_every_rank(pause.pause)
         vanilla = engine.generate(prompts, 32, logprobs=20)
-        engine.resume()
+        engine.on_every_rank(pause.resume)
         clean = compare(vanilla, engine.generate(prompts, 32, logprobs=20))
         engine.on_every_rank(partial(faults.start, name="attention: drafts hidden from one head"))
         faulty = compare(vanilla, engine.generate(prompts, 32, logprobs=20))
