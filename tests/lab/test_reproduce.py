@@ -278,4 +278,4 @@ def test_the_report_is_complete_and_loads_nothing_from_outside(tmp_path: Path) -
     run.table("steps", pd.DataFrame([{"metric": "k", "value": 1, "unit": "1"}]))
     text = report.write(run.directory).read_text()
     assert "a &lt; b &amp; c" in text and "123456" in text and "nan" not in text.lower()
-    assert text.index("1 of 2 claims hold") < text.index("as hoped: found 2") < text.index("<h2>Lessons")
+    assert text.index("1 of 2 claims hold") < text.index("Does not hold: as hoped: found 2") < text.index("<h2>Lessons")
