@@ -87,24 +87,6 @@ def _at_parity(compared: pd.Series) -> pd.Series:
     return pd.Series([parity.within(bound) for parity, bound in zip(compared, bounds, strict=True)], compared.index)
 
 
-def kernel_us(kernels: pd.DataFrame) -> pd.DataFrame:
-    """GPU microseconds of a decode step by kind of kernel: a line a setting and mode, which are the index.
-
-    Args:
-        kernels: table `gpu_kernels`.
-
-    Returns:
-        A column a kind, `gpu_ms`, the sum of all, and `gpu`, that over vanilla's.
-    """
-    keys = [name for name in SETTING if name in kernels]
-    each = kernels if "engine" in kernels else kernels.assign(engine="")
-    parts = each.pivot_table(index=[*keys, "engine", "mode"], columns="kind", values="value")
-    total = parts.sum(axis=1).unstack("mode")
-    vanilla = total[UNPATCHED if UNPATCHED in total else "off"]
-    parts = parts.assign(gpu_ms=total.stack() / 1e3, gpu=total.div(vanilla, axis=0).stack())
-    return parts.groupby([*keys, "mode"]).mean()
-
-
 UNSPLIT = {"flash2": "FlashAttention 2, forced", "triton": "Triton"}
 """Attentions of vLLM that do not split a window's context, by their names in column `attention`."""
 

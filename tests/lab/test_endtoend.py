@@ -273,21 +273,6 @@ def test_settings_are_apart_and_one_that_did_not_run_steadily_has_no_ratio():
     assert table["stable"].to_dict() == {4: True, 16: False} and table["step"].isna().to_dict() == {4: False, 16: True}
 
 
-def test_kernels_of_both_orders_count_once_and_are_over_vanillas():
-    """Vanilla's kernels take 8 ms, stage's 7, in one order of the modes; a tenth more in the other."""
-    parts = {"off": (800.0, 200.0, 0.0, 7000.0), "stage": (300.0, 0.0, 20.0, 6680.0)}
-    common = {"tp": 1, "kv_heads": 8, "kv_cache_dtype": "auto", "k": 8, "prompt": 512, "batch": 4, "engine": "stage"}
-    rows = [
-        common | {"mode": mode, "kind": kind, "repeat": repeat, "value": value * (1 + repeat / 10)}
-        for mode, values in parts.items()
-        for repeat in range(2)
-        for kind, value in zip(("attention", "KV write", "NWOR", "matmul"), values, strict=True)
-    ]
-    table = gpu_steps.kernel_us(pd.DataFrame(rows)).droplevel([0, 1, 2, 3, 4, 5])
-    assert table.loc["off", ["gpu_ms", "KV write"]].tolist() == pytest.approx([1.05 * 8.0, 210])
-    assert table.loc["stage", ["gpu", "NWOR"]].tolist() == pytest.approx([7 / 8, 21])
-
-
 def test_tables_for_a_page_have_no_nan_and_whole_counts(whole):
     table = endtoend.readable(endtoend.rank_table(whole))
     assert not table.isin(["nan", "NaN"]).any(axis=None)
