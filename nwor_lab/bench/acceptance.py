@@ -39,12 +39,10 @@ AT_SCALE: dict[str, Any] = {
 }
 
 
-def claim(
-    run: results.Run, table: pd.DataFrame, at_scale: pd.DataFrame, origin: str, by_hand: Mapping[str, float]
-) -> None:
-    """Record what must hold of acceptance by `survival`: of a run, `table`, and of the counts at scale, of `origin`.
+def claim(run: results.Run, table: pd.DataFrame, at_scale: pd.DataFrame, by_hand: Mapping[str, float]) -> None:
+    """Record what must hold of acceptance by `survival`: of a run, `table`, beside the counts at scale.
 
-    The longest k of each table predicts the rejected share of the others, and is not held against itself. Nothing is
+    The longest k of `table` predicts the rejected share of the others, and is not held against itself. Nothing is
     claimed of draft lengths that were not run.
 
     by_hand: by what the notebook computes itself, `largest_difference` from the same in `table`.
@@ -64,8 +62,6 @@ def claim(
     for claimed, expected, value, holds in expectations:
         if not math.isnan(value):  # of draft lengths that were not run there is nothing to say
             run.expect(claimed, expected, value, holds)
-    off = prediction_error(at_scale)
-    run.claim(f"at scale: {text}", "<= 0.08 apart", off, off <= 0.08, origin)
 
 
 def prediction_error(table: pd.DataFrame) -> float:

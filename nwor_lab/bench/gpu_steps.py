@@ -13,7 +13,7 @@ from nwor_lab.bench.plan import UNPATCHED
 from nwor_lab.bench.survival import lengths, tokens_per_s
 from nwor_lab.cost.ratios import abba_ratio, is_stable
 from nwor_lab.run.builds import join
-from nwor_lab.run.results import Run, read_table
+from nwor_lab.run.results import read_table
 
 SETTING = ["attention", "tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that identify a measured setting of whole steps, those of them that a table has."""
@@ -76,7 +76,7 @@ def step_ratios(steps: pd.DataFrame, over: str = "") -> pd.DataFrame:
 
 def _parity(compared: pd.Series) -> pd.DataFrame:
     table = pd.DataFrame(map(asdict, compared), compared.index).rename(columns={"equal": "equal_requests"})
-    table["shift"] = (table.pop("fourth_powers") / table.pop("places")) ** 0.25
+    table["shift"] = (table.pop("sum_p4") / table.pop("places")) ** 0.25
     return table[table["requests"] > 0]
 
 
@@ -87,26 +87,6 @@ def _at_parity(compared: pd.Series) -> pd.Series:
     return pd.Series([parity.within(bound) for parity, bound in zip(compared, bounds, strict=True)], compared.index)
 
 
-def kernel_us(kernels: pd.DataFrame) -> pd.DataFrame:
-    """GPU microseconds of a decode step by kind of kernel: a line a setting and mode, which are the index.
-
-    Args:
-        kernels: table `gpu_kernels`.
-
-    Returns:
-        A column a kind, `gpu_ms`, the sum of all, and `gpu`, that over vanilla's.
-    """
-    keys = [name for name in SETTING if name in kernels]
-    each = kernels if "engine" in kernels else kernels.assign(engine="")
-    parts = each.pivot_table(index=[*keys, "engine", "mode"], columns="kind", values="value")
-    total = parts.sum(axis=1).unstack("mode")
-    vanilla = total[UNPATCHED if UNPATCHED in total else "off"]
-    parts = parts.assign(gpu_ms=total.stack() / 1e3, gpu=total.div(vanilla, axis=0).stack())
-    return parts.groupby([*keys, "mode"]).mean()
-
-
-# -- what must hold of the recorded ones -------------------------------------------------------------------------------
-
 UNSPLIT = {"flash2": "FlashAttention 2, forced", "triton": "Triton"}
 """Attentions of vLLM that do not split a window's context, by their names in column `attention`."""
 
@@ -114,25 +94,3 @@ UNSPLIT = {"flash2": "FlashAttention 2, forced", "triton": "Triton"}
 def unsplit_steps() -> pd.DataFrame:
     """The recorded steps beside each attention of `UNSPLIT`, with 1, 3, 8 and 15 drafts."""
     return join([read_table(f"gpu_cliff_steps_k{k}", paths.RECORDED) for k in (1, 3, 8, 15)])
-
-
-def claim(run: Run, table: pd.DataFrame, origin: str = "recorded") -> None:
-    """Record what must hold of the steps beside the control, table `gpu_direct`."""
-    points, costs = step_ratios(table), step_ratios(table, over="direct").query("mode == 'stage'")
-    whole = bool(pd.concat([points["step"], costs["step"]]).notna().all())  # a setting without parity has no ratio
-    for mode, words in (("stage", "stage's step"), ("direct", "its control's step (direct)")):
-        ratio = points.loc[points["mode"] == mode, "step"].max()
-        text = f"{words} over that of vLLM never patched, worst setting timed beside it"
-        run.claim(text, "< 1", ratio, whole and ratio < 1, origin)
-    cost = costs.groupby("batch")["step"].median().max()
-    text = "stage's step over its control's, each over its own engine paused: median of a batch's settings, worst batch"
-    run.claim(text, "<= 1.002", cost, whole and cost <= 1.002, origin)
-
-
-def claim_unsplit(run: Run, points: pd.DataFrame, origin: str = "recorded") -> None:
-    """Record what was aimed at where contexts are long and batches small: `step_ratios` of `unsplit_steps`."""
-    for name, words in UNSPLIT.items():
-        rows = points[(points["attention"] == name) & (points["prompt"] >= 8192) & (points["batch"] <= 4)]
-        where = "k of 1 to 15, prompts of 8,192 and more, batch 1 and 4, worst"
-        whole, most = bool(len(rows) and rows["step"].notna().all()), rows["step"].max()  # no ratio without parity
-        run.claim(f"stage's step over vanilla's with {words}, {where}", "<= 0.85", most, whole and most <= 0.85, origin)

@@ -25,7 +25,7 @@ middle of the most that rounding gave and the least that a fault did, in `data/r
 by `nwor_lab.bench.parity_margin`; one in a single head or layer counts where rounding does not drown it. On a GPU
 with an fp8 cache and random weights the two lie close: 0.057 and 0.066.
 """
-SINGLE = 5
+OUTLIER_FACTOR = 5
 """How many tolerances a gap or the shift of one token may have: of many, the largest lies that far out."""
 
 
@@ -48,7 +48,7 @@ class Parity:
     largest_shift: over all places up to that one, the largest difference in nats between the log-probabilities that
         both give to the baseline's best token; infinite where it is not among the other's best.
     places: those same places but for each answer's first, whose token comes from prefill, where no mode attends.
-    fourth_powers: the sum over `places` of the fourth power of each place's shift. That is the root of the mean square
+    sum_p4: the sum over `places` of the fourth power of each place's shift. That is the root of the mean square
         of the shifts of the baseline's best tokens, weighted by their probabilities.
     """
 
@@ -57,7 +57,7 @@ class Parity:
     largest_gap: float = 0.0
     largest_shift: float = 0.0
     places: int = 0
-    fourth_powers: float = 0.0
+    sum_p4: float = 0.0
 
     @property
     def shift(self) -> float:
@@ -66,11 +66,11 @@ class Parity:
         Rounding shifts all places alike, and a fault some of them much more: a mean of squares lets those drown, and
         the largest of all grows with the number of places.
         """
-        return (self.fourth_powers / max(1, self.places)) ** 0.25
+        return (self.sum_p4 / max(1, self.places)) ** 0.25
 
     def within(self, tolerance: float) -> bool:
         """Whether what differs is rounding: `shift` is at most `tolerance` nats, and no single token's far beyond."""
-        return self.shift <= tolerance and max(self.largest_gap, self.largest_shift) <= SINGLE * tolerance
+        return self.shift <= tolerance and max(self.largest_gap, self.largest_shift) <= OUTLIER_FACTOR * tolerance
 
     def __add__(self, other: "Parity") -> "Parity":
         """Of both comparisons together."""

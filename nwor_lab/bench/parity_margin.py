@@ -24,9 +24,9 @@ import torch
 from nwor.settings import Settings
 from nwor_lab import faults, machine, pair, paths
 from nwor_lab.bench import options
-from nwor_lab.bench.parity import Parity, compare, tolerance
+from nwor_lab.bench.parity import Parity, compare
 from nwor_lab.bench.plan import Plan
-from nwor_lab.engines import shapes
+from nwor_lab.engines import pause, shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.run import results
@@ -51,12 +51,12 @@ def measure(spec: EngineSpec, prompts: Sequence[list[int]], batches: Sequence[in
             parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
             return [engine.generate(part, TOKENS, logprobs=20) for part in parts]
 
-        engine.pause()
+        engine.on_every_rank(pause.pause)
         vanilla = {batch: generate(batch) for batch in batches}
-        engine.resume()
+        engine.on_every_rank(pause.resume)
         for fault in (NOISE, *faults.MARGIN):
             engine.on_every_rank(faults.end if fault == NOISE else partial(faults.start, name=fault))
-            engine.capture_anew()
+            engine.on_every_rank(pause.recapture_graphs)
             for batch in batches:
                 alike = partial(compare, drafted=spec.acceptance_length > 0)
                 compared, together = list(map(alike, vanilla[batch], generate(batch))), max(1, GROUP // batch)
@@ -122,22 +122,6 @@ def configurations() -> Iterator[tuple[EngineSpec, list[list[int]], tuple[int, .
         yield from ((*make(cache), (1, GROUP)) for cache in caches)
 
 
-def verdict(table: pd.DataFrame) -> str:
-    """One configuration in a sentence: the most that rounding shifts, the tolerance, the least that a fault does."""
-    shifts = table[table["metric"] == "shift"].groupby("fault")["value"]
-    first, on_a_gpu = table.iloc[0], table["device"].iloc[0] != "CPU"
-    random = first["weights"] == "random weights"
-    bound = tolerance(first["dtype"], first["kv_cache_dtype"], random, on_a_gpu)
-    most, least = shifts.max()[NOISE], shifts.min().drop(NOISE)
-    unseen = ", ".join(least.index[least <= bound])
-    told = f"it does not tell {unseen} from rounding" if unseen else "all faults lie above it"
-    where = ", ".join(map(str, first[WHERE]))
-    return (
-        f"{where}: rounding shifts by {most:.3g} nats at most, a fault by {least.min():.3g} at least; the tolerance is "
-        f"{bound:g}, and {told}" + ("" if most < bound else ", and so does rounding")
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     described = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__, formatter_class=described)
@@ -147,7 +131,8 @@ def main(argv: list[str] | None = None) -> int:
         for configuration in configurations():
             table = measure(*configuration)
             write(path, table)
-            print(verdict(table), flush=True)
+            shifts = table[table["metric"] == "shift"].groupby("fault")["value"].agg(["min", "max"])
+            print(", ".join(map(str, table[WHERE].iloc[0])), shifts.to_string(), sep="\n", flush=True)
     except (OSError, EngineError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 2 if isinstance(error, OSError) else 1

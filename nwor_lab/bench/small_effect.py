@@ -19,6 +19,7 @@ from nwor_lab.bench import options
 from nwor_lab.bench.bench import started
 from nwor_lab.bench.plan import Plan, settings_of
 from nwor_lab.cost.ratios import abba_ratio
+from nwor_lab.engines import pause
 from nwor_lab.engines.engine import EngineError, EngineSpec
 
 
@@ -31,16 +32,16 @@ def measure(spec: EngineSpec, plan: Plan, prompts: list[list[int]]) -> pd.DataFr
         for repeat in range(plan.repeats):
             turn = slice(None, None, -1 if repeat % 2 else 1)
             for engine in engines.values():
-                engine.capture_anew()
+                engine.on_every_rank(pause.recapture_graphs)
                 engine.generate(prompts, 1)
             for mode, engine in [*engines.items()][turn]:
                 passes = {}
                 for how in ("paused", "served")[turn]:
                     if how == "paused":
-                        engine.pause()
+                        engine.on_every_rank(pause.pause)
                     passes[how] = engine.generate(prompts, plan.max_tokens, 0.0, spec.seed)
                     if how == "paused":
-                        engine.resume()
+                        engine.on_every_rank(pause.resume)
                 ms = {how: 1e3 * median(done.step_seconds) for how, done in passes.items()}
                 equal = passes["paused"].tokens == passes["served"].tokens
                 lines.append({"repeat": repeat, "mode": mode, **ms, "equal": equal})

@@ -96,7 +96,7 @@ def survival_of(acceptance: float, k: int) -> list[float]:
 
 
 def step_difference(mode: str, shape: Shape, window: Window) -> Moved:
-    """Moved and launches of a step in `mode`, less those of vanilla's."""
+    """Bytes and launches of a step in `mode`, less those of vanilla's."""
     return served_traffic(mode, shape, window).total() - served_traffic("off", shape, window).total()
 
 

@@ -11,7 +11,6 @@ import pandas as pd
 from nwor_lab.cost.breakeven import H200, MODELS, known_shape, step_difference
 from nwor_lab.cost.ratios import abba_ratio
 from nwor_lab.cost.traffic import Shape, Window, served_traffic
-from nwor_lab.run.results import Run
 
 NO_SETTING = ("mode", "attempt", "repeat", "metric", "value", "unit", "step", "position", "rank", "seed", "temperature")
 """Columns of a bench table that do not identify a setting."""
@@ -46,7 +45,11 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
         ValueError: a model is unknown, or vanilla's steps or counts are missing; the message says which.
     """
     setting = [column for column in bench if column not in NO_SETTING]
-    runs = bench[bench["metric"].isin(["step_ms", *COUNTS])]
+    runs = bench.loc[bench["metric"].isin(["step_ms", *COUNTS]), [*setting, "mode", "repeat", "metric", "value"]]
+    if attention is not None:
+        times = attention[attention["metric"] == "time"]
+        shape_and_op = ["build", "kv_heads", "cache", "batch", "k", "context", "op"]
+        attention = times.groupby(shape_and_op, observed=True, as_index=False)["value"].median()
     points = []
     for values, part in runs.groupby(setting, dropna=False, sort=False):
         where = dict(zip(setting, values, strict=True))
@@ -82,34 +85,16 @@ def beside_no_effect(points: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         A line a mode and `prediction` (`launches and bytes`, or `with its attention measured`): `settings`, `effect`
-        (median of |measured - 1|), the root mean square errors `model` and `no_effect`, and `claimed`: whether the
-        model claims to know. By launches and bytes it does for `SAME_ATTENTION` alone.
+        (median of |measured - 1|), and the root mean square errors `model` and `no_effect`. By launches and bytes the
+        model says nothing of attention, and so knows a whole step of `SAME_ATTENTION` alone.
     """
     lines = []
     for prediction, column in PREDICTIONS.items():
         for mode, rows in points.dropna(subset=column).groupby("mode"):
             effect = rows["measured"] - 1
             line = {"mode": mode, "prediction": prediction, "settings": len(rows), "effect": effect.abs().median()}
-            line |= {"model": _rms(rows[column] - rows["measured"]), "no_effect": _rms(effect)}
-            lines.append(line | {"claimed": column == "with_attention" or mode in SAME_ATTENTION})
+            lines.append(line | {"model": _rms(rows[column] - rows["measured"]), "no_effect": _rms(effect)})
     return pd.DataFrame(lines)
-
-
-def claim(run: Run, points: pd.DataFrame, origin: str) -> None:
-    """Record that where the model claims to know a step's time it is closer to it than predicting 1.00 would be."""
-    for line in beside_no_effect(points).query("claimed").itertuples():
-        text = f"steps under {line.mode}, {line.prediction}: the model's error below that of 1.00 (root mean square)"
-        run.claim(text, f"< {line.no_effect:.4f}", line.model, bool(line.model < line.no_effect), origin)
-
-
-def claim_floor(run: Run, kernels: pd.DataFrame, origin: str) -> None:
-    """Record that no kernel of this kit takes less than the model says: it has no launch or byte that is not made.
-
-    kernels: of `nwor_lab.gpu.kernel_times.priced`.
-    """
-    fastest = kernels.loc[(kernels["bytes"] > 0) & (kernels["op"] != "vllm"), "error"].max()
-    text = "predicted time over measured, less one, of this kit's kernels, largest"
-    run.claim(text, "< 0", fastest, bool(fastest < 0), origin)
 
 
 def _rms(errors: pd.Series) -> float:
@@ -119,18 +104,17 @@ def _rms(errors: pd.Series) -> float:
 def _with_attention(
     mode: str, where: Mapping[str, Any], shape: Shape, window: Window, attention: pd.DataFrame
 ) -> float:
-    """Microseconds of a step over vanilla's: attention and write of each layer as measured alone,
-    and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where there is none
-    of the same build."""
+    """Microseconds of a step over vanilla's: attention and write of each layer as measured alone, by the medians of
+    `attention`, and the price of opening and commit. Of the contexts measured, the one nearest the prompt; NaN where
+    there is none of the same build."""
     prompt = float(where.get("prompt", math.nan))
     cache = "fp8" if shape.cache_bytes == 1 else "bf16"
-    rows = attention[(attention["metric"] == "time") & (attention["build"] == where.get("build"))]
-    rows = rows[(rows["kv_heads"] == shape.heads) & (rows["cache"] == cache)]
-    rows = rows[(rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
+    rows = attention[(attention["build"] == where.get("build")) & (attention["cache"] == cache)]
+    rows = rows[(rows["kv_heads"] == shape.heads) & (rows["batch"] == where["batch"]) & (rows["k"] == where["k"])]
     if rows.empty or math.isnan(prompt):
         return math.nan
     nearest = min(rows["context"].unique(), key=lambda context: abs(math.log(context / max(1.0, prompt))))
-    us = rows[rows["context"] == nearest].groupby("op", observed=True)["value"].median()
+    us = rows[rows["context"] == nearest].set_index("op")["value"]
     vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
     around = [moved for kind, moved in served_traffic(mode, shape, window).items() if kind in ("open", "commit")]
     return shape.num_layers * (us["nwor"] - us[vanilla]) + sum(map(H200.us, around))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moved and launches of one verify step: counted as they happen, and predicted by closed formulas.
+"""Bytes and launches of one verify step: counted as they happen, and predicted by closed formulas.
 
 Counted is what an operator must move at least: each row of keys and values that it reads or writes, once. Indices,
 queries, re-reads inside a kernel and caches are left out. All numbers are for one rank. The kinds are
@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def row(self) -> int:
-        """Moved in the cache of one token's key and value in one layer on one rank: 2 x heads x head size."""
+        """Bytes in the cache of one token's key and value in one layer on one rank: 2 x heads x head size."""
         return 2 * self.heads * self.head_size * self.cache_bytes
 
     @property
@@ -137,7 +137,7 @@ class Window:
 
 
 def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
-    """Moved and launches of one step on one rank, all layers; one layer is `Shape(num_layers=1)`.
+    """Bytes and launches of one step on one rank, all layers; one layer is `Shape(num_layers=1)`.
 
     With L layers, W window rows of which K are kept, D drafts of which A are accepted and R rejected, S = W - D
     sampled tokens, P prefill rows, C context rows, and r (r' before conversion) bytes a row:
@@ -183,7 +183,7 @@ def step_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
 
 
 def served_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
-    """Moved and launches of one decode step on one rank as vLLM serves it on a GPU, all layers.
+    """Bytes and launches of one decode step on one rank as vLLM serves it on a GPU, all layers.
 
     To `step_traffic` come, and of `cow` in place of its log, in the letters used there (of `direct` nothing):
 
@@ -211,20 +211,6 @@ def served_traffic(mode: str, shape: Shape, window: Window) -> Traffic:
         moved = shape.num_layers * min(window.kept_rows, window.draft_rows) * shape.row
         traffic["log"] = Moved(moved, moved, 1)
     return traffic
-
-
-def bytes_saved(mode: str, shape: Shape, window: Window) -> dict[str, float]:
-    """Shares of vanilla's bytes for a step's keys and values that `mode` saves, context left out; negative: more.
-
-    `pages`: written to pages. `written`: written anywhere, staging and log too. `moved`: read or written.
-    """
-    both = []
-    for traffic in (step_traffic("off", shape, window), step_traffic(mode, shape, window)):
-        total = Traffic({kind: moved for kind, moved in traffic.items() if kind != "attention"}).total()
-        pages = sum(traffic.get(kind, Moved()).written for kind in ("write", "commit", "restore"))
-        both.append({"pages": pages, "written": total.written, "moved": total.read + total.written})
-    vanilla, treated = both
-    return {name: 1 - treated[name] / vanilla[name] for name in vanilla}
 
 
 def staging_bytes(mode: str, shape: Shape, requests: int, k: int) -> int:

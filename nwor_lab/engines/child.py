@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nwor_lab.engines.spec import EngineSpec
-from nwor_lab.engines.traffic import Event, Traffic, drive, sampling_params
+from nwor_lab.engines.traffic import Event, ScriptResult, drive, sampling_params
 from nwor_lab.machine import on_cpu
 
 
@@ -153,7 +153,7 @@ class Served:
             self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling_params(fields))
         return names
 
-    def traffic(self, events: Sequence[Event], seed: int) -> Traffic:
+    def traffic(self, events: Sequence[Event], seed: int) -> ScriptResult:
         """Run a script of events to its end, as `nwor_lab.engines.traffic.drive` says."""
         before, made = self.metrics(), drive(self.llm, events, seed)
         made.ranks = self.report()
@@ -193,23 +193,6 @@ class Served:
         from nwor_lab.audit import hooks
 
         self.on_every_rank(hooks.stop_audit)
-
-    def pause(self) -> None:
-        """Let vLLM alone serve, until `resume`; see `nwor_lab.engines.pause`. An audit that is not over counts on."""
-        self._exchange("pause")
-
-    def resume(self) -> None:
-        """Let the mode serve again."""
-        self._exchange("resume")
-
-    def capture_anew(self) -> None:
-        """Capture the graphs that a pause exchanges again."""
-        self._exchange("capture_anew")
-
-    def _exchange(self, how: str) -> None:
-        from nwor_lab.engines import pause
-
-        self.on_every_rank(getattr(pause, how))
 
     def on_scheduler(self, function: Callable[[Any], Any]) -> Any:
         """What a module's `function` of vLLM's scheduler gives."""

@@ -48,7 +48,7 @@ def resume(worker: Any) -> None:
         _replay(runner, manager.mode)
 
 
-def capture_anew(worker: Any) -> None:
+def recapture_graphs(worker: Any) -> None:
     """Capture the mode's FULL graphs and vLLM's own again, where they hold the mode; the sets before are given up.
 
     Each time takes as much memory for graphs as the first: what a set has had is not used for another.

@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass
-class Traffic:
+class ScriptResult:
     """What a script of events did on one engine.
 
     answers: by request, in the order of `n`; an aborted one has what it had by then, or nothing.
@@ -65,7 +65,7 @@ class Traffic:
     metrics: dict[str, int] = field(default_factory=dict)
 
 
-def drive(llm: LLM, events: Sequence[Event], seed: int) -> Traffic:
+def drive(llm: LLM, events: Sequence[Event], seed: int) -> ScriptResult:
     """Run the events, to the end of the last request; answers, prompts and hits of the prefix cache.
 
     It begins with an empty prefix cache and every rank's generator seeded, so a script repeats by itself.
@@ -77,7 +77,7 @@ def drive(llm: LLM, events: Sequence[Event], seed: int) -> Traffic:
     core.structured_output_manager._use_async_grammar_compilation = False
     engine.reset_prefix_cache()
     llm.collective_rpc(begin, args=(seed,))
-    made, cached = Traffic({}, {}, 0), dict[str, int]()
+    made, cached = ScriptResult({}, {}, 0), dict[str, int]()
 
     def happens(event: Event, step: int) -> bool:
         if event.step > step:

@@ -27,6 +27,9 @@ STATES = {
     "undecided": ("#F7E3BC", "//", "draft, not yet verified"),
     "rejected": ("#E8845C", "xx", "rejected row left behind"),
     "wrong": ("#C0392B", "xx", "what the auditor names"),
+    "poison": ("#FFFFFF", "", "NaN: nobody has written it"),
+    "same": ("#D9D9D9", "", "as it was"),
+    "changed": ("#8FBCE6", "", "changed since the picture before"),
 }
 """Fill, hatch and legend of what a slot holds."""
 BUFFERS = {"blind": "staging", "cow": "log", "stage": "staging"}

@@ -2,7 +2,7 @@
 """What the samples of `nwor_lab.gpu.operators` say: medians, and the model of time.
 
 The model of time has two terms, both measured in the same run: an empty kernel, and the bytes that have to move at the
-bandwidth of a large copy. Nothing is fitted. `claim` records what lesson 05 claims of them.
+bandwidth of a large copy. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 
 from nwor_lab.gpu.operators import OURS, PEERS
-from nwor_lab.run import results
 
 KEYS = ["kv_heads", "cache", "rows", "kept"]
 """Columns that identify a case of table `kernel_times`."""
@@ -87,43 +86,6 @@ def dram_over_model(counters: pd.DataFrame) -> pd.DataFrame:
 def unequal_bytes(times: pd.DataFrame) -> int:
     """Bytes of accepted slots in which the commit or any peer differs from vLLM's writer."""
     return int(times.loc[times["metric"] == "bytes_differing", "value"].sum())
-
-
-def all_move(frame: pd.DataFrame) -> pd.DataFrame:
-    """The cases of `modelled` with most rows, all of which move."""
-    largest = frame[frame["rows"] == frame["rows"].max()]
-    return largest[largest["bytes"] == largest.groupby(["kv_heads", "cache"])["bytes"].transform("max")]
-
-
-def claim(run: results.Run, times: pd.DataFrame, counters: pd.DataFrame, k: int = 8) -> None:
-    """Record what must hold of the samples and of the hardware's counters, each with its own origin.
-
-    k: drafts of a request; a third of its rows accepted is (k + 1) // 3.
-    """
-    origin, unequal = run.origin(times), unequal_bytes(times)
-    compared = bool((times["metric"] == "bytes_differing").any())
-    run.claim("bytes that differ from vLLM's own writer", 0, unequal, compared and unequal == 0, origin)
-    worst = (dram_over_model(counters)["both"] - 1).abs().max()
-    run.claim("DRAM bytes counted, off the model by at most", 0.1, worst, worst <= 0.1, run.origin(counters))
-
-    frame, ratios, third = modelled(times), speedups(times), (k + 1) // 3
-    most = frame["rows"].max()
-    share, slower = all_move(frame)["net"].min(), frame.query("rows == @most").eval("us / model").max()
-    text = f"share of copy bandwidth, {most:,} rows that all move, launch taken off, worst"
-    run.expect(text, 0.85, share, share >= 0.85, origin)
-    run.expect(f"time over the model's, {most:,} rows, worst", 1.25, slower, slower <= 1.25, origin)
-    of_third = ratios["vllm"].xs(third, level="kept").groupby("rows").min()
-    for batch, faster in ((1, 10), (8, 8), (16, 7)):
-        if (rows := batch * (k + 1)) in of_third:
-            text = f"times faster than 32 launches, a third of {rows} rows, worst"
-            run.expect(text, faster, of_third[rows], of_third[rows] >= faster, origin)
-    least = ratios.min().min()
-    run.expect("times faster than any peer, worst of all shapes", "> 1", least, least > 1, origin)
-    commits = medians(times).query("op == 'commit' and rows == @most").groupby(["kv_heads", "cache"])["us"]
-    heads, cache = commits.max().idxmax()
-    idle = (commits.min() / commits.max())[heads, cache]
-    text = f"time at none accepted over time at all, {most:,} rows, {heads} KV heads, {cache}"
-    run.expect(text, 0.05, idle, idle <= 0.05, origin)
 
 
 def priced(times: pd.DataFrame) -> pd.DataFrame:

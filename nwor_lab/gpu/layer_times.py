@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from nwor_lab.gpu import counters
 from nwor_lab.gpu.attention import net
 from nwor_lab.gpu.inputs import KEYS
-from nwor_lab.run import results
 
 BACKENDS = {"nwor": "nwor, one launch", "flash": "FlashAttention 3 + write", "triton": "Triton + write"}
 EACH = {"flash2": "FlashAttention 2, forced", "triton": "Triton", "flash": "FlashAttention 3"}
@@ -66,38 +64,6 @@ def wins(table: pd.DataFrame) -> pd.DataFrame:
     vLLM's faster backend, and the median and largest `ratio`."""
     groups = table.assign(won=table["ratio"] < 1).groupby(["k", "cache", "tuned_on"], observed=True)
     return groups.agg(shapes=("won", "size"), won=("won", "sum"), median=("ratio", "median"), worst=("ratio", "max"))
-
-
-def claim(run: results.Run, times: pd.DataFrame, table: pd.DataFrame, counted: pd.DataFrame, cache: str) -> None:
-    """Record what must hold of the samples, their `frame` and the hardware's counters, each with its own origin."""
-    origin, over_flash = run.origin(times), errors(times).set_index("cache")["over_flash"]
-    worst, middle = over_flash.max(), over_flash.loc[cache].median()
-    run.claim("error against fp32 over FlashAttention 3's, worst shape", 1.03, worst, worst <= 1.03, origin)
-    text = f"error against fp32 over FlashAttention 3's, {cache}, median of all shapes"
-    run.expect(text, 1.0, middle, middle <= 1, origin)
-    least = table["context"].min()
-    short = table[(table["context"] == least) & (table["cache"] == cache)]["ratio"].max()
-    median = table["ratio"].median()
-    text = f"time over vLLM's faster backend, {cache}, context {least}, worst shape"
-    run.expect(text, "< 1", short, short < 1, origin)
-    run.expect("time over vLLM's faster backend, median of all shapes", "< 1", median, median < 1, origin)
-    busy = counters.shown(counted).reset_index()
-    idle = busy[(busy["context"] == 512) & (busy["batch"] == 1)][["dram", "tensor", "issue"]].max().max()
-    full = busy[(busy["op"] == "nwor") & (busy["context"] == 8192) & (busy["batch"] == 64)]["dram"].min()
-    text = "memory, tensor cores or issue slots busy at batch 1, context 512, most of any kernel, %"
-    run.expect(text, 20, idle, idle <= 20, run.origin(counted))
-    run.expect("memory busy at batch 64, context 8,192, %", 90, full, full >= 90, run.origin(counted))
-
-
-def claim_each(run: results.Run, cliff: pd.DataFrame, long: pd.DataFrame) -> None:
-    """Record what was aimed at beside each attention of vLLM's alone: `over_each` of `gpu_cliff` and `gpu_long`."""
-    forced, _, flash = EACH.values()
-    worst = over_each(cliff).query("kv_heads == 8 and context >= 8192 and batch <= 4")[forced].max()
-    text = "a layer over FlashAttention 2's, forced, 8 KV heads, contexts of 8k and more, batch 1 and 4, worst shape"
-    run.expect(text, 0.5, worst, worst <= 0.5, run.origin(cliff))
-    worst = over_each(long)[flash].max()
-    text = "a layer over FlashAttention 3's, 32k and 128k, batch 1 and 4, worst shape"
-    run.expect(text, "<= 1", worst, worst <= 1, run.origin(long))
 
 
 def roof_points(table: pd.DataFrame, empty: float, k: int = 8, cache: str = "bf16") -> pd.DataFrame:

@@ -27,7 +27,7 @@ def verdict(holds: bool | None) -> str:
     return "not judged" if holds is None else "yes" if holds else "NO"
 
 
-def headline(claims: pd.DataFrame) -> str:
+def verdict_line(claims: pd.DataFrame) -> str:
     """Say how many claims hold, of those that were judged."""
     judged = claims["holds"].dropna().astype(bool)
     rest = f"; {len(claims) - len(judged)} not judged" if len(claims) > len(judged) else ""
@@ -48,7 +48,7 @@ def as_text(claims: pd.DataFrame) -> str:
         for claim in rows.itertuples():
             first = f"  {verdict(claim.holds):12}"
             lines += textwrap.wrap(sentence(claim), width, initial_indent=first, subsequent_indent=" " * 16)
-    return "\n".join([*lines, "", headline(claims)]).lstrip("\n")
+    return "\n".join([*lines, "", verdict_line(claims)]).lstrip("\n")
 
 
 def styled(claims: pd.DataFrame) -> Any:

@@ -192,45 +192,31 @@ class Run:
         write_table(self.directory / f"{name}.parquet", frame)
         return frame
 
-    def claim(self, text: str, expected: object, value: object, holds: bool | None, origin: str = "measured") -> bool:
+    def claim(self, text: str, expected: object, value: object, holds: bool | None) -> bool:
         """Record at once one line of the table of claims: what must hold whatever the parameters. Return `holds`.
 
         A claim made again under the same words replaces the earlier one, so a cell may be run twice.
 
         Args:
             holds: None where it cannot be judged; the reason is then part of `value`.
-            origin: `recorded` where `value` is of a table of data/recorded: that is printed, and is no claim of this
-                run.
         """
         expected, value = map(claim_table.show, (expected, value))
-        if origin == "recorded":
-            print(f"recorded: {text}: found {value}, expected {expected}")
-            return bool(holds)
-        line = dict(
-            zip(
-                claim_table.COLUMNS,
-                (self.name, text, expected, value, None if holds is None else bool(holds)),
-                strict=True,
-            )
-        )
+        found = (self.name, text, expected, value, None if holds is None else bool(holds))
+        line = dict(zip(claim_table.COLUMNS, found, strict=True))
         self._claims = [other for other in self._claims if other["claim"] != text] + [line]
         write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
         return bool(holds)
 
-    def expect(self, text: str, expected: object, value: object, holds: bool, origin: str = "measured") -> bool:
+    def expect(self, text: str, expected: object, value: object, holds: bool) -> bool:
         """Claim what is expected at the notebook's default parameters; at others it is shown and not judged."""
         if self.at_defaults:
-            return self.claim(text, expected, value, holds, origin)
-        self.claim(text, expected, f"{claim_table.show(value)} (not at the default parameters)", None, origin)
+            return self.claim(text, expected, value, holds)
+        self.claim(text, expected, f"{claim_table.show(value)} (not at the default parameters)", None)
         return bool(holds)
 
     def skip(self, text: str, expected: object, reason: str) -> None:
         """Record that a claim cannot be judged on this machine, and why."""
         self.claim(text, expected, reason, None)
-
-    def origin(self, frame: pd.DataFrame) -> str:
-        """Return where a table is from, as `claim` takes it: `measured` in this run, or `recorded` earlier."""
-        return "measured" if set(frame["run_id"]) == {self.id} else "recorded"
 
     def command(self, *argv: object, progress_only: bool = False) -> None:
         """Run `nwor *argv` in a child process, show its standard output as it comes, and keep all of it in a log.
@@ -373,19 +359,15 @@ def measure_or_load_recorded(
     """Return what `measure` measures, kept as the table `name` of `run`, or that table as recorded.
 
     Args:
-        source: `measure` or `recorded`; empty measures where there is a GPU, and takes what is recorded where there is
-            none or where it cannot be measured (hardware counters a user may not read), which is then said.
+        source: `measure` or `recorded`, as the notebook's parameters have checked; empty measures where there is a GPU,
+            and takes what is recorded where there is none or where it cannot be measured (hardware counters a user may
+            not read), which is then said.
 
     Raises:
-        ValueError: another source, or `measure` without a GPU.
         Unmeasurable: asked to measure what cannot be measured here.
     """
     import torch
 
-    if source not in ("", "measure", "recorded"):
-        raise ValueError(f"source is measure, recorded or empty, got {source!r}")
-    if source == "measure" and not torch.cuda.is_available():
-        raise ValueError("source is measure, but there is no NVIDIA GPU here; the recorded results need none")
     if source != "recorded" and torch.cuda.is_available():
         try:
             return run.table(name, measure())

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nwor_lab.bench.parity import SINGLE, compare, tolerance
+from nwor_lab.bench.parity import OUTLIER_FACTOR, compare, tolerance
 from nwor_lab.engines.child import Generation
-from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, Traffic
+from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, ScriptResult
 
 NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "shipped_slots", "dirty_by_step")
 """Fields of an `AuditReport` that count what was looked at; every other counts a fault."""
@@ -52,7 +52,7 @@ class Verdict:
         return {**self.counts, "dirty slots": self.faults["dirty_slots"], "faults": self.faults.total()}
 
 
-def judge(events: Sequence[Event], vanilla: Traffic, traffic: Traffic, mode: str, dtype: str) -> Verdict:
+def judge(events: Sequence[Event], vanilla: ScriptResult, traffic: ScriptResult, mode: str, dtype: str) -> Verdict:
     """The verdict on the traffic of one script under `mode`.
 
     Greedy requests must have vanilla's tokens, but for near ties under a mode other than ``cow``; of sampled ones only
@@ -90,16 +90,16 @@ def judge(events: Sequence[Event], vanilla: Traffic, traffic: Traffic, mode: str
             lost = None in ends or len(ends) != event.sampling.get("n", 1)
             verdict.blame("lost", lost, f"{name} ended by {ends}")
         if event.sampling["temperature"] == 0:
-            _compare(verdict, event, vanilla, traffic, mode, SINGLE * tolerance(dtype), name in aborted)
+            _compare(verdict, event, vanilla, traffic, mode, OUTLIER_FACTOR * tolerance(dtype), name in aborted)
     return verdict
 
 
-def _ends(traffic: Traffic, name: str) -> list[str | None]:
+def _ends(traffic: ScriptResult, name: str) -> list[str | None]:
     return [answer.finish_reason for answer in traffic.answers.get(name, [])]
 
 
 def _compare(
-    verdict: Verdict, event: Event, vanilla: Traffic, traffic: Traffic, mode: str, bound: float, aborted: bool
+    verdict: Verdict, event: Event, vanilla: ScriptResult, traffic: ScriptResult, mode: str, bound: float, aborted: bool
 ) -> None:
     """Compare one greedy request, which has one answer or, aborted, may have none."""
     name = event.name

@@ -24,7 +24,6 @@ END = """
 run.claim("mode", "cow", mode, mode == "cow")
 run.expect("drafts", 4.0, k, k == 4)
 run.skip("fp8 caches", 0, "no AVX-512 here")
-run.claim("of another machine", 1, 2, False, origin="recorded")
 run.table("steps", [{"metric": "k", "value": k, "unit": "1"}])
 run.finish()"""
 

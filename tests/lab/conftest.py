@@ -3,11 +3,15 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 from fake_engine import FakeEngine
 
 from nwor_lab import paths
 from nwor_lab.bench import bench
+
+hypothesis.settings.register_profile("lab", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("lab")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that notes what it is asked for, for tests of what an experiment runs and in which order."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from nwor_lab.engines.engine import EngineSpec, Generation
@@ -40,8 +41,12 @@ class FakeEngine:
     def stop_audit(self) -> None:
         pass
 
-    def capture_anew(self) -> None:
-        self.calls.append((self.mode, "capture_anew"))
+    def on_every_rank(self, function: Callable[[Any], None]) -> None:
+        """Of `nwor_lab.engines.pause`."""
+        name = function.__name__
+        if name == "recapture_graphs":
+            self.calls.append((self.mode, name))
+        self.served_by = "off" if name == "pause" else self.mode
 
     def report(self) -> list[dict[str, Any]]:
         rank = {"rank": 0, "mode": self.mode, "serving": self.served_by, "counters": {}, "audit": {}}
@@ -49,12 +54,6 @@ class FakeEngine:
 
     def metrics(self) -> dict[str, float]:
         return {}
-
-    def pause(self) -> None:
-        self.served_by = "off"
-
-    def resume(self) -> None:
-        self.served_by = self.mode
 
     def kernel_times(self, prompts: list, max_tokens: int) -> tuple[list[dict[str, float]], int]:
         self.calls.append((self.mode, "kernel_times", self.served_by))

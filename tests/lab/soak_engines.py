@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, ClassVar, Self
 
 from nwor_lab.engines.engine import EngineError, EngineSpec
-from nwor_lab.engines.traffic import Answer, Event, Traffic
+from nwor_lab.engines.traffic import Answer, Event, ScriptResult
 
 AUDIT = {"steps": 3, "layer_steps": 6, "dirty_layer_steps": 0, "dirty_slots": 0, "kept_rows": 9, "unwritten_rows": 0}
 
@@ -48,7 +48,7 @@ class FakeEngine:
     def report(self) -> list[dict[str, Any]]:
         return [{"rank": 0, "mode": self.mode, "serving": self.mode}]
 
-    def traffic(self, events: Sequence[Event], seed: int) -> Traffic:
+    def traffic(self, events: Sequence[Event], seed: int) -> ScriptResult:
         self.served.append((self.mode, events))
         asked = {event.name: event for event in events if event.prompt is not None}
         fault = self.fault if self.mode == "stage" and len(asked) < len(events) and self.lasts > 0 else ""
@@ -68,7 +68,7 @@ class FakeEngine:
         metrics = {f"nwor_{name}": value for name, value in ours.items()}
         metrics |= {f"spec_decode_num_{name}": value for name, value in theirs.items()}
         prompts = {name: event.prompt or [] for name, event in asked.items()}
-        return Traffic(answers, prompts, 0, Counter(self.windows), [rank], metrics)
+        return ScriptResult(answers, prompts, 0, Counter(self.windows), [rank], metrics)
 
 
 def serve_without_restore(spec: EngineSpec, environ: dict[str, str], *rest: Any) -> None:

@@ -90,7 +90,7 @@ def test_what_was_counted_is_said_in_a_sentence_and_what_was_not_is_not_claimed(
     assert greedy.startswith("greedy, k=3") and sampled.startswith("temperature 1, k=3")
     assert "2.20 tokens a window" in greedy and "45% of the rows" in greedy
     run = results.Run(tmp_path, "03")
-    acceptance.claim(run, table, table, "measured", {})
+    acceptance.claim(run, table, table, {})
     claimed = results.claims(tmp_path)
     assert not claimed["claim"].str.contains("k=4").any() and "nan" not in claimed["found"].astype(str).tolist()
 

@@ -161,10 +161,10 @@ def test_a_small_effect_is_of_each_engine_beside_itself_paused(engines, monkeypa
     assert small_effect.main(words) == 0
     printed = capsys.readouterr().out
     assert "stage over itself paused: 0.5000" in printed and "over direct, each over itself paused: 1.0000" in printed
-    calls = [call for call in engines.calls if call[1] == "capture_anew" or (call[1] == "generate" and call[4] > 1)]
+    calls = [call for call in engines.calls if call[1] == "recapture_graphs" or (call[1] == "generate" and call[4] > 1)]
     assert [call[:3] for call in calls if call[0] == "stage"] == [
-        ("stage", "capture_anew"), ("stage", "generate", "off"), ("stage", "generate", "stage"),
-        ("stage", "capture_anew"), ("stage", "generate", "stage"), ("stage", "generate", "off"),
+        ("stage", "recapture_graphs"), ("stage", "generate", "off"), ("stage", "generate", "stage"),
+        ("stage", "recapture_graphs"), ("stage", "generate", "stage"), ("stage", "generate", "off"),
     ]  # fmt: skip
 
 

@@ -73,10 +73,16 @@ def test_nothing_is_no_figure(tmp_path: Path) -> None:
     assert not (tmp_path / "figures").exists()
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a figure its data and its caption alone: a picture takes a second."""
+    monkeypatch.setattr(style, "write", lambda figure, path: path)
+
+
 # -- what they say ---------------------------------------------------------------------------------------------------
 
 
-def test_each_write_policy_beside_vanilla(tmp_path: Path) -> None:
+def test_each_write_policy_beside_vanilla(tmp_path: Path, undrawn: None) -> None:
     wide = drawn_data(policies.policies(tmp_path, recorded("reference"))).pivot(
         index="mode", columns="metric", values="value"
     )
@@ -89,7 +95,7 @@ def test_each_write_policy_beside_vanilla(tmp_path: Path) -> None:
     assert moved.query("metric == 'bytes_written'").set_index("mode")["value"].idxmax() == "cow"
 
 
-def test_steps_are_over_vllm_never_patched_and_none_without_parity(tmp_path: Path) -> None:
+def test_steps_are_over_vllm_never_patched_and_none_without_parity(tmp_path: Path, undrawn: None) -> None:
     table = recorded("gpu_direct").query(gpu_steps.MAIN + " and kv_heads == 8")
     beside = gpu_steps.step_ratios(table)
     data = drawn_data(ratios.steps(tmp_path, beside)).set_index(["mode", "batch"])["ratio"]
@@ -103,7 +109,7 @@ def test_steps_are_over_vllm_never_patched_and_none_without_parity(tmp_path: Pat
     assert "2 of 8 are left out" in path.with_suffix(".txt").read_text()
 
 
-def test_serving_has_a_dot_for_each_load_and_mode(tmp_path: Path) -> None:
+def test_serving_has_a_dot_for_each_load_and_mode(tmp_path: Path, undrawn: None) -> None:
     rows: list[dict[str, Any]] = []
     for repeat, (mode, speed) in ((r, m) for r in (0, 1) for m in (("off", 100.0), ("stage", 108.0 + r))):
         metrics = {"tokens_per_s": speed, "acceptance_length": 3.0, "median_tpot_ms": 1.0}
@@ -116,7 +122,7 @@ def test_serving_has_a_dot_for_each_load_and_mode(tmp_path: Path) -> None:
     assert (line["low"], line["ratio"], line["high"]) == pytest.approx((1.08, 1.085, 1.09))
 
 
-def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
+def test_parts_of_a_step_add_up_to_it(tmp_path: Path, undrawn: None) -> None:
     table = recorded("gpu_direct").query(gpu_steps.MAIN + " and kv_heads == 32")
     data = drawn_data(ratios.step_parts(tmp_path, table))
     whole = data.groupby(["batch", "mode"])["percent"].sum().unstack()
@@ -124,7 +130,7 @@ def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     assert data.query("kind == 'KV write' and mode == 'vllm'")["percent"].between(1, 2).all()
 
 
-def test_no_measured_step_is_hidden(tmp_path: Path) -> None:
+def test_no_measured_step_is_hidden(tmp_path: Path, undrawn: None) -> None:
     points = pd.DataFrame(
         {"mode": ["stage", "stage", "cow"], "predicted": [0.9, 0.95, 1.0], "measured": [0.92, 0.95, 1.0]}
     )
@@ -136,7 +142,7 @@ def test_no_measured_step_is_hidden(tmp_path: Path) -> None:
     assert "largest error is 0.020" in said and "1 settings are left out" in said
 
 
-def test_the_break_even_map_draws_the_model(tmp_path: Path) -> None:
+def test_the_break_even_map_draws_the_model(tmp_path: Path, undrawn: None) -> None:
     data = drawn_data(breakeven_plots.break_even(tmp_path))
     grid, dots = data[data["source"] == "model"], data[data["source"] != "model"]
     assert set(dots["model"]) >= {"Llama-2-chat-7B", "Vicuna-7B", "Llama-3.1-8B", "Qwen3-8B"}

@@ -6,7 +6,7 @@ import math
 import pandas as pd
 import pytest
 
-from nwor_lab.bench.parity import SINGLE, Parity, compare, of_rows
+from nwor_lab.bench.parity import OUTLIER_FACTOR, Parity, compare, of_rows
 from nwor_lab.engines.engine import Generation
 
 
@@ -43,7 +43,7 @@ def test_parity_is_of_tokens_and_of_what_the_target_says(other, drafted, parity)
     """Up to the first token that differs; where tokens may be the drafter's, what the target gives still tells."""
     found = compare(said([7, 1], SURE, TIE), other, drafted)
     assert (found.equal, found.largest_gap, found.largest_shift) == pytest.approx(parity)
-    assert found.within(0.05) == (max(parity[1:]) <= SINGLE * 0.05)
+    assert found.within(0.05) == (max(parity[1:]) <= OUTLIER_FACTOR * 0.05)
 
 
 def test_a_shift_is_of_all_that_the_target_thinks_likely():

@@ -4,7 +4,6 @@
 import itertools
 from functools import partial
 
-import pandas as pd
 import pytest
 import torch
 
@@ -12,39 +11,38 @@ from nwor import ops
 from nwor.settings import Settings
 from nwor.vllm.self_check import attend
 from nwor_lab import faults, paths
-from nwor_lab.bench import margin as plot
 from nwor_lab.bench import parity_margin
 from nwor_lab.bench.parity import compare, tolerance
+from nwor_lab.engines import pause
 from nwor_lab.engines.engine import Engine
 from nwor_lab.faults import wrong
 from nwor_lab.run import results
 from tests.lab.attention import Problem, identity_packing
 
-ONE_HEAD = "drafts hidden from one head"
+ONE_HEAD = "attention: drafts hidden from one head"
 """What the other heads may drown."""
 
 
-@pytest.fixture(scope="module")
-def points() -> pd.DataFrame:
-    return plot.margin_points(results.read_table("parity_margin", paths.RECORDED))
+BEFORE = {
+    "tail_unseen": "attention: drafts hidden",
+    "one_head_unseen": ONE_HEAD,
+    "last_page_missed": "attention: a page missed",
+}
+"""Names of the faults in the recorded table."""
 
 
-def test_every_tolerance_lies_above_all_noise_and_below_every_fault(points):
-    for panel, rows in points.groupby("panel"):
-        noise, shifted = rows[rows["fault"] == "rounding"], rows[rows["fault"] != "rounding"]
-        assert len(noise) and shifted["fault"].nunique() == len(faults.MARGIN), panel
-        bound, whole = rows["tolerance"].iloc[0], shifted[shifted["fault"] != ONE_HEAD]
-        room = 1.04 if panel.startswith("H200") and panel.endswith("fp8") else 1.15
-        assert room * noise["value"].max() < bound < whole["value"].min() / room, panel
-
-
-def test_a_margin_is_told_in_a_sentence():
-    table = results.read_table("parity_margin", paths.RECORDED)
-    table = plot.renamed(table).query("device == 'CPU' and dtype == 'float32'")
-    assert "all faults lie above it" in parity_margin.verdict(table)
-    near = table["fault"].str.contains("page")
-    said = parity_margin.verdict(table.assign(value=table["value"].where(~near, 1e-6)))
-    assert "does not tell attention: a page missed from rounding" in said
+def test_every_tolerance_lies_above_all_noise_and_below_every_fault():
+    table = results.read_table("parity_margin", paths.RECORDED).replace({"fault": BEFORE})
+    table = table[(table["metric"] == "shift") & table["fault"].isin([parity_margin.NOISE, *faults.MARGIN])]
+    configurations = table.groupby(parity_margin.WHERE)
+    assert len(configurations) >= 7
+    for (device, weights, dtype, cache), rows in configurations:
+        shifts = rows.groupby("fault")["value"].agg(["min", "max"])
+        assert {*shifts.index} == {parity_margin.NOISE, *faults.MARGIN}
+        on_gpu, random = device != "CPU", weights == "random weights"
+        bound, room = tolerance(dtype, cache, random, on_gpu), 1.04 if on_gpu and cache == "fp8" else 1.15
+        least = shifts["min"].drop([parity_margin.NOISE, ONE_HEAD]).min()
+        assert room * shifts.loc[parity_margin.NOISE, "max"] < bound < least / room, (device, weights, dtype, cache)
 
 
 def attend_as_on_a_gpu(
@@ -97,9 +95,9 @@ def test_a_clean_mode_passes_and_the_weakest_fault_does_not():
     spec, prompts = parity_margin.of_pair("bfloat16", "auto")
     prompts, bound = prompts[:8], tolerance("bfloat16")
     with Engine(spec, Settings(mode="stage", eagle_bias=True)) as engine:
-        engine.pause()
+        engine.on_every_rank(pause.pause)
         vanilla = engine.generate(prompts, 32, logprobs=20)
-        engine.resume()
+        engine.on_every_rank(pause.resume)
         clean = compare(vanilla, engine.generate(prompts, 32, logprobs=20))
         engine.on_every_rank(partial(faults.start, name="attention: drafts hidden from one head"))
         faulty = compare(vanilla, engine.generate(prompts, 32, logprobs=20))

@@ -70,11 +70,11 @@ def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs,
     if paused_before:
         pause.pause(worker)
         with pytest.raises(RuntimeError, match="paused already"):
-            pause.capture_anew(worker)
+            pause.recapture_graphs(worker)
         pause.resume(worker)
     vanilla = getattr(worker.model_runner, "nwor_graphs", {}).get("off")
     worker.captured.clear()
-    pause.capture_anew(worker)
+    pause.recapture_graphs(worker)
     assert worker.state == (manager, layers, {"a batch": "treated" if hold else "the start-up's"})
     assert worker.captured == ([[manager, *layers], [None, None, None]] if hold else [])
     assert not hold or worker.model_runner.nwor_graphs["off"] is not vanilla
@@ -85,7 +85,7 @@ def test_both_sets_are_captured_anew_where_graphs_hold_a_mode(mode, full_graphs,
 def test_what_cannot_be_paused_is_refused_and_left_as_it_was():
     worker = Worker("stage", v2=False)
     before = worker.state
-    for refused in (pause.pause, pause.capture_anew):
+    for refused in (pause.pause, pause.recapture_graphs):
         with pytest.raises(RuntimeError, match="enforce_eager"):
             refused(worker)
     assert worker.state == before and not worker.captured

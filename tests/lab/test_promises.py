@@ -7,7 +7,7 @@ import pytest
 from docs import values
 from nwor_lab import paths
 from nwor_lab.cost.breakeven import MODELS
-from nwor_lab.cost.traffic import Window, bytes_saved
+from nwor_lab.cost.traffic import Traffic, Window, step_traffic
 from nwor_lab.figures import promises, style
 
 TABLE = pd.read_csv(paths.PROMISES)
@@ -30,8 +30,10 @@ def test_measured_values_are_those_of_the_record():
     rejected = sorted(values.rejected_at_scale(8, temperature) for temperature in (0, 1))
     assert ends("here: page writes alone") == pytest.approx([100 * share for share in rejected], rel=1e-4)
     window = Window(1, 8, 9 * rejected[1], 9)
-    saved = bytes_saved("stage", MODELS["llama-2-7b"], window)
-    assert ends("here: all bytes, reads too")[1] == pytest.approx(100 * saved["moved"], rel=1e-4)
+    traffic = (step_traffic(mode, MODELS["llama-2-7b"], window) for mode in ("off", "stage"))
+    off, stage = (Traffic({kind: each[kind] for kind in each if kind != "attention"}).total() for each in traffic)
+    saved = 1 - (stage.read + stage.written) / (off.read + off.written)
+    assert ends("here: all bytes, reads too")[1] == pytest.approx(100 * saved, rel=1e-4)
     faster, longer = (values.settings(mode)["step"] for mode in ("stage", "cow"))
     throughput = TABLE.query("promise == 'throughput' and case == 'here: stage'").iloc[0]
     assert [throughput["low"], throughput["high"]] == pytest.approx([1 / faster.max(), 1 / faster.min()], rel=1e-4)

@@ -2,16 +2,12 @@
 """A parameter that cannot be is refused in one line before anything starts, and in a notebook's first cell."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
 
-import papermill
-from papermill.exceptions import PapermillExecutionError
 
-from nwor_lab import paths
 from nwor_lab.cost import breakeven
 from nwor_lab.run import parameters, ranges, reproduce
 
@@ -77,12 +73,3 @@ def test_what_only_a_node_knows_is_not_asked_here() -> None:
     parameters.read_points([BOOKS["03_eagle_acceptance"]], given, [], here=False)
     with pytest.raises((ValueError, OSError), match="/on/a/node"):
         parameters.read_points([BOOKS["03_eagle_acceptance"]], given, [])
-
-
-@pytest.mark.parametrize("given", [{"tp": 0}, {"k": 0}])
-def test_plain_papermill_stops_in_the_first_cell(given: dict[str, Any], tmp_path: Path) -> None:
-    given = {"run_dir": str(tmp_path / "run"), **given}
-    with pytest.raises(PapermillExecutionError, match="ValueError") as stopped:
-        book = str(BOOKS["04_end_to_end"])
-        papermill.execute_notebook(book, None, parameters=given, cwd=str(paths.ROOT), progress_bar=False)
-    assert "results.start" in stopped.value.source and not (tmp_path / "run").exists()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes under vLLM's own server and client: requests, what is made of a report, and how a run ends that fails."""
+"""Modes under vLLM's own server and client: requests, what is made of a report, and how a run ends that fails.
+
+Real servers are loaded by notebook 04, in `test_exercises`.
+"""
 
 import json
 import math
@@ -233,8 +236,7 @@ def test_a_server_that_does_not_come_up_is_not_waited_for_without_end(tmp_path):
         servers["stage"].wait(1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_servers_end_with_the_run_and_all_that_they_started(number, tmp_path):
+def test_servers_end_with_the_run_and_all_that_they_started(tmp_path):
     child = f"import subprocess; subprocess.Popen(['sleep', '300'])\n{FAKE}"
     run = (
         "import sys, time; sys.path[:0] = [sys.argv[1]]\n"
@@ -247,7 +249,7 @@ def test_servers_end_with_the_run_and_all_that_they_started(number, tmp_path):
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL, cwd=paths.ROOT) as one:
         group = int(one.stdout.readline())
         assert len(members(group)) == 2
-        one.send_signal(number)
+        one.send_signal(signal.SIGTERM)
         one.wait(30)
     time.sleep(0.2)
     assert members(group) == []
@@ -292,23 +294,3 @@ def test_wrong_input_is_one_line_before_a_server_starts(words, says, tmp_path, c
     assert cli.main(["serving", "--run-dir", str(tmp_path / "run"), *words]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("nwor serving: ") and says in printed and printed.count("\n") == 1
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(300)
-def test_off_and_stage_under_vllms_own_client(tmp_path, capsys):
-    words = ["--modes", "off,stage", "--concurrency", "2", "--requests", "4", "--answer", "16", "--longest", "200"]
-    words += ["--orders", "2", "--warmup", "2", "--dtype", "float32", "--run-dir", str(tmp_path)]
-    assert cli.main(["serving", *words]) == 0, capsys.readouterr().err
-    frame, report = pd.read_parquet(tmp_path / "serving.parquet"), json.loads((tmp_path / "serving.json").read_text())
-    table = pd.read_csv(tmp_path / "serving-summary.csv").set_index("mode")
-    assert table["equal"].to_dict() == {"off": 1.0, "stage": 1.0} and table["acceptance"].between(1.5, 5).all()
-    assert table["parity"].all() and table.loc["stage", "ratio"] > 0
-    assert (tmp_path / "serving-verdict.txt").read_text() in capsys.readouterr().out
-    assert report["served"]["off"] == {"layers": 0, "ranks": 0} and report["served"]["stage"]["layers"] == 5
-    windows = frame[(frame["mode"] == "stage") & (frame.metric == "windows")]["value"].sum()
-    assert report["served"]["stage"]["windows_total"] > windows > 0, "those of the warm-up beside"
-    places = frame.dropna(subset=["place"]).groupby(["repeat", "mode"])["place"].first().to_dict()
-    assert places == {(0, "off"): 0, (0, "stage"): 1, (1, "stage"): 0, (1, "off"): 1}
-    requests = pd.read_parquet(tmp_path / "serving-requests.parquet")
-    assert len(requests) == 16 and requests["generated_texts"].str.len().gt(10).all()

@@ -18,7 +18,7 @@ from nwor_lab import paths
 from nwor_lab.bench import bench
 from nwor_lab.engines import child
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.engines.traffic import Answer, Event, Traffic
+from nwor_lab.engines.traffic import Answer, Event, ScriptResult
 from nwor_lab.soak import command, scripts
 from nwor_lab.soak.judge import judge
 from tests.lab.soak_engines import FakeEngine, serve_without_restore
@@ -90,7 +90,7 @@ def test_the_worst_drafter_is_the_target_but_for_its_last_norm():
 # -- what is blamed -------------------------------------------------------------------------------------------------
 
 
-def traffic(tokens: list[int], gap: float = 1.0, **more) -> Traffic:
+def traffic(tokens: list[int], gap: float = 1.0, **more) -> ScriptResult:
     """One greedy request's; token 4 leads token 5 by `gap` nats."""
     FakeEngine.forget()
     given = FakeEngine(EngineSpec("target"), Settings(mode="stage")).traffic([Event(0, "r0", [9], GREEDY)], 0)

@@ -16,7 +16,6 @@ from nwor_lab.cost.traffic import (
     Shape,
     Traffic,
     Window,
-    bytes_saved,
     served_traffic,
     staging_bytes,
     step_traffic,
@@ -121,14 +120,6 @@ def test_numbers_by_hand():
         "stage": Moved(layers * 8 * row, layers * 8 * row, 0),
         "commit": Moved(layers * 2 * row, layers * 2 * row, 1),
     }
-
-
-def test_bytes_saved_by_hand():
-    """Of 9 rows 3 are kept: `stage` puts 3 in pages, writes 1 + 8 + 2 in all, and reads as many but none back."""
-    assert bytes_saved("stage", LLAMA_7B, WINDOW) == pytest.approx(
-        {"pages": 1 - 3 / 9, "written": 1 - 11 / 9, "moved": 1 - 22 / 27}
-    )
-    assert bytes_saved("off", LLAMA_7B, WINDOW) == {"pages": 0, "written": 0, "moved": 0}
 
 
 def test_a_served_step_by_hand():
