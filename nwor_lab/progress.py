@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import threading
 import time
@@ -23,7 +24,9 @@ class Terminal:
     """The last line of a terminal, with seconds that go on counting while nothing new is said."""
 
     def __init__(self) -> None:
-        self._bar = tqdm(bar_format="{elapsed}  {desc}", file=sys.stdout, dynamic_ncols=True, leave=False)
+        width, height = shutil.get_terminal_size()  # tqdm would show nothing where a terminal does not know its own
+        bar = {"bar_format": "{elapsed}  {desc}", "ncols": width - 1, "nrows": height, "leave": False}
+        self._bar = tqdm(file=sys.stdout, **bar)
         self._closed = threading.Event()
         self._clock = threading.Thread(target=self._count, daemon=True)
         self._clock.start()

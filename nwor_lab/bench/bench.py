@@ -289,7 +289,9 @@ def run_command(
         try:
             asked = command_line.parse(kind, argv, f"nwor {command}", description or "")
             given = options.flat(asked) | fixed
-            spec, plan, prompts = options.parse_config(given)
+            with progress.moving():
+                progress.say("reading models and prompts", plain=False)
+                spec, plan, prompts = options.parse_config(given)
             directory = results.check_folder(options.folder(asked.output))
         except (ValueError, OSError) as error:
             return fail(error)

@@ -86,7 +86,11 @@ def _run(arguments: list[str]) -> int:
         print(f"nwor: {command or 'which command'}? One of {', '.join(COMMANDS)} (nwor --help)", file=sys.stderr)
         return 2
     try:
-        module = importlib.import_module(COMMANDS[command][0])
+        from nwor_lab import progress
+
+        with progress.moving():
+            progress.say(f"{command}: starting", plain=False)
+            module = importlib.import_module(COMMANDS[command][0])
     except ModuleNotFoundError as missing:
         if (missing.name or "nwor").startswith("nwor"):
             raise

@@ -119,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             asked = command_line.parse(Serving, argv, "nwor serving", __doc__ or "")
             given = options.flat(asked)
-            spec, prompts = parse_config(asked)
+            with progress.moving():
+                progress.say("reading models and prompts", plain=False)
+                spec, prompts = parse_config(asked)
             directory = results.check_folder(options.folder(asked.output))
         except (ValueError, OSError) as error:
             return fail(error)
