@@ -31,9 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
-from nwor_lab import command_line, paths
+from nwor_lab import command_line, paths, progress
 from nwor_lab.run import claims as claim_table
 from nwor_lab.run import folders, grid, parameters, report, results
 
@@ -104,11 +105,14 @@ def run_point(
     failed = 0
     for number, notebook in enumerate(chosen, 1):
         name = notebook.stem
-        print(f"\nnotebook {number} of {len(chosen)}: {name}", flush=True)
+        at = f" at {', '.join(f'{k}={v}' for k, v in values[name].items())}" if values[name] else ""
+        print(f"\nnotebook {number} of {len(chosen)}: {name}{at}", flush=True)
         if resume and is_whole(notebook, directory, values[name]):
             print("  done before")
             continue
-        problem = run_notebook(notebook, directory, values[name], cell_minutes)
+        with progress.moving():
+            progress.say(name, plain=False)
+            problem = run_notebook(notebook, directory, values[name], cell_minutes)
         if problem:
             failed += 1
             told = problem.replace("\n", "\n    ")
@@ -152,11 +156,13 @@ def run_points(
         table = grid.measured(folders)
         results.write_table(directory / "grid.csv", table)
         report.write(directory)
-        varying = grid.varying(table)
-        said = (
-            varying.to_string(float_format="{:.4g}".format, na_rep="") if len(varying) else "all points measured alike"
-        )
-        print(f"\n{said}")
+        varying, judged = grid.varying(table), pd.concat(claims.values())
+        if len(varying):
+            print(f"\n{varying.to_string(float_format='{:.4g}'.format, na_rep='')}")
+        values = table.groupby(grid.VALUE, dropna=False).ngroups
+        said = f"{len(varying)} of {values} measured values differ between the {len(points)} points"
+        said = said if values else "these notebooks leave no table of measured values"
+        print(f"\n{said}{'; ' + claim_table.headline(judged) if len(judged) else ''}")
     print(f"\nresults: {directory}\nto read: {directory / 'index.html'}", flush=True)
     broken = [(point, claim) for point, table in claims.items() for claim in table.itertuples() if claim.holds is False]
     for point, claim in broken:
@@ -267,4 +273,5 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         begun = "request" in results.read_manifest(directory)
         why = f"go on with: {_resume(directory)}" if begun else "nothing was begun"
-        return command_line.fail("\nnwor reproduce", f"interrupted; {why}", 130)
+        print(f"\ninterrupted; {why}", file=sys.stderr)
+        return 130
