@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from nwor.settings import Settings
-from nwor_lab import pair, paths
+from nwor_lab import command_line, pair, paths, progress
 from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.bench.bench import started
 from nwor_lab.engines.engine import EngineSpec, Generation
@@ -51,7 +50,7 @@ def side_by_side(
     found = {}
     with started({mode: (spec, Settings(mode=mode, audit=True), 0) for mode in MODES}, "") as engines:
         for mode, engine in engines.items():
-            print(f"{mode:5} decodes {max_tokens} tokens after each of {len(prompts)} prompts, audited", flush=True)
+            progress.say(f"{mode:5} decodes {max_tokens} tokens after each of {len(prompts)} prompts, audited")
             generation = engine.generate(engine.encode(prompts), max_tokens)
             found[mode] = Audited(generation, engine.report()[0])
     return found
@@ -114,25 +113,28 @@ def verdict(runs: dict[str, Audited]) -> list[str]:
     return [*lines, f"{same} of {len(texts[0])} texts are equal, token for token."]
 
 
+@dataclass(frozen=True)
+class Demo:
+    num_prompts: int = 4
+    """prompts decoded, at most 8 at a time"""
+    max_tokens: int = 64
+    """tokens decoded after each prompt"""
+    k: int = 4
+    """drafts a request brings to a step"""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the demo on the shipped pair; 0 when `stage` left nothing behind and every text is vanilla's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nwor_lab.demo", description="vanilla beside stage, audited, no GPU"
-    )
-    parser.add_argument("--num-prompts", type=int, default=4, help="prompts decoded, at most 8 at a time")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens decoded after each prompt")
-    parser.add_argument("--k", type=int, default=4, help="drafts a request brings to a step")
-    arguments = parser.parse_args(argv)
     try:
-        prompts = pair.load_prompts(count=arguments.num_prompts)
+        asked = command_line.parse(Demo, argv, "python -m nwor_lab.demo", __doc__ or "")
+        prompts = pair.load_prompts(count=asked.num_prompts)
         print("A drafter proposes, the target verifies; what it rejects should not stay in the KV cache.", flush=True)
-        runs = side_by_side(prompts, k=arguments.k, max_tokens=arguments.max_tokens)
+        with progress.moving():
+            runs = side_by_side(prompts, k=asked.k, max_tokens=asked.max_tokens)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+        return command_line.fail("demo", error)
     except KeyboardInterrupt:
-        print("demo: stopped; `make demo` starts it again", file=sys.stderr)
-        return 130
+        return command_line.fail("demo", "stopped; `make demo` starts it again", 130)
     print("\n" + "\n".join(verdict(runs)))
     off, stage = (runs[mode] for mode in MODES)
     clean = AuditReport(**stage.report["audit"]).clean

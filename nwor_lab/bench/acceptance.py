@@ -1,42 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor acceptance`: count accepted drafts in vanilla vLLM at many draft lengths.
+"""Count accepted drafts in vanilla vLLM at many draft lengths.
 
     nwor acceptance --k 1,2,4,8 --temperature 0,1
 
-A bench that counts, with defaults for counts at scale on a GPU: one engine a draft length, all up at once. What is
-written are counts: windows, drafts, accepted drafts, and the windows in which the draft at each position was accepted,
-of every pass. Long greedy answers repeat themselves, and what repeats is drafted well: answers have 64 tokens.
+Defaults are for counts at scale on a GPU: one engine a draft length, all up at once. Written are the counts of every
+pass: windows, drafts, accepted drafts, and the windows in which the draft at each position was accepted. Long greedy
+answers repeat themselves, and what repeats is drafted well: answers have 64 tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from tyro.conf import arg
 
+from nwor_lab.bench import options
+from nwor_lab.bench.plan import Plan
 from nwor_lab.bench.survival import predict_rejected, summary, survival, verdicts
+from nwor_lab.engines.spec import EngineOptions
 from nwor_lab.run import lessons, results
 
 __all__ = ["predict_rejected", "summary", "survival", "verdicts"]
 
 RECORDED = "gpu_acceptance"
 """Table of the counts at scale, in a run and in `data/recorded/`."""
+COUNTING: dict[str, Any] = {"count": True, "modes": ("off",), "audit": False}
+"""What a plan that counts has in common."""
 
-AT_SCALE: dict[str, Any] = {
-    "count": True,
-    "ks": (1, 2, 3, 4, 5, 6, 7, 8),
-    "temperatures": (0.0, 1.0),
-    "num_prompts": 0,
-    "repeats": 8,
-    "batch": 64,
-    "max_num_batched_tokens": 8192,
-    "kv_cache_memory": 1024,  # with a cache of a given size engines start side by side
-    "gpu_memory_utilization": 0.1,
-    "name": RECORDED,
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance(options.Models):
+    ks: options.Ks = (1, 2, 3, 4, 5, 6, 7, 8)
+    """draft lengths; their engines work side by side"""
+    temperatures: Annotated[tuple[float, ...], arg(name="temperature")] = (0.0, 1.0)
+    """sampling temperatures; 0 is greedy"""
+    repeats: int = 8
+    """passes, each with seeds of its own; greedy ones are not repeated"""
+    workload: options.Prompts = field(default_factory=partial(options.Prompts, num_prompts=0))
+    # With a cache of a given size engines start side by side.
+    engine: EngineOptions = field(
+        default_factory=partial(
+            EngineOptions, batch=64, max_num_batched_tokens=8192, kv_cache_memory=1024, gpu_memory_utilization=0.1
+        )
+    )
+    output: options.Output = field(default_factory=partial(options.Output, name=RECORDED))
 
 
 def claim(run: results.Run, table: pd.DataFrame, at_scale: pd.DataFrame, by_hand: Mapping[str, float]) -> None:
@@ -110,4 +123,12 @@ def main(argv: list[str] | None = None) -> int:
     """The command."""
     from nwor_lab.bench import bench
 
-    return bench.main(argv, "acceptance", __doc__ or "", fixed=("count",), **AT_SCALE)
+    return bench.run_command("acceptance", Acceptance, __doc__, argv, show, **COUNTING)
+
+
+def show(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> int:
+    """Print one line a temperature and draft length, and a sentence a temperature."""
+    counts = survival(frame)
+    print(summary(counts).reset_index().to_string(index=False, float_format="{:.3f}".format))
+    print(*verdicts(counts), sep="\n")
+    return 0

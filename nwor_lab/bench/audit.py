@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor audit`: run each mode under the audit of the whole cache; fails when `cow` or `stage` leaves it dirty.
+"""Run each mode under the audit of the whole cache, byte by byte, and say what it left there.
 
-A bench that ends with its first pass. Takes the options of `nwor bench` but those of what it times or counts.
+    nwor audit --modes off,stage --model FOLDER --draft FOLDER
+
+The exit status is 1 where `cow` or `stage` leaves the cache dirty.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
-from nwor.settings import CLEAN
+from nwor.settings import CLEAN, MODES
 from nwor_lab.audit.auditor import FAULTS, AuditReport
-from nwor_lab.bench import bench
+from nwor_lab.bench import bench, options
 from nwor_lab.bench.plan import Plan
+from nwor_lab.engines.spec import EngineOptions
 
 COLUMNS = (
     "layer_steps",
@@ -26,9 +31,20 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Audit(options.Models):
+    modes: options.Modes = MODES
+    """modes to audit, of off, cow, direct and stage"""
+    ks: options.Ks = (4,)
+    """draft lengths"""
+    workload: options.Prompts = field(default_factory=options.Prompts)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    output: options.Output = field(default_factory=partial(options.Output, name="audit"))
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 when `cow` and `stage` are clean, 1 when one is dirty."""
-    return bench.main(argv, "audit", __doc__, show_verdict, fixed=("audit", "count", "repeats"), repeats=0)
+    return bench.run_command("audit", Audit, __doc__, argv, show_verdict, repeats=0)
 
 
 def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:

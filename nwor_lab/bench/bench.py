@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor bench`: run engines of several modes side by side on the same prompts and write what they did.
+"""Run engines of several modes side by side on the same prompts, and say which is faster and whether texts are equal.
 
-    nwor bench --mode vllm,off,cow,direct,stage --k 4,8 --batches 1,4
+    nwor bench --modes vllm,off,cow,direct,stage --k 4,8 --batches 1,4
 
 All engines of a draft length are up at once. A first greedy pass shows whether each mode gives the baseline's tokens,
 under the audit of the whole cache; a mode that does not gets no step time. Then the modes are timed, interleaved
 within each repeat in an order that the next repeat reverses, so that a slow minute of the machine hits all alike. It
-ends with a table and a sentence a mode, which says so where the repeats do not agree.
-`--count` counts accepted drafts instead (`nwor acceptance`), `--repeats 0` stops after the first pass (`nwor audit`).
+ends with a table and a sentence a mode, which says so where the repeats do not agree. `--repeats 0` stops after the
+first pass.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from nwor.settings import Settings
-from nwor_lab import machine, paths
+from nwor.settings import MODES, Settings
+from nwor_lab import command_line, machine, progress
 from nwor_lab.bench import options, survival
 from nwor_lab.bench.bench_table import kernel_rows, rows_of_generation, rows_of_ranks, summary, verdicts
 from nwor_lab.bench.parity import Parity, compare
-from nwor_lab.bench.plan import UNPATCHED, Plan, settings_of
+from nwor_lab.bench.plan import UNPATCHED, Plan, Timing, settings_of
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
+from nwor_lab.engines.spec import EngineOptions
 from nwor_lab.engines.widened_pair import PAIR_AT
 from nwor_lab.gpu import held_out
+from nwor_lab.progress import say
 from nwor_lab.run import results
 
 Rows = list[dict[str, Any]]
 COMPARED = 8
 """Requests of each load that parity is checked on at least."""
-_BEGIN = time.monotonic()
 
 
 def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = "") -> tuple[Rows, dict[str, Any]]:
@@ -80,11 +81,6 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
         for section, by_name in found.items():
             report.setdefault(section, {}).update({name + of_k: value for name, value in by_name.items()})
     return rows, report
-
-
-def say(doing: str) -> None:
-    """Print what begins or has ended, with the seconds since this process began."""
-    print(f"{time.monotonic() - _BEGIN:6.1f} s  {doing}", flush=True)
 
 
 @contextmanager
@@ -161,7 +157,7 @@ class Session:
         for repeat in range(plan.repeats):
             now = time.monotonic()
             if repeat and 0 < 60 * plan.max_minutes < now - begin + longest:
-                print(f"{plan.max_minutes:g} minutes hold {repeat} of {plan.repeats} repeats", file=sys.stderr)
+                progress.note(f"{plan.max_minutes:g} minutes hold {repeat} of {plan.repeats} repeats", sys.stderr)
                 break
             for temperature in plan.temperatures:
                 rows += self.timed(temperature, repeat)
@@ -257,59 +253,67 @@ def require_served(mode: str, ranks: list[dict[str, Any]]) -> None:
         )
 
 
-def main(
-    argv: list[str] | None = None,
-    command: str = "bench",
-    description: str = __doc__ or "",
-    show: Callable[[pd.DataFrame, Plan, dict[str, Any]], int] | None = None,
-    fixed: Sequence[str] = (),
-    **defaults: Any,
+@dataclass(frozen=True, kw_only=True)
+class Bench(options.Models):
+    modes: options.Modes = MODES
+    """modes to compare, of off, cow, direct, stage, and vllm without the plugin; the first is the baseline"""
+    ks: options.Ks = (4,)
+    """draft lengths; engines of one length are up at once, lengths follow each other"""
+    workload: options.Prompts = field(default_factory=options.Prompts)
+    timing: Timing = field(default_factory=Timing)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    output: options.Output = field(default_factory=partial(options.Output, name="bench"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status, as `run_command` does."""
+    return run_command("bench", Bench, __doc__, argv, show_summary)
+
+
+def run_command(
+    command: str,
+    kind: type[Any],
+    description: str | None,
+    argv: list[str] | None,
+    show: Callable[[pd.DataFrame, Plan, dict[str, Any]], int],
+    **fixed: Any,
 ) -> int:
     """Run a command of the family and return its exit status: 2 for wrong input, 1 for an engine that failed.
 
     Args:
-        command, description: its name and what its help says.
+        kind: its options. fixed: fields of the plan that are none.
         show: prints what was found, from the table, the plan and the report, and returns the exit status.
-        fixed: fields of the spec and the plan that are no options of it and keep their default.
-        defaults: of fields, in place of their own.
     """
-    arguments = options.parser(command, description, fixed, **defaults).parse_args(argv)
-    directory = Path(arguments.run_dir) if arguments.run_dir else paths.RESULTS / arguments.name
-    logs = directory.resolve() / "logs" / arguments.name
-
-    def end(status: int, why: object) -> int:
-        print(f"nwor {command}: {' '.join(str(why).split())}", file=sys.stderr)
-        return status
-
+    fail = partial(command_line.fail, f"nwor {command}")
     try:
         try:
-            spec, plan, prompts = options.parse_config(arguments)
-            results.check_folder(directory)
+            asked = command_line.parse(kind, argv, f"nwor {command}", description or "")
+            given = options.flat(asked) | fixed
+            with progress.moving():
+                progress.say("reading models and prompts", plain=False)
+                spec, plan, prompts = options.parse_config(given)
+            directory = results.check_folder(options.folder(asked.output))
         except (ValueError, OSError) as error:
-            return end(2, error)
-        say(f"weights and cache in {machine.summary(arguments.dtype)}; engines' logs: {logs}-*.log")
-        rows, report = run(spec, plan, prompts, str(logs))
-        frame, path = write_results(directory, vars(arguments), spec, plan, rows, report)
+            return fail(error)
+        logs = directory / "logs" / given["name"]
+        print(f"weights and cache in {machine.summary(given['dtype'])}; engines' logs: {logs}-*.log", flush=True)
+        with progress.moving():
+            rows, report = run(spec, plan, prompts, str(logs))
+        frame, path = write_results(directory, given, spec, plan, rows, report)
     except (EngineError, OSError) as error:
-        return end(1, error)
+        return fail(error, 1)
     except KeyboardInterrupt:
-        return end(130, "interrupted before its end, no results were written; start it again")
-    status = (show or show_summary)(frame, plan, report)
+        return fail("interrupted before its end, no results were written; start it again", 130)
+    status = show(frame, plan, report)
     print(f"written: {path} and .json")
     return status
 
 
 def show_summary(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> int:
-    """Print one line a mode and load, or of counted acceptance one line a temperature and draft length; and a sentence
-    or more that say what follows."""
-    if plan.count:
-        counts = survival.survival(frame)
-        table, said = survival.summary(counts).reset_index(), survival.verdicts(counts)
-    else:
-        table = summary(frame, plan)
-        said = verdicts(table, plan)
-    print(table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3f}"))
-    print(*said, sep="\n")
+    """Print one line a mode and load, and a sentence a mode that says what follows."""
+    table = summary(frame, plan)
+    print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
+    print(*verdicts(table, plan), sep="\n")
     return 0
 
 
@@ -326,6 +330,8 @@ def write_results(
     model = named or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
     common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch, "seed": spec.seed}
     common |= {"k": spec.k, "kv_cache_dtype": spec.kv_cache_dtype}
+    if spec.flash_attn_version:
+        common["attention"] = f"flash{spec.flash_attn_version}"
     if shape := shapes.SHAPES.get(given["shape"]):
         common["kv_heads"] = shape["num_key_value_heads"]
     frame = results.tidy(rows, **common)

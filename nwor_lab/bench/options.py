@@ -1,103 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `nwor bench` and its fronts: a sentence each, made of the fields of `EngineSpec` and `Plan`."""
+"""What `nwor bench` and its fronts are asked in common, and the engines, plan and prompts that follow from it."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from tyro.conf import arg
 
 from nwor_lab import machine, pair, paths
 from nwor_lab.bench.parity import tolerance
-from nwor_lab.bench.plan import Plan
+from nwor_lab.bench.plan import Plan, Workload
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.engines.widened_pair import PAIR_AT, write_widened
 
 T = TypeVar("T")
-OPTIONS = {"modes": "--mode", "ks": "--k", "temperatures": "--temperature"}
-"""Options that are not named as their field of `Plan` is."""
-DEFAULTS = {"model": str(paths.PAIR_TARGET), "draft": str(paths.PAIR_EAGLE), "dtype": ""}
-"""Defaults that are not those of their field."""
+Modes = Annotated[tuple[str, ...], arg(aliases=("--mode",))]
+Ks = Annotated[tuple[int, ...], arg(name="k")]
+Shape = Annotated[str, arg(help=f"random weights of a shape: {', '.join(shapes.SHAPES)}")]
 
 
-def parser(
-    command: str, description: str, fixed: Sequence[str] = (), plan: type = Plan, **defaults: Any
-) -> argparse.ArgumentParser:
-    """The parser of a command with the fields of `EngineSpec` and of the dataclass `plan` as options.
-
-    `defaults` win over those of the fields, and fields named in `fixed` are no options.
-    """
-    made = argparse.ArgumentParser(
-        prog=f"nwor {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("--prompts", default=str(paths.PROMPTS), help="JSONL file with a `prompt` a line")
-    made.add_argument("--shape", default="", help=f"random weights of a shape instead: {', '.join(shapes.SHAPES)}")
-    made.add_argument("--run-dir", default="", help="folder to write to (default: results/NAME)")
-    name = defaults.get("name", command)
-    made.add_argument("--name", default=name, help="name of the table and report (default: %(default)s)")
-    defaults = {**DEFAULTS, **defaults}
-    hints = {**get_type_hints(EngineSpec), **get_type_hints(plan)}
-    sentences = {**_sentences(EngineSpec), **_sentences(plan)}
-    for field in (*fields(EngineSpec), *fields(plan)):
-        if field.name == "k" and plan is Plan:  # which has a list of them
-            continue
-        option = "--" + field.name.replace("_", "-")
-        option = OPTIONS.get(field.name, option) if plan is Plan else option
-        default, hint = defaults.get(field.name, field.default), hints[field.name]
-        if field.name in fixed:
-            made.set_defaults(**{field.name: default})
-            continue
-        how: dict[str, Any] = {"dest": field.name, "default": default, "help": sentences[field.name]}
-        if hint in (bool, bool | None):
-            how["action"] = argparse.BooleanOptionalAction
-        elif get_origin(hint) is tuple:
-            how |= {"type": _list_of(get_args(hint)[0]), "metavar": "A,B,..."}
-            how["help"] += f" (default: {','.join(map(str, default)) or 'none'})"
-        else:
-            how |= {"type": hint, "metavar": hint.__name__.upper()}
-            how["help"] += " (default: %(default)s)" if default != "" else ""
-        made.add_argument(option, **how)
-    return made
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    model: str = str(paths.PAIR_TARGET)
+    """target model, a folder or a name on the hub; pair@SHAPE is the shipped pair written at another shape"""
+    draft: str = str(paths.PAIR_EAGLE)
+    """draft model, likewise; empty for methods without one (ngram)"""
+    tp: int = 1
+    """tensor-parallel ranks"""
 
 
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    def values(text: str) -> tuple[Any, ...]:
-        return tuple(kind(value) for value in text.split(",") if value)
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Workload):
+    """What is decoded."""
 
+    prompts: str = str(paths.PROMPTS)
+    """JSONL file with a `prompt` a line"""
+    shape: Shape = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where results go."""
+
+    run_dir: str = ""
+    """folder to write to; none: results/NAME"""
+    name: str
+    """name of the table and report"""
+
+
+def folder(output: Output) -> Path:
+    """The folder that was asked for; `output` has a name."""
+    return Path(output.run_dir or paths.RESULTS / output.name).resolve()
+
+
+def flat(options: Any) -> dict[str, Any]:
+    """All options of a command by name, those of its groups too."""
+    values: dict[str, Any] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        values |= flat(value) if is_dataclass(value) else {field.name: value}
     return values
 
 
-def _sentences(kind: type) -> dict[str, str]:
-    """What the docstring of a dataclass says of each of its fields."""
-    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", kind.__doc__ or "", re.MULTILINE)
-    return {name: " ".join(text.split()).rstrip(".").replace("%", "%%") for name, text in found}
-
-
-def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, Plan, list[list[int]]]:
-    """The spec, the plan and the prompts (token ids) that the options describe.
+def parse_config(given: Mapping[str, Any]) -> tuple[EngineSpec, Plan, list[list[int]]]:
+    """The spec, the plan and the prompts (token ids) that options by name describe.
 
     An empty dtype is that of this machine, and a `tolerance` of 0 that of the dtypes.
 
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
     """
-    if arguments.profile and machine.on_cpu():
+    if given.get("profile") and machine.on_cpu():
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
-    if arguments.shape:
-        shapes.find_shape(arguments.shape)
-        if not arguments.random_prompts:
+    if given["shape"]:
+        shapes.find_shape(given["shape"])
+        if not given["random_prompts"]:
             raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
-    given = with_model(vars(arguments))
-    if given["count"]:
-        given |= {"modes": ("off",), "audit": False}
+    given = with_model(given)
     usual = tolerance(given["dtype"], given["kv_cache_dtype"], given["load_format"] == FORMAT, not machine.on_cpu())
-    given["tolerance"] = given["tolerance"] or usual
-    plan = from_options(Plan, given)
+    plan = from_options(Plan, given | {"tolerance": given.get("tolerance") or usual})
     spec = from_options(EngineSpec, given | {"k": plan.ks[0]})
     if (room := spec.max_model_len - plan.max_tokens) < max(plan.random_prompts, default=1):
         raise ValueError(f"max_model_len {spec.max_model_len} leaves room for {room} tokens of a prompt: raise it")

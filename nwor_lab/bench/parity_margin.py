@@ -11,9 +11,9 @@ mode paused. What DIR's `parity_margin.parquet` has of other configurations stay
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 
 from nwor.settings import Settings
-from nwor_lab import faults, machine, pair, paths
+from nwor_lab import command_line, faults, machine, pair, paths
 from nwor_lab.bench import options
 from nwor_lab.bench.parity import Parity, compare
 from nwor_lab.bench.plan import Plan
@@ -122,20 +122,22 @@ def configurations() -> Iterator[tuple[EngineSpec, list[list[int]], tuple[int, .
         yield from ((*make(cache), (1, GROUP)) for cache in caches)
 
 
+@dataclass(frozen=True)
+class Margin:
+    out: Path
+    """folder of the table"""
+
+
 def main(argv: list[str] | None = None) -> int:
-    described = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=NAME, description=__doc__, formatter_class=described)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the table")
     try:
-        path = results.check_folder(parser.parse_args(argv).out) / f"{NAME}.parquet"
+        path = results.check_folder(command_line.parse(Margin, argv, NAME, __doc__ or "").out) / f"{NAME}.parquet"
         for configuration in configurations():
             table = measure(*configuration)
             write(path, table)
             shifts = table[table["metric"] == "shift"].groupby("fault")["value"].agg(["min", "max"])
             print(", ".join(map(str, table[WHERE].iloc[0])), shifts.to_string(), sep="\n", flush=True)
-    except (OSError, EngineError) as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, OSError) else 1
+    except (ValueError, OSError, EngineError) as error:
+        return command_line.fail(NAME, error, 1 if isinstance(error, EngineError) else 2)
     print(f"written: {path}")
     return 0
 

@@ -6,47 +6,62 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import arg
 
 from nwor.settings import MODES, Settings
+from nwor_lab import progress
 from nwor_lab.machine import on_cpu
 
 UNPATCHED = "vllm"
 """vLLM without NWOR's plugin, as a mode of a plan."""
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is decoded."""
+
+    num_prompts: int = 8
+    """prompts that are decoded; 0 for all there are"""
+    random_prompts: tuple[int, ...] = ()
+    """lengths of prompts of random token ids, in place of a file's"""
+    max_tokens: int = 64
+    """tokens of every answer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What is timed, and what of it counts."""
+
+    batches: tuple[int, ...] = ()
+    """prompts of each timed generation, one generation after the other, as far as caches hold them; none: all"""
+    temperatures: Annotated[tuple[float, ...], arg(name="temperature")] = (0.0,)
+    """sampling temperatures; 0 is greedy, and parity is checked there alone"""
+    repeats: int = 5
+    """timed passes; the modes are interleaved, and each repeat reverses their order"""
+    max_minutes: float = 0.0
+    """no repeat but the first begins that would end later than this, by the longest so far; 0 for no limit"""
+    tolerance: float = 0.0
+    """nats by which a mode may shift log-probabilities; 0 for what rounding in the dtypes explains"""
+    profile: bool = False
+    """also take GPU time by kind of kernel, in untimed generations"""
+    audit: bool = True
+    """compare the whole cache byte by byte in the first pass, which is not timed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Timing, Workload):
     """A grid of modes, draft lengths, temperatures and loads, and what is done at each of its points.
 
     modes: modes to compare, of off, cow, direct, stage, and vllm without the plugin; the first is the baseline.
     ks: draft lengths; engines of one length are up at once, lengths follow each other.
-    temperatures: sampling temperatures; 0 is greedy, and parity is checked there alone.
-    num_prompts: prompts of the first pass, and of the timed ones unless batches says otherwise; 0 for all there are.
-    batches: prompts of each timed generation, one generation after the other.
-    random_prompts: lengths of prompts of random token ids, each timed with every batch that the caches hold.
-    max_tokens: tokens of every answer.
-    repeats: timed passes; the modes are interleaved, and each repeat reverses their order.
-    max_minutes: no repeat but the first begins that would end later than this, by the longest so far; 0 for no limit.
-    tolerance: nats by which a mode may shift log-probabilities, by their `Parity.shift`; 0 for what rounding in the
-        dtypes of model and cache explains.
-    profile: also take GPU time by kind of kernel, in untimed generations.
-    audit: compare the whole cache byte by byte in the first pass, which is not timed.
     count: count accepted drafts and nothing else: no parity, audit or times; engines of all draft lengths work side by
         side, and greedy passes are not repeated.
     """
 
     modes: tuple[str, ...] = MODES
     ks: tuple[int, ...] = (4,)
-    temperatures: tuple[float, ...] = (0.0,)
-    num_prompts: int = 8
-    batches: tuple[int, ...] = ()
-    random_prompts: tuple[int, ...] = ()
-    max_tokens: int = 64
-    repeats: int = 5
-    max_minutes: float = 0.0
-    tolerance: float = 0.0
-    profile: bool = False
-    audit: bool = True
     count: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +97,9 @@ class Plan:
         fits = [(length, size) for length, size in every if size * (length + self.max_tokens) <= capacity]
         for length, size in every:
             if (length, size) not in fits:
-                print(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", file=sys.stderr)
+                progress.note(
+                    f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr
+                )
         return fits
 
     def passes(self, seed: int) -> list[tuple[float, int, int]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find an effect smaller than what two engines differ by: each mode's engine beside itself with the mode paused.
 
-    python -m nwor_lab.bench.small_effect --mode direct,stage --shape llama-2-7b --random-prompts 512 --k 8
+    python -m nwor_lab.bench.small_effect --modes direct,stage --shape llama-2-7b --random-prompts 512 --k 8
 
 Paused, an engine is vanilla. Each repeat captures graphs anew, since where a capture puts its buffers must not pass for
 the mode's doing, and reverses the order. With two modes the second is also held against the first, each over itself.
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import pandas as pd
 
+from nwor_lab import command_line, progress
 from nwor_lab.bench import options
 from nwor_lab.bench.bench import started
 from nwor_lab.bench.plan import Plan, settings_of
 from nwor_lab.cost.ratios import abba_ratio
 from nwor_lab.engines import pause
 from nwor_lab.engines.engine import EngineError, EngineSpec
+from nwor_lab.engines.spec import EngineOptions
 
 
 def measure(spec: EngineSpec, plan: Plan, prompts: list[list[int]]) -> pd.DataFrame:
@@ -60,14 +63,26 @@ def verdicts(table: pd.DataFrame, modes: Sequence[str]) -> list[str]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SmallEffect(options.Models):
+    modes: options.Modes = ("stage",)
+    """modes, each held against its own engine paused"""
+    ks: options.Ks = (4,)
+    """drafts a request brings to a step"""
+    repeats: int = 5
+    """timed pairs of passes of each mode"""
+    workload: options.Prompts = field(default_factory=options.Prompts)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
 def main(argv: list[str] | None = None) -> int:
-    given = options.parser("small-effect", __doc__ or "", ("audit", "count", "profile"), audit=False, modes=("stage",))
     try:
-        spec, plan, prompts = options.parse_config(given.parse_args(argv))
-        table = measure(spec, plan, prompts[: plan.num_prompts])
+        asked = command_line.parse(SmallEffect, argv, "small_effect", __doc__ or "")
+        spec, plan, prompts = options.parse_config(options.flat(asked))
+        with progress.moving():
+            table = measure(spec, plan, prompts[: plan.num_prompts])
     except (ValueError, OSError, EngineError) as error:
-        print(f"small_effect: {error}", file=sys.stderr)
-        return 1 if isinstance(error, EngineError) else 2
+        return command_line.fail("small_effect", error, 1 if isinstance(error, EngineError) else 2)
     print(table.round(4).to_string(index=False))
     print(*verdicts(table, plan.modes), sep="\n")
     return 0

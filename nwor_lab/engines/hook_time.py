@@ -10,17 +10,19 @@ scheduler, the worker and the front end are in one process, so that all of them 
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from nwor.settings import Settings
-from nwor_lab import paths
+import tyro
+
+from nwor.settings import MODES, Settings
+from nwor_lab import command_line, paths
 from nwor_lab.engines.spec import EngineSpec
 from nwor_lab.machine import on_cpu
 
@@ -127,22 +129,32 @@ def _time_hooks(clock: Clock) -> None:
     counters.CommitCounts.read = clock.timed("CommitCounts.read", counters.CommitCounts.read)  # type: ignore[method-assign]
 
 
+@dataclass(frozen=True)
+class HookTime:
+    modes: tyro.conf.Positional[tuple[str, ...]] = ("stage", "cow")
+    """modes to time"""
+    requests: int = 16
+    """that decode at once"""
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hook_time", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("modes", nargs="*", default=["stage", "cow"], metavar="MODE")
-    parser.add_argument("--requests", type=int, default=16)
-    given = parser.parse_args(argv)
-    more: dict[str, Any] = {"dtype": "float32", "num_blocks": 16 * given.requests} if on_cpu() else {
-        "enforce_eager": False, "num_blocks": 64 * given.requests, "kv_cache_memory": 2048
+    """The command; 2 for wrong input."""
+    try:
+        asked = command_line.parse(HookTime, argv, "hook_time", __doc__ or "")
+        command_line.check_names("mode", asked.modes, MODES)
+    except ValueError as error:
+        return command_line.fail("hook_time", error)
+    more: dict[str, Any] = {"dtype": "float32", "num_blocks": 16 * asked.requests} if on_cpu() else {
+        "enforce_eager": False, "num_blocks": 64 * asked.requests, "kv_cache_memory": 2048
     }  # fmt: skip
     spec = EngineSpec(
-        str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), batch=given.requests, max_num_batched_tokens=2048,
+        str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), batch=asked.requests, max_num_batched_tokens=2048,
         max_model_len=1024, **more,
     )  # fmt: skip
-    for mode in given.modes:
+    for mode in asked.modes:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            found = pool.submit(hook_times, spec, mode, given.requests).result()
-        print(f"{mode}: {sum(found.values()):.0f} us of host time a step of {given.requests} requests")
+            found = pool.submit(hook_times, spec, mode, asked.requests).result()
+        print(f"{mode}: {sum(found.values()):.0f} us of host time a step of {asked.requests} requests")
         for name, microseconds in sorted(found.items(), key=lambda item: -item[1]):
             print(f"  {microseconds:6.1f}  {name}")
     return 0

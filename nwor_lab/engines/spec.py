@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,77 +12,88 @@ from nwor_lab.engines.random_weights import ASKED, FORMAT
 from nwor_lab.machine import on_cpu
 
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """One engine's configuration but for its mode; field names are vLLM's own where it has them.
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """vLLM's engine. What is 0 or none is left to vLLM; names are its own where it has them."""
 
-    model: target model, a folder or a name on the hub; ``pair@SHAPE`` is the shipped pair written at another shape.
-    draft: draft model, a folder or a name on the hub; empty for methods without one (``ngram``).
-    method: vLLM's speculative method.
-    k: drafts a request brings to a step, vLLM's ``num_speculative_tokens``.
-    tp: tensor-parallel ranks.
-    dtype: of the weights, by vLLM's name.
-    kv_cache_dtype: of the cache: auto, fp8, fp8_e4m3 or fp8_e5m2.
-    batch: requests that run at once, at most.
-    max_num_batched_tokens: tokens of a step, at most.
-    max_model_len: tokens of a request, prompt and answer, at most.
-    num_blocks: cache blocks, or 0 for as many as vLLM finds room for.
-    block_size: slots of a cache block, or 0 for vLLM's own choice.
-    enforce_eager: run without CUDA graphs.
-    prefix_caching: reuse the cache of prompts that begin alike.
-    async_scheduling: whether the scheduler runs a step ahead; left out, vLLM's own choice.
-    kv_cache_memory: MiB of cache on each GPU, or 0 for what gpu_memory_utilization leaves; given, vLLM measures
-        nothing at start-up, so engines may start side by side.
-    load_format: ``auto``, or ``nwor_random`` for random weights of the model's shape.
-    gpu_memory_utilization: share of a GPU for each engine; those of all modes, four by default, are up at once.
-    cpu_threads: cores of each rank on a CPU, 0 for an equal share of all; small models run best on one.
-    acceptance_length: synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler.
-    runner: vLLM's model runner, v1 or v2; empty for its own choice: V2 on a GPU, V1 on a CPU.
-    attention_backend: FLASH_ATTN, TRITON_ATTN or another of vLLM's; empty for its own choice.
-    flash_attn_version: FlashAttention 2, 3 or 4 under FLASH_ATTN, whatever the GPU has; 0 for vLLM's own choice.
-    cudagraph_mode: FULL, PIECEWISE or another of vLLM's; empty for its own choice, FULL_AND_PIECEWISE.
-    cudagraph_capture_sizes: tokens of a batch for which graphs are captured; empty for vLLM's own choice, which on an
-        H200 ends at 512.
-    plugins: vLLM plugins that are loaded, by name; empty for all.
-    seed: of the engine, and of sampled requests.
-    """
-
-    model: str
-    draft: str = ""
     method: str = "eagle"
-    k: int = 4
-    tp: int = 1
-    dtype: str = "bfloat16"
+    """vLLM's speculative method"""
+    dtype: str = ""
+    """of the weights, by vLLM's name; none: the one that this machine has instructions for"""
     kv_cache_dtype: str = "auto"
+    """of the cache: auto, fp8, fp8_e4m3 or fp8_e5m2"""
     batch: int = 8
+    """requests that run at once, at most"""
     max_num_batched_tokens: int = 256
+    """tokens of a step, at most"""
     max_model_len: int = 512
+    """tokens of a request, prompt and answer, at most"""
     num_blocks: int = 0
+    """cache blocks; 0: as many as vLLM finds room for"""
     block_size: int = 0
-    enforce_eager: bool = True
+    """slots of a cache block"""
     prefix_caching: bool = False
-    async_scheduling: bool | None = None
+    """reuse the cache of prompts that begin alike"""
     kv_cache_memory: int = 0
-    load_format: str = "auto"
+    """MiB of cache on each GPU, 0 for what gpu_memory_utilization leaves; given, engines may start side by side"""
     gpu_memory_utilization: float = 0.22
+    """share of a GPU for each engine; those of all modes, four by default, are up at once"""
     cpu_threads: int = 1
-    acceptance_length: float = 0.0
-    runner: str = ""
-    attention_backend: str = ""
-    flash_attn_version: int = 0
+    """cores of each rank on a CPU, 0 for an equal share of all; small models run best on one"""
+    enforce_eager: bool = True
+    """run without CUDA graphs"""
     cudagraph_mode: str = ""
+    """FULL, PIECEWISE or another of vLLM's; its own choice is FULL_AND_PIECEWISE"""
     cudagraph_capture_sizes: tuple[int, ...] = ()
+    """tokens of a batch for which graphs are captured; vLLM's own choice ends at 512 on an H200"""
+    async_scheduling: bool | None = None
+    """whether the scheduler runs a step ahead; None is vLLM's own choice"""
+    runner: str = ""
+    """vLLM's model runner, v1 or v2; its own choice is V2 on a GPU, V1 on a CPU"""
+    attention_backend: str = ""
+    """FLASH_ATTN, TRITON_ATTN or another of vLLM's"""
+    flash_attn_version: int = 0
+    """FlashAttention 2, 3 or 4 under FLASH_ATTN, whatever the GPU has"""
+    load_format: str = "auto"
+    """auto, or nwor_random for random weights of the model's shape"""
+    acceptance_length: float = 0.0
+    """synthetic mean acceptance length, bonus token included; 0 for the real rejection sampler"""
     plugins: str = ""
+    """vLLM plugins that are loaded, by name; empty for all"""
     seed: int = 0
+    """of the engine, and of sampled requests"""
 
     def __post_init__(self) -> None:
-        for name in ("k", "tp", "batch", "max_num_batched_tokens", "max_model_len"):
+        for name in ("batch", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.runner not in ("", "v1", "v2"):
             raise ValueError(f"runner must be v1, v2 or empty for vLLM's own choice, got {self.runner!r}")
         if self.enforce_eager and (self.cudagraph_mode or self.cudagraph_capture_sizes):
             raise ValueError("graphs are asked for and ruled out: leave out enforce_eager (--no-enforce-eager)")
+
+
+@dataclass(frozen=True)
+class EngineSpec(EngineOptions):
+    """One engine's configuration but for its mode.
+
+    model: target model, a folder or a name on the hub.
+    draft: draft model, likewise; empty for methods without one (``ngram``).
+    k: drafts a request brings to a step, vLLM's ``num_speculative_tokens``.
+    tp: tensor-parallel ranks.
+    """
+
+    model: str
+    draft: str = ""
+    k: int = 4
+    tp: int = 1
+    dtype: str = field(default="bfloat16", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("k", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def llm_arguments(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``; what is empty or 0 here is left to vLLM."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor figures`: the paper's twelve figures, drawn from the tables of one folder.
+"""The paper's twelve figures, drawn from the tables of one folder.
 
     nwor figures                                   all figures, from data/recorded
     nwor figures --source results/<run>            from the tables of a run
@@ -11,15 +11,16 @@ figure whose tables are not in the folder is not drawn, and a line says which ta
 
 from __future__ import annotations
 
-import argparse
 import shlex
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pandas as pd
+from tyro.conf import arg
 
-from nwor_lab import paths
+from nwor_lab import command_line, paths
 from nwor_lab.bench import gpu_steps
 from nwor_lab.bench.survival import survival
 from nwor_lab.cost import predicted
@@ -91,23 +92,35 @@ FIGURES: dict[str, Callable[[style.Folder, Tables], Path]] = {
 """Each figure by its file's name, and what draws it. `pages` and `break_even` are computed, and take no table."""
 
 
+@dataclass(frozen=True)
+class Figures:
+    source: str = ""
+    """a folder of tables; none: data/recorded"""
+    out: Path = paths.RESULTS
+    """folder to write figures/ into"""
+    only: Annotated[tuple[str, ...], arg(help=f"of {', '.join(FIGURES)}; none: all")] = ()
+
+    def __post_init__(self) -> None:
+        command_line.check_names("--only", self.only, FIGURES)
+        if not self.folder.is_dir():
+            raise ValueError(f"{self.source} is no folder of tables")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.source or paths.RECORDED)
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="nwor figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--source", help="a folder of tables (default: data/recorded)")
-    parser.add_argument("--out", default=str(paths.RESULTS), help="folder to write figures/ into (default: results)")
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="FIGURE")
-    given = parser.parse_args(argv)
-    source = Path(given.source or paths.RECORDED)
-    if not source.is_dir():
-        print(f"nwor figures: {source} is no folder of tables", file=sys.stderr)
-        return 2
-    command = "nwor figures" + (f" --source {shlex.quote(given.source)}" if given.source else "")
-    for name in given.only:
-        out = style.Folder(Path(given.out), f"{command} --only {name}")
+    """The command; a figure whose tables are missing is none of its failures."""
+    try:
+        asked = command_line.parse(Figures, argv, "nwor figures", __doc__ or "")
+    except ValueError as error:
+        return command_line.fail("nwor figures", error)
+    command = "nwor figures" + (f" --source {shlex.quote(asked.source)}" if asked.source else "")
+    for name in asked.only or FIGURES:
+        out = style.Folder(asked.out, f"{command} --only {name}")
         try:
-            print(FIGURES[name](out, lambda table: results.read_table(table, source)), flush=True)
+            print(FIGURES[name](out, lambda table: results.read_table(table, asked.folder)), flush=True)
         except FileNotFoundError as missing:
             print(f"{name} is not drawn: {missing}")
         style.close()

@@ -19,7 +19,7 @@ prefix, attend, and leave the rows stored.
     empty            one kernel of one thread that does nothing
 
 The grid has the settings that `nwor tune` searched, and others between them (`held_out`): column `tuned_on`. Options
-name others: `--heads 32x8 --contexts 2048,131072 --batches 1,4 --ks 8,48 --caches bf16`.
+name others: `--heads 32x8 --contexts 2048,131072 --batches 1,4 --k 8,48 --caches bf16`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import pandas as pd
@@ -41,10 +41,6 @@ from nwor_lab.run import builds, results
 
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
-AXES = {
-    "heads": timer.pairs, "batches": timer.numbers, "contexts": timer.numbers, "caches": timer.caches,
-    "ks": timer.numbers,
-}  # fmt: skip
 
 
 def shapes(
@@ -129,10 +125,17 @@ def verdict(table: pd.DataFrame) -> str:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attention(timer.Axes, timer.Command):
+    name: str = "attention"
+    """of the table"""
+
+
 def main(argv: list[str] | None = None) -> int:
-    found = timer.options("attention", __doc__, argv, AXES | {"name": str})
-    times = measure(grid(**{axis: given for axis in AXES if (given := getattr(found, axis))}), found.repeats)
-    timer.write(found, found.name or "attention", times)
+    asked = timer.options(Attention, "attention", __doc__, argv)
+    axes = {field.name: getattr(asked, field.name) for field in fields(timer.Axes)} | {"heads": asked.pairs}
+    times = measure(grid(**{name: values for name, values in axes.items() if values}), asked.repeats)
+    timer.write(asked, asked.name, times)
     table = net(times)
     print(table.filter(regex="ratio|over_flash2").round(3).to_string())
     print(verdict(table))

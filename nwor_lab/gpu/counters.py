@@ -169,8 +169,8 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(argv: list[str] | None = None) -> int:
-    found, frame = timer.options("counters", __doc__, argv), measure()
-    timer.write(found, "attention_counters", frame)
+    asked, frame = timer.options(timer.Command, "counters", __doc__, argv), measure()
+    timer.write(asked, "attention_counters", frame)
     print(shown(frame).round(1).to_string())
     return 0
 

@@ -25,10 +25,12 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import torch
+from tyro.conf import FlagCreatePairsOff
 
 from nwor import ops
 from nwor_lab.cost.traffic import Shape
@@ -175,10 +177,16 @@ def count_bytes() -> pd.DataFrame:
     return results.tidy(found, mode="", model="")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operators(timer.Command):
+    counters: FlagCreatePairsOff[bool] = False
+    """read the DRAM counters, and no times (needs ncu)"""
+
+
 def main(argv: list[str] | None = None) -> int:
-    found = timer.options("operators", __doc__, argv, counters="read the DRAM counters, and no times (needs ncu)")
-    name, frame = ("kernel_counters", count_bytes()) if found.counters else ("kernel_times", measure(found.repeats))
-    timer.write(found, name, frame)
+    asked = timer.options(Operators, "operators", __doc__, argv)
+    name, frame = ("kernel_counters", count_bytes()) if asked.counters else ("kernel_times", measure(asked.repeats))
+    timer.write(asked, name, frame)
     print(frame.groupby(["metric", "op", "kv_heads", "cache", "rows", "kept"])["value"].median().round(2).to_string())
     return 0
 

@@ -7,17 +7,21 @@ ratio. Here each repeat samples every call once, and the ratios are of neighbour
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypeVar
 
 import pandas as pd
 import torch
+from tyro.conf import arg
 
+from nwor_lab import command_line
 from nwor_lab.run import results
 
 Call = Callable[[], object]
+T = TypeVar("T")
 
 
 def empty() -> None:
@@ -60,54 +64,60 @@ def interleaved(calls: dict[str, Call], repeats: int, clean: bool = False) -> It
             yield from ((name, repeat, 1e3 * begin.elapsed_time(end)) for name, (begin, end) in events.items())
 
 
-def numbers(text: str) -> list[int]:
-    """Numbers that commas divide."""
-    return [_at_least_one(number) for number in text.split(",")]
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What every `python -m nwor_lab.gpu.<module>` is asked."""
+
+    out: Path
+    """folder for the table and what made it"""
+    repeats: int = 30
+    """samples of each call that is timed"""
 
 
-def caches(text: str) -> list[str]:
-    """Of bf16 and fp8, those that are wanted."""
-    found = text.split(",")
-    if unknown := set(found) - {"bf16", "fp8"}:
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is not of bf16 and fp8")
-    return found
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Shapes of an attention: all combinations of these."""
+
+    heads: tuple[str, ...] = ()
+    """query heads x KV heads, such as 32x8,16x4"""
+    ks: Annotated[tuple[int, ...], arg(name="k", aliases=("--ks",))] = ()
+    """drafts of a window"""
+    batches: tuple[int, ...] = ()
+    """requests"""
+    contexts: tuple[int, ...] = ()
+    """positions before the window"""
+    caches: tuple[Literal["bf16", "fp8"], ...] = ()
+    """dtypes of the cache"""
+
+    def __post_init__(self) -> None:
+        if min([*itertools.chain(*self.pairs), *self.ks, *self.batches, *self.contexts], default=1) < 1:
+            raise ValueError("each number of heads, drafts, requests and positions is at least 1")
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Query heads and KV heads."""
+        try:
+            return [(int(heads), int(kv_heads)) for heads, kv_heads in (pair.split("x") for pair in self.heads)]
+        except ValueError:
+            raise ValueError(f"--heads are written 32x8,16x4, got {','.join(self.heads)}") from None
 
 
-def pairs(text: str) -> list[tuple[int, int]]:
-    """Query heads and KV heads: 32x8,16x4."""
-    both = (pair.split("x") for pair in text.split(","))
-    return [(_at_least_one(heads), _at_least_one(kv_heads)) for heads, kv_heads in both]
+def options(kind: type[T], module: str, doc: str, argv: list[str] | None) -> T:
+    """Read the command line of `python -m nwor_lab.gpu.<module>`. It ends here with status 2 and a line where that
+    cannot be, or there is no GPU."""
+    command = f"python -m nwor_lab.gpu.{module}"
+    try:
+        asked = command_line.parse(kind, argv, command, doc)
+        if not torch.cuda.is_available():
+            raise ValueError("no NVIDIA GPU here; the recorded results are in data/recorded")
+    except ValueError as error:
+        raise SystemExit(command_line.fail(command, error)) from None
+    return asked
 
 
-def _at_least_one(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"each number is at least 1, got {text}")
-    return int(text)
-
-
-def options(
-    module: str, doc: str, argv: list[str] | None, values: Mapping[str, Callable[[str], Any]] | None = None,
-    **switches: str,
-) -> argparse.Namespace:  # fmt: skip
-    """Read the command line of `python -m nwor_lab.gpu.<module>`: `out`, `repeats`, `values` by what reads them,
-    None where they are not given, and `switches` with their help. It ends here with status 2 and a line where there is
-    no GPU."""
-    parser = argparse.ArgumentParser(prog=f"python -m nwor_lab.gpu.{module}", description=doc.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the table and what made it")
-    parser.add_argument("--repeats", type=int, default=30, help="samples of each call that is timed (default: 30)")
-    for name, read in (values or {}).items():
-        parser.add_argument(f"--{name}", type=read, help=(read.__doc__ or "").strip(".") if read is not str else None)
-    for name, said in switches.items():
-        parser.add_argument(f"--{name}", action="store_true", help=said)
-    found = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no NVIDIA GPU here; the recorded results are in data/recorded")
-    return found
-
-
-def write(found: argparse.Namespace, name: str, frame: pd.DataFrame) -> None:
+def write(asked: Command, name: str, frame: pd.DataFrame) -> None:
     """Write table `name` and what made it to the folder asked for: words as categories, values in single precision."""
     texts = [column for column in frame if frame[column].dtype == object]
-    path = found.out / f"{name}.parquet"
+    path = asked.out / f"{name}.parquet"
     results.write_table(path, frame.astype(dict.fromkeys(texts, "category") | {"value": "float32"}))
-    results.write_provenance(path, vars(found))
+    results.write_provenance(path, asdict(asked))

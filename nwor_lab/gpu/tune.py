@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor tune`: find the fastest configurations of `stage`'s attention on this GPU, in a file that vLLM takes.
+"""Find the fastest configurations of `stage`'s attention on this GPU, in a file that vLLM takes.
 
-    nwor tune --heads 32x8 --head-size 128 --tp 1,2 --out tuning
+    nwor tune --heads 32x8 --head-size 128 --k 8 --tp 1,2 --out tuning
     VLLM_NWOR_TUNING=$PWD/tuning VLLM_NWOR_MODE=stage vllm serve ...
 
 The file is named after the GPU, and holds what was known of it before as well. Each k, cache and number of ranks takes
@@ -12,20 +12,20 @@ interleaved with the candidates. A model's heads are `num_attention_heads`, `num
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
+from tyro.conf import arg
 
 from nwor.attention.configs import (
     H200,
@@ -46,11 +46,12 @@ from nwor.attention.configs import (
     tuned,
 )
 from nwor.settings import PREFIX, Settings
+from nwor_lab import command_line
 from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.gpu.attention import shapes
 from nwor_lab.gpu.held_out import CONTEXTS
 from nwor_lab.gpu.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
-from nwor_lab.gpu.timer import Call, caches, empty, interleaved, numbers, pairs
+from nwor_lab.gpu.timer import Axes, Call, empty, interleaved
 from nwor_lab.run import results
 
 THREE_AT_ONCE = 168  # registers of a thread at most, if three programs of four warps are to share a multiprocessor
@@ -264,19 +265,43 @@ def of_rank(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
     return heads // tp, max(1, kv_heads // tp)
 
 
-def heads_of_ranks(options: argparse.Namespace) -> tuple[list[tuple[int, int]], int]:
-    """Query and KV heads of a rank, of each shape and number of ranks that was asked for, and their head size.
+@dataclass(frozen=True, kw_only=True)
+class Tune(Axes):
+    shape: Annotated[str, arg(help=f"of a model, in place of --heads: {', '.join(SHAPES)}")] = ""
+    head_size: int = HEAD_SIZE
+    """of --heads"""
+    tp: tuple[int, ...] = (1,)
+    """ranks that share the heads"""
+    ks: Annotated[tuple[int, ...], arg(name="k", aliases=("--ks",))] = (8,)
+    batches: tuple[int, ...] = BATCHES
+    contexts: tuple[int, ...] = CONTEXTS
+    caches: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
+    repeats: int = 5
+    """samples of each candidate"""
+    out: Path = field(default_factory=lambda: Path(Settings.from_env().tuning or "tuning"))
+    """folder of the file, $VLLM_NWOR_TUNING where that is set"""
 
-    Raises:
-        ValueError: heads do not divide among the ranks, or `stage` does not serve their size.
-    """
-    heads, head_size = options.heads, options.head_size
-    if not heads:
-        shape = SHAPES[options.shape]
-        heads, head_size = [(shape["num_attention_heads"], shape["num_key_value_heads"])], shape["head_dim"]
-    if head_size not in HEAD_SIZES:
-        raise ValueError(f"stage serves no heads of size {head_size}")
-    return list(dict.fromkeys(of_rank(of_all, kv, tp) for of_all, kv in heads for tp in options.tp)), head_size
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.heads) == bool(self.shape):
+            raise ValueError("give --heads or --shape, and one of them")
+        if self.shape:
+            command_line.check_names("--shape", (self.shape,), SHAPES)
+        self.ranks()
+
+    def ranks(self) -> tuple[list[tuple[int, int]], int]:
+        """Query and KV heads of a rank, of each shape and number of ranks that was asked for, and their head size.
+
+        Raises:
+            ValueError: heads do not divide among the ranks, or `stage` does not serve their size.
+        """
+        heads, head_size = self.pairs, self.head_size
+        if self.shape:
+            shape = SHAPES[self.shape]
+            heads, head_size = [(shape["num_attention_heads"], shape["num_key_value_heads"])], shape["head_dim"]
+        if head_size not in HEAD_SIZES:
+            raise ValueError(f"stage serves no heads of size {head_size}")
+        return list(dict.fromkeys(of_rank(of_all, kv, tp) for of_all, kv in heads for tp in self.tp)), head_size
 
 
 def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> Path:
@@ -291,53 +316,30 @@ def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterab
     return results.write_text(path, f'{{"gpu": {json.dumps(gpu)}, "configurations": [\n{lines}\n]}}\n')
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nwor tune", description=__doc__.split("\n")[0].split(": ")[1])
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--shape", choices=SHAPES, help="the shape of a model")
-    which.add_argument("--heads", type=pairs, help="query heads x KV heads of a model, as many as you like: 32x8,16x4")
-    parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=HEAD_SIZE, help="with --heads")
-    parser.add_argument("--tp", type=numbers, default=[1], help="ranks that share the heads: 1,2 (default: 1)")
-    parser.add_argument("--ks", type=numbers, default=[8], help="drafts of a window: 1,3,8 (default: 8)")
-    parser.add_argument("--caches", type=caches, default="bf16,fp8", help="those to tune for (default: bf16,fp8)")
-    parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="requests (default: 1,4,16,64)")
-    parser.add_argument(
-        "--contexts", type=numbers, default=list(CONTEXTS),
-        help=f"positions before the window (default: {','.join(map(str, CONTEXTS))})",
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5, help="samples of each candidate (default: 5)")
-    parser.add_argument(
-        "--out", type=Path, default=Settings.from_env().tuning or "tuning",
-        help=f"folder of the file; default ${PREFIX}TUNING, or tuning/",
-    )  # fmt: skip
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    """The command; 2 for wrong input and where there is no GPU, 1 where it is busy."""
+    fail = partial(command_line.fail, "nwor tune")
     try:
-        ranks, head_size = heads_of_ranks(options)
+        asked = command_line.parse(Tune, argv, "nwor tune", __doc__)
     except ValueError as error:
-        print(f"nwor tune: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     if not torch.cuda.is_available():
-        print("nwor tune: no NVIDIA GPU here, and a table is of the GPU it was found on", file=sys.stderr)
-        return 2
-    if "fp8" in options.caches and torch.cuda.get_device_capability() < (8, 9):
+        return fail("no NVIDIA GPU here, and a table is of the GPU it was found on")
+    caches = asked.caches
+    if "fp8" in caches and torch.cuda.get_device_capability() < (8, 9):
         print("nwor tune: this GPU has no fp8: bf16 alone")
-        options.caches = ["bf16"]
-    device = Device.of("cuda")
-    chosen = shapes(ranks, options.batches, options.contexts, options.caches, options.ks, head_size=head_size)
+        caches = ("bf16",)
+    device, (ranks, head_size) = Device.of("cuda"), asked.ranks()
+    chosen = shapes(ranks, asked.batches, asked.contexts, caches, asked.ks, head_size=head_size)
     memory = torch.cuda.get_device_properties("cuda").total_memory
     chosen = [shape for shape in chosen if LAYERS * shape.bytes < memory]
     known = tuned(device)
     try:
-        searched = search(chosen, options.repeats, workers=min(14, os.cpu_count() or 1))
+        searched = search(chosen, asked.repeats, workers=min(14, os.cpu_count() or 1))
     except BusyGpuError as error:
-        print(f"nwor tune: {error}", file=sys.stderr)
-        return 1
+        return fail(error, 1)
     found = best(searched, head_size)
-    path = write(options.out, device.name, known, found)
+    path = write(asked.out, device.name, known, found)
     results.write_table(path.with_name(f"{path.stem}_search.parquet"), searched)
     for entry in found:
         shape = ", ".join(f"{name} {entry[name]}" for name in ENTRY)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nwor <command>`: each command lives in a module of its own and is imported only when it is called."""
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -20,7 +19,7 @@ COMMANDS = {
         "nwor_lab.run.reproduce",
         "run the notebooks, once or over a grid of parameters, and report their claims",
     ),
-    "bench": ("nwor_lab.bench.bench", "run one engine configuration and write its results"),
+    "bench": ("nwor_lab.bench.bench", "compare modes side by side: tokens, cache and the time of a step"),
     "serving": ("nwor_lab.serving.command", "load servers of several modes by vLLM's own client, requests arriving"),
     "audit": ("nwor_lab.bench.audit", "prove that no uncommitted byte is left in the cache"),
     "soak": ("nwor_lab.soak.command", "serve random traffic, every step audited and every text beside vanilla's"),
@@ -77,16 +76,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="nwor",
-        description="No-Write-On-Reject for vLLM's speculative decoding.",
-        epilog="\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each takes --help")
-    command = parser.parse_args(arguments[:1]).command
+    command = arguments[0] if arguments else ""
+    if command in ("-h", "--help"):
+        print("usage: nwor <command> [options]\n\nNo-Write-On-Reject for vLLM's speculative decoding.\n")
+        print(*(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()), sep="\n")
+        print("\n`nwor <command> --help` says what each takes.")
+        return 0
+    if command not in COMMANDS:
+        print(f"nwor: {command or 'which command'}? One of {', '.join(COMMANDS)} (nwor --help)", file=sys.stderr)
+        return 2
     try:
-        module = importlib.import_module(COMMANDS[command][0])
+        from nwor_lab import progress
+
+        with progress.moving():
+            progress.say(f"{command}: starting", plain=False)
+            module = importlib.import_module(COMMANDS[command][0])
     except ModuleNotFoundError as missing:
         if (missing.name or "nwor").startswith("nwor"):
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor doctor`: what is installed, which operators are there, and which modes can run here.
+"""Say what is installed, which operators are there, and which modes can run here.
 
     nwor doctor                    exit status 1 when something is missing that a run needs
     nwor doctor --vllm [PATH]      whether a vLLM's functions are those that NWOR's hooks were written for
@@ -9,17 +9,20 @@ It starts no engine and does not import vLLM. A probe that fails is a finding, p
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
 import shutil
 import sys
 from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff
+from tyro.constructors import PrimitiveConstructorSpec
 
 from nwor.settings import MODES
 from nwor.vllm import releases
-from nwor_lab import machine, paths
+from nwor_lab import command_line, machine, paths
 from nwor_lab.run import compatibility, folders, provenance
 
 
@@ -139,21 +142,42 @@ def examine() -> dict[str, list[Finding]]:
     return found | {"modes": modes(found)}
 
 
+def _sources(words: list[str]) -> str:
+    if len(words) > 1:
+        raise ValueError("one PATH at most")
+    return "".join(words)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    vllm: Annotated[
+        str | None,
+        PrimitiveConstructorSpec(
+            nargs=(0, 1),
+            metavar="[PATH]",
+            instance_from_str=_sources,
+            is_instance=lambda value: True,
+            str_from_instance=lambda value: [value or "none"],
+        ),
+    ] = None
+    """compare the functions that are wrapped instead: in the installed vLLM, or in an unpacked wheel's sources"""
+    record: FlagCreatePairsOff[bool] = False
+    """with --vllm: these sources are a known release from now on"""
+
+    def __post_init__(self) -> None:
+        if self.record and self.vllm is None:
+            raise ValueError("--record needs --vllm: say whose functions are to be known")
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nwor doctor", description="Say what is here and which modes can run.")
-    instead = "instead compare the functions that are wrapped, in the installed vLLM or in an unpacked wheel's sources"
-    parser.add_argument("--vllm", nargs="?", const="", metavar="PATH", help=instead)
-    known = "with --vllm: these sources are a known release from now on"
-    parser.add_argument("--record", action="store_true", help=known)
-    options = parser.parse_args(argv)
-    if options.record and options.vllm is None:
-        parser.error("--record needs --vllm: say whose functions are to be known")
-    if options.vllm is not None:
-        try:
-            root = compatibility.sources(options.vllm or None)
-        except FileNotFoundError as error:
-            parser.error(str(error))
-        if options.record:
+    """The command; 1 where something is missing, 2 for wrong input."""
+    try:
+        asked = command_line.parse(Doctor, argv, "nwor doctor", __doc__ or "")
+        root = None if asked.vllm is None else compatibility.sources(asked.vllm or None)
+    except (ValueError, FileNotFoundError) as error:
+        return command_line.fail("nwor doctor", error)
+    if root is not None:
+        if asked.record:
             compatibility.record(root)
             return 0
         return 1 if compatibility.report(root) else 0

@@ -20,7 +20,7 @@ from nbclient.exceptions import CellTimeoutError
 from traitlets import Type
 from traitlets.config import Config
 
-from nwor_lab import paths
+from nwor_lab import paths, progress
 from nwor_lab.run import results
 
 ARGUMENTS = [
@@ -71,6 +71,11 @@ def execute(notebook: Path, output: Path, given: dict[str, Any], log: TextIO, ce
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # an interrupt drops tasks, and it would tell of each
     seconds, cells = math.ceil(60 * cell_minutes), list[str]()
+
+    def begin(cell: Any, cell_index: int) -> None:
+        cells.append(cell.source)
+        progress.say(f"{notebook.stem}, cell {cell_index + 1}", plain=False)
+
     with tempfile.TemporaryDirectory() as sockets:
         try:
             papermill.execute_notebook(
@@ -85,7 +90,8 @@ def execute(notebook: Path, output: Path, given: dict[str, Any], log: TextIO, ce
                 start_timeout=300,
                 execution_timeout=seconds,
                 iopub_timeout=seconds or 24 * 3600,
-                on_cell_execute=lambda cell, cell_index: cells.append(cell.source),
+                on_cell_execute=begin,
+                progress_bar=False,
                 extra_arguments=[*ARGUMENTS],
                 config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
             )

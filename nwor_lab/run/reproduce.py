@@ -16,7 +16,6 @@ unchanged.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import fcntl
@@ -28,10 +27,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from nwor_lab import paths
+import pandas as pd
+from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
+
+from nwor_lab import command_line, paths, progress
 from nwor_lab.run import claims as claim_table
 from nwor_lab.run import folders, grid, parameters, report, results
 
@@ -102,11 +105,14 @@ def run_point(
     failed = 0
     for number, notebook in enumerate(chosen, 1):
         name = notebook.stem
-        print(f"\nnotebook {number} of {len(chosen)}: {name}", flush=True)
+        at = f" at {', '.join(f'{k}={v}' for k, v in values[name].items())}" if values[name] else ""
+        print(f"\nnotebook {number} of {len(chosen)}: {name}{at}", flush=True)
         if resume and is_whole(notebook, directory, values[name]):
             print("  done before")
             continue
-        problem = run_notebook(notebook, directory, values[name], cell_minutes)
+        with progress.moving():
+            progress.say(name, plain=False)
+            problem = run_notebook(notebook, directory, values[name], cell_minutes)
         if problem:
             failed += 1
             told = problem.replace("\n", "\n    ")
@@ -118,7 +124,11 @@ def run_point(
 
 
 def run_points(
-    directory: Path, chosen: list[Path], points: dict[str, parameters.Values], options: Any, begin: Callable[[], object]
+    directory: Path,
+    chosen: list[Path],
+    points: dict[str, parameters.Values],
+    options: Reproduce,
+    begin: Callable[[], object],
 ) -> int:
     """Run every point, here or on a Ray cluster; return the exit code, 0 when no notebook failed and all claims hold.
 
@@ -146,11 +156,13 @@ def run_points(
         table = grid.measured(folders)
         results.write_table(directory / "grid.csv", table)
         report.write(directory)
-        varying = grid.varying(table)
-        said = (
-            varying.to_string(float_format="{:.4g}".format, na_rep="") if len(varying) else "all points measured alike"
-        )
-        print(f"\n{said}")
+        varying, judged = grid.varying(table), pd.concat(claims.values())
+        if len(varying):
+            print(f"\n{varying.to_string(float_format='{:.4g}'.format, na_rep='')}")
+        values = table.groupby(grid.VALUE, dropna=False).ngroups
+        said = f"{len(varying)} of {values} measured values differ between the {len(points)} points"
+        said = said if values else "these notebooks leave no table of measured values"
+        print(f"\n{said}{'; ' + claim_table.verdict_line(judged) if len(judged) else ''}")
     print(f"\nresults: {directory}\nto read: {directory / 'index.html'}", flush=True)
     broken = [(point, claim) for point, table in claims.items() for claim in table.itertuples() if claim.holds is False]
     for point, claim in broken:
@@ -184,7 +196,7 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def _folder(options: Any) -> Path:
+def _folder(options: Reproduce) -> Path:
     """Return the folder of the run that is asked for."""
     name = options.run or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = paths.RESULTS / name if os.sep not in name else Path(name).resolve()
@@ -193,7 +205,9 @@ def _folder(options: Any) -> Path:
     return directory
 
 
-def _read_request(directory: Path, options: Any) -> tuple[dict[str, Any], list[Path], dict[str, parameters.Values]]:
+def _read_request(
+    directory: Path, options: Reproduce
+) -> tuple[dict[str, Any], list[Path], dict[str, parameters.Values]]:
     """Return the request, notebooks and points; a resumed run goes by what it was asked for at first.
 
     Raises:
@@ -204,44 +218,46 @@ def _read_request(directory: Path, options: Any) -> tuple[dict[str, Any], list[P
     if bool(before) != options.resume:
         said = "holds a run: add --resume, or name another --run" if before else "holds no run to resume"
         raise OSError(f"{directory} {said}")
-    before = before or {"only": options.only, "given": {}, "grid": []}
+    before = before or {"only": [*options.only], "given": {}, "grid": []}
     request = {
         "only": before["only"],
         "given": {**before["given"], **dict(options.parameter)},
         "grid": options.grid or before["grid"],
     }
-    only = options.only or before["only"]
+    only = [*options.only] or before["only"]
     chosen = notebooks(only)
     points = parameters.read_points(chosen, request["given"], request["grid"], not options.ray, all_of_them=not only)
     return request, chosen, points
 
 
+@dataclass(frozen=True)
+class Reproduce:
+    only: tuple[str, ...] = ()
+    """run these notebooks alone, each by the beginning of its name"""
+    parameter: Annotated[UseAppendAction[list[tuple[str, str]]], arg(aliases=("-p",), metavar="NAME VALUE")] = field(
+        default_factory=list
+    )
+    """give a parameter to each notebook that declares it"""
+    grid: Annotated[list[str], arg(metavar="NAME=V1,V2 ...")] = field(default_factory=list)
+    """run at every combination of these values"""
+    run: str = ""
+    """name under results/, or a path, of the run's folder; none: the time"""
+    resume: FlagCreatePairsOff[bool] = False
+    """go on with --run, or with the newest run"""
+    cell_minutes: float = CELL_MINUTES
+    """minutes a cell may take before its notebook fails; 0: without end"""
+    ray: str = ""
+    """run the points on this Ray cluster; auto: the one here"""
+    gpus: str = "0"
+    """GPUs a point asks of Ray: a number, or the parameter that says it"""
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="nwor reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="run these notebooks alone")
-    parser.add_argument(
-        "-p",
-        "--parameter",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="give a parameter to each notebook that declares it",
-    )
-    parser.add_argument("--run", help="name under results/, or a path, of the run's folder (default: the time)")
-    parser.add_argument("--resume", action="store_true", help="go on with --run, or with the newest run")
-    parser.add_argument(
-        "--grid", nargs="+", default=[], metavar="NAME=V1,V2", help="run at every combination of these values"
-    )
-    parser.add_argument("--ray", metavar="ADDRESS", help="run the points on this Ray cluster; auto: the one here")
-    parser.add_argument("--gpus", default="0", help="GPUs a point asks of Ray: a number, or the parameter that says it")
-    much = "minutes a cell may take before its notebook fails; 0: without end (default: %(default)g)"
-    parser.add_argument("--cell-minutes", type=float, default=CELL_MINUTES, metavar="MINUTES", help=much)
-    options = parser.parse_args(argv)
-    directory = _folder(options)
+    """The command; 1 where a notebook fails or a claim does not hold, 2 for wrong input, 130 when interrupted."""
+    directory = paths.RESULTS
     try:
+        options = command_line.parse(Reproduce, argv, "nwor reproduce", __doc__ or "")
+        directory = _folder(options)
         if missing := folders.missing():
             raise OSError("; ".join(missing))
         _read_request(directory, options)  # a wrong word leaves no folder behind
@@ -253,11 +269,9 @@ def main(argv: list[str] | None = None) -> int:
             begin = functools.partial(results.update_manifest, directory, request=request, points=named)
             return run_points(directory, chosen, points, options, begin)
     except (OSError, ValueError) as error:
-        print(f"nwor reproduce: {error}", file=sys.stderr)
-        return 2
+        return command_line.fail("nwor reproduce", error)
     except KeyboardInterrupt:
         begun = "request" in results.read_manifest(directory)
-        print(
-            f"\ninterrupted; {f'go on with: {_resume(directory)}' if begun else 'nothing was begun'}", file=sys.stderr
-        )
+        why = f"go on with: {_resume(directory)}" if begun else "nothing was begun"
+        print(f"\ninterrupted; {why}", file=sys.stderr)
         return 130

@@ -19,7 +19,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab import paths
+from nwor_lab import paths, progress
 from nwor_lab.run import claims as claim_table
 from nwor_lab.run import parameters
 from nwor_lab.run.builds import join
@@ -43,8 +42,6 @@ MUTE = "from nwor_lab.run.results import mute; mute()"
 ENOUGH = 200e6
 """Bytes that must be free before a run begins; a whole reproduction run leaves about a quarter of that."""
 _DEFAULTS: dict[str, Any] = {"run_id": "", "mode": "", "model": "", "tp": 1, "k": 0, "batch": 0, "seed": 0, "repeat": 0}
-PROGRESS = re.compile(r" *\d+\.\d s  ")
-"""How a line begins that says what a command does just now, as `nwor_lab.bench.bench.say` prints it."""
 _INTEGERS = ("tp", "k", "batch", "seed", "repeat")
 
 
@@ -244,17 +241,14 @@ class Run:
             ) as child,
         ):
             assert child.stdout is not None
-            moving, notebook = None, sys.modules.get("IPython")  # loaded where a page is, which need not be everywhere
+            page = progress.page()
             for line in child.stdout:
                 file.write(line)
-                if not PROGRESS.match(line) and progress_only:
-                    continue
-                if notebook is None or notebook.get_ipython() is None or not PROGRESS.match(line):
+                doing = progress.PLAIN.match(line)
+                if page and doing:
+                    page.show(line.rstrip())
+                elif doing or not progress_only:
                     print(line, end="", flush=True)
-                elif moving is None:
-                    moving = notebook.display.display({"text/plain": line.rstrip()}, raw=True, display_id=True)
-                else:
-                    moving.update({"text/plain": line.rstrip()}, raw=True)
         if child.returncode:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
             raise RuntimeError(f"`nwor {' '.join(words)}` failed with {child.returncode}; log {log}, its end:\n{end}")

@@ -1,36 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor serving`: modes as people meet them, requests that arrive while others decode, by vLLM's own server and client.
+"""Modes as people meet them: requests that arrive while others decode, by vLLM's own server and client.
 
     nwor serving --modes off,stage,cow --concurrency 1,16,64 --rates 8
 
 One server a mode, all up at once and one loaded at a time, so that modes alternate within each load; each pass over the
 loads has them in another order. The baseline `off` is vLLM that never loads NWOR's plugin. Every mode gets the same
 requests in the same order: held-out Python text, greedy, prefix caching off unless asked for.
-
-`vllm.benchmarks.sweep` is not used: it runs one server at a time to the end of all its loads, without an environment or
-a log of its own for each, so that a slow minute of the machine would be taken for a mode's doing. `vllm bench
-throughput` neither: it samples at temperature 1 and reports no text and no acceptance, so nothing would stand beside
-its speed. All requests at once (`--rates inf`) are its load, with both.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from nwor_lab import machine, pair, paths
+from nwor_lab import command_line, machine, pair, paths, progress
 from nwor_lab.bench import bench, options
 from nwor_lab.engines import shapes
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.engines.spec import EngineSpec
+from nwor_lab.engines.spec import EngineOptions, EngineSpec
 from nwor_lab.run import results
 from nwor_lab.serving.load import Client, Load, ServingPlan, draw_prompts, equal_rows, read_report
 from nwor_lab.serving.server import Server, ServingError, ended
@@ -45,6 +41,11 @@ def run(
     spec: EngineSpec, plan: ServingPlan, prompts: Sequence[Mapping[str, Any]], directory: Path, name: str = "serving"
 ) -> tuple[Rows, pd.DataFrame, dict[str, Any]]:
     """Start the servers, load them, and end them in any case, Ctrl-C and SIGTERM included.
+
+    `vllm.benchmarks.sweep` is not used: it runs one server at a time to the end of all its loads, without an
+    environment or a log of its own for each, so that a slow minute of the machine would be taken for a mode's doing.
+    `vllm bench throughput` neither: it samples at temperature 1 and reports no text and no acceptance, so nothing would
+    stand beside its speed. All requests at once (`--rates inf`) are its load, with both.
 
     Args:
         prompts: as `draw_prompts` gives them.
@@ -62,7 +63,7 @@ def run(
     begin = time.monotonic()
     rows, requests, before = Rows(), list[pd.DataFrame](), dict[str, list[str]]()
     with ended({}) as servers:
-        bench.say(f"starting {len(plan.modes)} servers: {', '.join(plan.modes)} (a minute or two); logs: {logs}")
+        progress.say(f"starting {len(plan.modes)} servers: {', '.join(plan.modes)} (a minute or two); logs: {logs}")
         for mode in plan.modes:
             servers[mode] = Server.of(spec, mode, logs / f"{name}-{mode}.log")
         tokenizer = str(paths.PAIR_TARGET) if spec.load_format == FORMAT else spec.model
@@ -70,7 +71,7 @@ def run(
         for mode, server in servers.items():
             server.wait(begin + plan.patience - time.monotonic())
             server.proof(loaded=False)
-            bench.say(f"{mode}: server up")
+            progress.say(f"{mode}: server up")
         for server in servers.values():
             client.ask(server, Load(max(load.at_once for load in plan.loads), math.inf, plan.warmup), warm=0)
         for number, load in plan.passes(begin):
@@ -81,7 +82,7 @@ def run(
                 rows += [{**at, "mode": mode, "place": place, **row} for row in found.values()]
                 requests.append(pd.DataFrame({one: report[one] for one in KEPT}).assign(**at, mode=mode))
                 texts[mode], speed = report["generated_texts"], found["tokens_per_s"]["value"]
-                bench.say(f"pass {number + 1} of {plan.orders}, {load.name}: {mode}, {speed:.1f} tokens a second")
+                progress.say(f"pass {number + 1} of {plan.orders}, {load.name}: {mode}, {speed:.1f} tokens a second")
             rows += [{**at, **row} for row in equal_rows(texts, before.get(load.name))]
             before[load.name] = texts["off"]
         served = {mode: server.proof(loaded=True) for mode, server in servers.items()}
@@ -90,63 +91,81 @@ def run(
     return rows, pd.concat(requests, ignore_index=True), served
 
 
+def engine_here() -> EngineOptions:
+    """What a server's engine is where nothing is asked."""
+    on_cpu = machine.on_cpu()
+    return EngineOptions(
+        batch=64, max_num_batched_tokens=2048, max_model_len=2048, enforce_eager=on_cpu,
+        kv_cache_memory=0 if on_cpu else 4096,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving(options.Models):
+    k: int = 4
+    """drafts a request brings to a step"""
+    prompts: str = str(paths.PROMPTS)
+    """JSONL file with a `prompt` a line, of which requests are cut"""
+    shape: options.Shape = ""
+    plan: ServingPlan = field(default_factory=ServingPlan)
+    engine: EngineOptions = field(default_factory=engine_here)
+    output: options.Output = field(default_factory=partial(options.Output, name="serving"))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status: 2 for wrong input, 1 for a server or a request that failed."""
-    on_cpu = machine.on_cpu()
-    defaults: dict[str, Any] = {"batch": 64, "max_num_batched_tokens": 2048, "max_model_len": 2048}
-    defaults |= {"enforce_eager": on_cpu, "kv_cache_memory": 0 if on_cpu else 4096}
-    arguments = options.parser("serving", __doc__ or "", plan=ServingPlan, **defaults).parse_args(argv)
-    directory = Path(arguments.run_dir or paths.RESULTS / arguments.name).resolve()
-
-    def end(status: int, why: object) -> int:
-        print(f"nwor serving: {why}", file=sys.stderr)
-        return status
-
+    fail = partial(command_line.fail, "nwor serving")
     try:
         try:
-            spec, plan, prompts = parse_config(arguments)
-            results.check_folder(directory)
+            asked = command_line.parse(Serving, argv, "nwor serving", __doc__ or "")
+            given = options.flat(asked)
+            with progress.moving():
+                progress.say("reading models and prompts", plain=False)
+                spec, prompts = parse_config(asked)
+            directory = results.check_folder(options.folder(asked.output))
         except (ValueError, OSError) as error:
-            return end(2, error)
-        bench.say(f"weights and cache in {machine.summary(arguments.dtype)}; {plan.describe(prompts)}")
-        rows, requests, served = run(spec, plan, prompts, directory, arguments.name)
-        frame, path = bench.write_results(directory, vars(arguments), spec, plan, rows, {"served": served})
+            return fail(error)
+        print(f"weights and cache in {machine.summary(asked.engine.dtype)}; {asked.plan.describe(prompts)}", flush=True)
+        with progress.moving():
+            rows, requests, served = run(spec, asked.plan, prompts, directory, asked.output.name)
+        frame, path = bench.write_results(directory, given, spec, asked.plan, rows, {"served": served})
     except (ServingError, OSError) as error:
-        return end(1, error)
+        return fail(error, 1)
     except KeyboardInterrupt:
-        return end(130, "interrupted before its end, no results were written; start it again")
+        return fail("interrupted before its end, no results were written; start it again", 130)
     table = summary(frame)
+    said = verdict(table) + "\nOne pass does not tell noise." * (asked.plan.orders == 1)
     results.write_table(f"{path.with_suffix('')}-requests.parquet", requests)
     results.write_table(f"{path.with_suffix('')}-summary.csv", table)
-    results.write_text(f"{path.with_suffix('')}-verdict.txt", verdict(table) + "\n")
-    print(table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3f}"))
-    print(f"{verdict(table)}\nwritten: {path}, .json, and beside it the requests, this table and the verdict")
+    results.write_text(f"{path.with_suffix('')}-verdict.txt", said + "\n")
+    print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
+    print(f"{said}\nwritten: {path}, .json, and beside it the requests, this table and the verdict")
     return 0
 
 
-def parse_config(arguments: argparse.Namespace) -> tuple[EngineSpec, ServingPlan, list[dict[str, Any]]]:
-    """The spec, the plan and the requests that the options describe.
+def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
+    """The spec and the requests that the options describe.
 
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
     """
     from transformers import AutoTokenizer
 
-    plan, texts = options.from_options(ServingPlan, vars(arguments)), pair.load_prompts(arguments.prompts)
-    if (room := arguments.max_model_len - plan.answer) < plan.longest:
-        raise ValueError(f"max_model_len {arguments.max_model_len} leaves room for {room} tokens of a prompt: raise it")
-    if (most := max(plan.concurrency, default=1)) > arguments.batch:
-        raise ValueError(f"a server that runs {arguments.batch} requests at once is asked {most}: raise --batch")
-    if not arguments.draft and arguments.method != "ngram":
-        raise ValueError(f"method {arguments.method} needs a --draft")
-    spec = options.from_options(EngineSpec, options.with_model(vars(arguments)))
+    plan, engine, texts = asked.plan, asked.engine, pair.load_prompts(asked.prompts)
+    if (room := engine.max_model_len - plan.answer) < plan.longest:
+        raise ValueError(f"max_model_len {engine.max_model_len} leaves room for {room} tokens of a prompt: raise it")
+    if (most := max(plan.concurrency, default=1)) > engine.batch:
+        raise ValueError(f"a server that runs {engine.batch} requests at once is asked {most}: raise --batch")
+    if not asked.draft and engine.method != "ngram":
+        raise ValueError(f"method {engine.method} needs a --draft")
+    spec = options.from_options(EngineSpec, options.with_model(options.flat(asked)))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(paths.PAIR_TARGET if arguments.shape else spec.model)
+        tokenizer = AutoTokenizer.from_pretrained(paths.PAIR_TARGET if asked.shape else spec.model)
     except OSError as error:
         raise shapes.unreadable(spec.model, error) from error
-    if arguments.shape and (words := shapes.find_shape(arguments.shape)["vocab_size"]) < len(tokenizer):
-        raise ValueError(f"shape {arguments.shape} has {words} words, the pair's tokenizer {len(tokenizer)}")
-    return spec, plan, draw_prompts(texts, tokenizer, plan)
+    if asked.shape and (words := shapes.find_shape(asked.shape)["vocab_size"]) < len(tokenizer):
+        raise ValueError(f"shape {asked.shape} has {words} words, the pair's tokenizer {len(tokenizer)}")
+    return spec, draw_prompts(texts, tokenizer, plan)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from tyro.conf import arg
 
 from nwor.settings import MODES
+from nwor_lab import progress
 from nwor_lab.serving.server import SERVED, Server, ServingError
 
 WARM = 2
@@ -49,34 +52,32 @@ class Load:
         return "all at once" if math.isinf(self.rate) else f"{self.rate:g} a second"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """What the servers are asked, and how often.
+    """What the servers are asked, and how often."""
 
-    modes: modes to compare, of off, cow, direct and stage; the first is off, the baseline, vLLM never patched.
-    concurrency: requests in flight of each closed loop, in which an answer's end sends the next request.
-    rates: requests a second of each open load, whose arrivals are a Poisson process; inf for all at once.
-    requests: requests of each load, those of the loops first; the last number holds for all that follow.
-    answer: tokens of every answer; a model's own end is ignored.
-    shortest: tokens of the shortest prompt; lengths are drawn so that each doubling is as likely as the next.
-    longest: tokens of the longest prompt.
-    orders: passes over all loads, each with the modes in another order.
-    max_minutes: no pass but the first begins that would end later than this, by the longest so far; 0 for no limit.
-    warmup: requests by which every server is warmed up before the first load.
-    patience: seconds that servers may take to come up.
-    """
-
-    modes: tuple[str, ...] = ("off", "stage", "cow", "direct")
+    modes: Annotated[tuple[str, ...], arg(aliases=("--mode",))] = ("off", "stage", "cow", "direct")
+    """modes to compare, of off, cow, direct and stage; the first is off, the baseline, vLLM never patched"""
     concurrency: tuple[int, ...] = (1, 16, 64)
+    """requests in flight of each closed loop, in which an answer's end sends the next request"""
     rates: tuple[float, ...] = ()
+    """requests a second of each open load, whose arrivals are a Poisson process; inf for all at once"""
     requests: tuple[int, ...] = (64,)
+    """requests of each load, those of the loops first; the last number holds for all that follow"""
     answer: int = 128
+    """tokens of every answer; a model's own end is ignored"""
     shortest: int = 60
+    """tokens of the shortest prompt; lengths are drawn so that each doubling is as likely as the next"""
     longest: int = 1500
+    """tokens of the longest prompt"""
     orders: int = 3
+    """passes over all loads, each with the modes in another order"""
     max_minutes: float = 0.0
+    """no pass but the first begins that would end later than this, by the longest so far; 0 for no limit"""
     warmup: int = 8
+    """requests by which every server is warmed up before the first load"""
     patience: float = 600.0
+    """seconds that servers may take to come up"""
 
     def __post_init__(self) -> None:
         for mode in self.modes:
@@ -113,7 +114,7 @@ class ServingPlan:
         for number in range(self.orders):
             now = time.monotonic()
             if number and 0 < 60 * self.max_minutes < now - begin + longest:
-                print(f"{self.max_minutes:g} minutes hold {number} of {self.orders} passes", file=sys.stderr)
+                progress.note(f"{self.max_minutes:g} minutes hold {number} of {self.orders} passes", sys.stderr)
                 return
             for load in self.loads:
                 yield number, load

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nwor soak`: random traffic on real vLLM engines, every step of each mode audited and every text beside vanilla's.
+"""Random traffic on real vLLM engines, every step of each mode audited and every text beside vanilla's.
+
+    nwor soak --minutes 20 --modes cow,stage
 
 An episode starts vanilla and the modes in one configuration, by its seed, and hypothesis draws the scripts of arrivals
 and aborts that they serve. The first fault ends the soak: hypothesis looks for a smaller script that still shows it,
@@ -11,22 +13,21 @@ which some of that did not occur is incomplete, and ends with a status of its ow
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 
 import hypothesis
 import pandas as pd
+from tyro.conf import arg
 
 from nwor.settings import CLEAN
-from nwor_lab import paths
+from nwor_lab import command_line, paths, progress
 from nwor_lab.bench.bench import started
 from nwor_lab.bench.plan import settings_of
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
@@ -44,7 +45,7 @@ class Episode:
     """Vanilla and `modes` in one configuration, and the verdicts on what they serve."""
 
     def __init__(self, spec: EngineSpec, modes: Sequence[str]) -> None:
-        self.spec, self.modes = spec, modes
+        self.spec, self.modes, self._served = spec, modes, 0
         self.verdicts = {mode: Verdict() for mode in modes}
         self._stack, self._engines = ExitStack(), dict[str, Engine]()
 
@@ -59,6 +60,8 @@ class Episode:
         # A near tie is known by its log-probabilities, and they cost time: float32 has hardly any.
         events = scripts.events(requests, logprobs=5 if self.spec.dtype == "float32" else 20)
         # On a CPU each rank has a core of its own; engines that would share them all follow each other.
+        self._served += 1
+        progress.say(f"script {self._served}, {len(requests)} requests", plain=False)
         at_once = 1 if 2 * self.spec.tp > len(os.sched_getaffinity(0)) else len(every)
         with ThreadPoolExecutor(at_once) as pool:
             served = {mode: pool.submit(self._engines[mode].traffic, events, self.spec.seed) for mode in every}
@@ -120,33 +123,55 @@ class Episode:
         return [{**common, "mode": m, "metric": n, "value": v} for m, found in tables.items() for n, v in found.items()]
 
 
-def soak(minutes: float, seed: int, modes: Sequence[str], tp: int) -> int:
+@dataclass(frozen=True)
+class Soak:
+    minutes: float = 20
+    """of the run; a script begun is not cut"""
+    seed: int = 0
+    """of the first episode; the others count on from it"""
+    modes: Annotated[tuple[str, ...], arg(aliases=("--mode",))] = CLEAN
+    """modes beside vanilla: cow, stage or both"""
+    tp: int = 0
+    """tensor-parallel ranks; 0: two for every fifth seed"""
+
+    def __post_init__(self) -> None:
+        command_line.check_names("--modes", self.modes, CLEAN)
+        if not self.modes or len(set(self.modes)) < len(self.modes):
+            raise ValueError(f"--modes must be different ones, got {','.join(self.modes)}")
+        if self.minutes <= 0 or self.tp < 0:
+            raise ValueError("--minutes must be above 0, --tp 0 or more")
+
+
+def soak(asked: Soak) -> int:
     """Run episodes until the minutes are over, at least one; print what they found; returns the exit status.
 
     What was counted is kept in `soak.parquet` of a new folder of results/.
     """
-    directory = paths.RESULTS / f"{datetime.datetime.now():soak-%Y%m%d-%H%M%S}"
+    directory = results.check_folder(paths.RESULTS / f"{datetime.datetime.now():soak-%Y%m%d-%H%M%S}")
     begin, rows, fault, number = time.monotonic(), list[dict[str, Any]](), "", 0
-    totals = {mode: Verdict() for mode in modes}
+    end, totals = begin + 60 * asked.minutes, {mode: Verdict() for mode in asked.modes}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # engines share the cores, and threads that wait there would spin
-    while not fault and (not number or time.monotonic() < begin + 60 * minutes):
-        episode, start = Episode(scripts.configuration(seed + number, tp), modes), time.monotonic()
+    while not fault and (not number or time.monotonic() < end):
+        spec = scripts.configuration(asked.seed + number, asked.tp)
+        episode, start = Episode(spec, asked.modes), time.monotonic()
         shown = ("method", "draft", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "prefix_caching", "seed")
-        print(f"episode {number}: {', '.join(f'{n}={getattr(episode.spec, n)}' for n in shown)}", flush=True)
-        fault = episode.run(begin + 60 * minutes)
+        print(f"episode {number}: {', '.join(f'{name}={getattr(spec, name)}' for name in shown)}", flush=True)
+        with progress.moving():
+            fault = episode.run(end)
         seconds = {"mode": "", "metric": "seconds", "value": time.monotonic() - start, "unit": "s"}
         rows += [{"episode": number, **row} for row in (*episode.rows(), seconds)]
         for mode, verdict in episode.verdicts.items():
             totals[mode].add(verdict)
         number += 1
     table = results.write_table(directory / "soak.parquet", results.tidy(rows, run_id=directory.name))
-    results.write_provenance(table, {"minutes": minutes, "seed": seed, "mode": ",".join(modes), "tp": tp})
+    results.write_provenance(table, asdict(asked))
 
     print(f"\n{number} episodes in {(time.monotonic() - begin) / 60:.1f} minutes; counts are in {table}")
     counted = pd.DataFrame({mode: verdict.table() for mode, verdict in totals.items()})
     print(counted.fillna(0).astype(int).to_string())
     if fault:
-        print(f"\n{fault}\n\nagain: nwor soak --seed {seed + number - 1} --mode {','.join(modes)} --tp {tp}")
+        again = f"nwor soak --seed {asked.seed + number - 1} --modes {','.join(asked.modes)} --tp {asked.tp}"
+        print(f"\n{fault}\n\nagain: {again}")
         print(f"verdict: a fault, {', '.join(sorted(set().union(*(each.faults for each in totals.values()))))}")
         return 1
     if untried := [f"{words} under {mode}" for mode, verdict in totals.items() for words in verdict.untried]:
@@ -158,22 +183,8 @@ def soak(minutes: float, seed: int, modes: Sequence[str], tp: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 if the run is clean, 1 with a fault, 2 for wrong input, 3 if it is incomplete."""
-    parser = argparse.ArgumentParser(
-        prog="nwor soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    modes = ",".join(CLEAN)
-    parser.add_argument("--minutes", type=float, default=20, help="of the run; a script begun is not cut (20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first episode; the others count on from it (0)")
-    parser.add_argument("--mode", default=modes, help=f"modes beside vanilla, of {modes} ({modes})")
-    parser.add_argument("--tp", type=int, default=0, help="tensor-parallel ranks; 0: two for every fifth seed (0)")
-    asked = parser.parse_args(argv)
-    chosen = asked.mode.split(",")
     try:
-        if not set(chosen) <= set(CLEAN) or len(set(chosen)) < len(chosen):
-            raise ValueError(f"--mode {asked.mode}: choose different ones of {modes}")
-        if asked.minutes <= 0 or asked.tp < 0:
-            raise ValueError("--minutes must be above 0, --tp 0 or more")
-        return soak(asked.minutes, asked.seed, chosen, asked.tp)
+        asked = command_line.parse(Soak, argv, "nwor soak", __doc__ or "")
+        return soak(asked)
     except (ValueError, OSError, EngineError) as error:
-        print(f"nwor soak: {error}", file=sys.stderr)
-        return 1 if isinstance(error, EngineError) else 2
+        return command_line.fail("nwor soak", error, 1 if isinstance(error, EngineError) else 2)

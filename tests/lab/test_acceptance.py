@@ -14,6 +14,7 @@ from nwor_lab import pair, paths
 from nwor_lab.bench import acceptance, options
 from nwor_lab.bench.bench_table import rows_of_generation
 from nwor_lab.bench.survival import COUNTS, lengths
+from nwor_lab.command_line import parse
 from nwor_lab.engines.engine import Engine, EngineSpec, Generation
 from nwor_lab.run import results
 
@@ -49,8 +50,8 @@ def test_all_engines_start_before_one_is_waited_for(engines, counts, tmp_path) -
 
 def test_the_command_alone_counts_at_scale() -> None:
     """More than 100,000 windows, by the acceptance that was recorded at k=8."""
-    given = options.parser("acceptance", "", **acceptance.AT_SCALE).parse_args([])
-    spec, plan, prompts = options.parse_config(given)
+    given = options.flat(parse(acceptance.Acceptance, [], "acceptance", ""))
+    spec, plan, prompts = options.parse_config(given | acceptance.COUNTING)
     recorded = results.read_table("acceptance", paths.RECORDED)
     assert plan.ks == tuple(range(1, 9)) and (spec.batch, plan.num_prompts) == (64, len(pair.load_prompts()))
     assert [temperature for temperature, _, _ in plan.passes(0)].count(0.0) == 1
@@ -158,7 +159,7 @@ def test_both_lengths_are_told_and_the_emitted_one_only_where_it_was_counted(cou
 def test_what_the_end_of_an_answer_cuts_off_is_the_verifiers_and_not_the_users() -> None:
     """A drafter that is always right: windows yield 7 tokens, of which limits and stops amid one let fewer through."""
     target = str(paths.PAIR_TARGET)
-    spec = EngineSpec(target, target, "draft_model", k=6, dtype="float32", num_blocks=99)
+    spec = EngineSpec(target, target, method="draft_model", k=6, dtype="float32", num_blocks=99)
     with Engine(spec, Settings()) as engine:
         prompts = engine.encode(pair.load_prompts(count=6))
         whole = engine.generate(prompts, 15)

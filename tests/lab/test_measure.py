@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 
 from nwor_lab import paths
-from nwor_lab.bench import options
-from nwor_lab.gpu import attention
+from nwor_lab.bench import acceptance, bench, options
+from nwor_lab.command_line import parse
+from nwor_lab.gpu import attention, operators
 from nwor_lab.run import builds, cli, measure, results
-from nwor_lab.serving import command
+from nwor_lab.serving import command as serving
 
-LIST = {one.name: one for one in measure.MEASUREMENTS}
 CLEAN = {"commit": "a" * 40, "clean": True, "changed": []}
 CARDS = (79.1, 139.8)
 """GiB of an H100 and of an H200."""
@@ -38,7 +38,8 @@ def table(repeats: int = 6, **common) -> pd.DataFrame:
 
 def left(directory: Path, name: str, frame: pd.DataFrame, git: object = CLEAN) -> Path:
     """What a finished command leaves; the path of its table."""
-    results.write_json(directory / name / measure.MADE_BY, results.provenance({}) | {"git": git})
+    words = measure.command_of(name, directory / name, 139)
+    results.write_json(directory / name / measure.MADE_BY, results.provenance({"command": words}) | {"git": git})
     return results.write_table(directory / name / f"{name}.parquet", frame)
 
 
@@ -46,29 +47,28 @@ def left(directory: Path, name: str, frame: pd.DataFrame, git: object = CLEAN) -
 
 
 @pytest.mark.parametrize("gib", CARDS)
-@pytest.mark.parametrize("name", LIST)
+@pytest.mark.parametrize("name", measure.MEASUREMENTS)
 def test_every_line_is_a_command_that_takes_its_options(name, gib, tmp_path, monkeypatch):
     """An hour on a GPU must not end at a misspelt word."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
     monkeypatch.setattr(options.machine, "on_cpu", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    words = measure.command_of(LIST[name], tmp_path, gib)
-    assert words and str(tmp_path) in " ".join(words)
-    if words[:2] == ["nwor_lab.run.cli", "bench"]:
-        engine, plan, _ = options.parse_config(options.parser("bench", "").parse_args(words[2:]))
-        assert plan.repeats >= LIST[name].least_repeats and engine.acceptance_length <= min(plan.ks) + 1
-        if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
-            rows = {size * (1 + k) for size in plan.sizes for k in (0, *plan.ks)}
-            assert rows <= {*engine.cudagraph_capture_sizes} and plan.modes[0] == "vllm"
-    elif words[:2] == ["nwor_lab.run.cli", "serving"]:
-        fields = {"enforce_eager": False}
-        made = options.parser("serving", "", plan=command.ServingPlan, **fields).parse_args(
-            [*words[2:], "--batch", "64"]
-        )
-        options.from_options(command.ServingPlan, vars(made))
-    else:
-        module = cli.COMMANDS[words[1]][0] if words[0] == cli.__name__ else words[0]
-        assert importlib.util.find_spec(module)
+    module, *words = measure.command_of(name, tmp_path, gib)
+    assert str(tmp_path) in " ".join(words)
+    if module == cli.__name__:
+        command = cli.COMMANDS[words[0]][0]
+        kind = {"bench": bench.Bench, "acceptance": acceptance.Acceptance, "serving": serving.Serving}[words[0]]
+        asked = parse(kind, words[1:], "nwor", "")
+        assert importlib.util.find_spec(command) and (asked.output.name, asked.output.run_dir) == (name, str(tmp_path))
+        if kind is bench.Bench:
+            engine, plan, _ = options.parse_config(options.flat(asked))
+            assert engine.acceptance_length <= min(plan.ks) + 1
+            if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
+                rows = {size * (1 + k) for size in plan.sizes for k in (0, *plan.ks)}
+                assert rows <= {*engine.cudagraph_capture_sizes} and plan.modes[0] == "vllm"
+    elif module != "pytest":
+        kind = {"nwor_lab.gpu.attention": attention.Attention, "nwor_lab.gpu.operators": operators.Operators}[module]
+        assert parse(kind, words, module, "").out == tmp_path
 
 
 def test_layers_leave_their_table_where_it_is_looked_for(tmp_path, monkeypatch):
@@ -76,28 +76,29 @@ def test_layers_leave_their_table_where_it_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(attention, "measure", lambda shapes, repeats: made)
     monkeypatch.setattr(attention, "net", lambda times: times.assign(ratio=1.0))
-    words = measure.command_of(LIST["gpu_cliff"], tmp_path, 139)
+    words = measure.command_of("gpu_cliff", tmp_path, 139)
     assert attention.main(words[1:]) == 0 and measure.find_table(tmp_path, "gpu_cliff")
 
 
 def test_caches_and_modes_are_sized_to_the_card():
-    h100, h200 = (measure.command_of(LIST["steps_8kv"], Path("out"), gib) for gib in CARDS)
+    h100, h200 = (measure.command_of("steps_8kv", Path("out"), gib) for gib in CARDS)
     cache = [int(words[words.index("--kv-cache-memory") + 1]) for words in (h100, h200)]
-    modes = [words[words.index("--mode") + 1].split(",") for words in (h100, h200)]
+    modes = [words[words.index("--modes") + 1].split(",") for words in (h100, h200)]
     assert [len(of) for of in modes] == [3, 4] and set(modes[1]) - set(modes[0]) == {"cow"}
     for mib, of, gib in zip(cache, modes, CARDS, strict=True):
         assert mib > 2048 and len(of) * (mib / 1024 + measure.ENGINE_GIB) < gib
-    assert measure.command_of(LIST["steps_8kv"], Path("out"), 24) == []
-    assert measure.command_of(LIST["gpu_pair"], Path("out"), 24)
+    assert measure.command_of("steps_8kv", Path("out"), 24) == []
+    assert measure.command_of("gpu_pair", Path("out"), 24)
 
 
 def test_a_command_that_fails_is_named_and_one_that_is_there_is_not_run_again(tmp_path, monkeypatch, capsys):
     there = left(tmp_path, "gpu_pair", table())
     before = there.read_bytes()
-    bad = measure.Measurement("bad", "some", "nwor.no_such {out}")
-    big = measure.Measurement("big", "some", "nwor.no_such", engines=99)
-    again = measure.Measurement("gpu_pair", "gpu_pair", "nwor.no_such")
-    assert measure.measure(tmp_path, [bad, big, again]) == ["bad"]
+    monkeypatch.setattr(
+        measure, "MEASUREMENTS", {"bad": "nwor.no_such", "big": "nwor.no_such {cache}", "gpu_pair": "nwor.no_such"}
+    )
+    monkeypatch.setattr(measure, "gpu_gib", lambda: 24.0)
+    assert measure.measure(tmp_path, measure.MEASUREMENTS) == ["bad"]
     said = capsys.readouterr().out
     assert "bad: exit status" in said and "big: left out" in said and "gpu_pair" not in said
     assert "no_such" in (tmp_path / "bad" / "log.txt").read_text() and there.read_bytes() == before
@@ -116,7 +117,7 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     assert measure.record(made, recorded) == ["gpu_cliff_steps_k8", "gpu_pair"], "steps_32kv is missing"
     pair, cliff = (results.read_table(name, recorded) for name in ("gpu_pair", "gpu_cliff_steps_k8"))
     assert set(pair["build"]) == {"kernels:1 attention:1"} and set(pair["run_id"]) == {"gpu"}
-    assert set(cliff["attention"]) == {"flash2"} and not (recorded / "gpu_direct.parquet").exists()
+    assert len(cliff) == len(table()) and not (recorded / "gpu_direct.parquet").exists()
     runs = json.loads((recorded / "gpu_runs.json").read_text())
     assert {run["table"]: run.get("name") for run in runs} == {
         "gpu_direct": None, "gpu_pair": "gpu_pair", "gpu_cliff_steps_k8": "gpu_cliff_steps_k8"
@@ -162,14 +163,14 @@ def test_nothing_is_nothing_to_record(tmp_path, capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_the_outcome_of_each_test_is_recorded(tmp_path):
+def test_the_outcome_of_each_test_is_recorded(tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(
         "import pytest\ndef test_good(): pass\ndef test_bad(): assert False\n@pytest.mark.skip\ndef test_not(): pass\n"
         "@pytest.fixture\ndef lost(): raise OSError\ndef test_lost(lost): pass\n"
     )
-    gpu_tests = measure.Measurement("gpu_tests", "gpu_tests", f"pytest -q {tmp_path} --junitxml {{out}}/{{name}}.xml")
-    assert measure.measure(tmp_path / "gpu", [gpu_tests]) == [], "what fails is an outcome too"
-    rows = measure.read(gpu_tests, tmp_path / "gpu" / "gpu_tests")
+    monkeypatch.setattr(measure, "MEASUREMENTS", {"gpu_tests": f"pytest -q {tmp_path}"})
+    assert measure.measure(tmp_path / "gpu", ["gpu_tests"]) == [], "what fails is an outcome too"
+    rows = measure.read(tmp_path / "gpu" / "gpu_tests", "gpu_tests")
     outcomes = dict(zip(rows["test"].str.partition("::test_")[2], rows["outcome"], strict=True))
     assert outcomes == {"good": "passed", "bad": "failed", "not": "skipped", "lost": "failed"}
     assert rows["test"].str.contains("test_some.py::").all() and (rows["value"] >= 0).all()
@@ -180,7 +181,7 @@ def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(cle
     recorded = tmp_path / "recorded"
     run = results.Run(tmp_path / "run", "01_x", {"k": 1, "run_dir": "somewhere"})
     run.claim("a", 1, 1, True)
-    monkeypatch.setattr(measure, "TABLES", ("steps",))
+    monkeypatch.setattr(measure, "REPRODUCED", ("steps",))
     with pytest.raises(ValueError, match="not whole"):
         measure.record(run.directory, recorded)
     run.finish()

@@ -186,6 +186,8 @@ def test_a_grid_goes_on_past_a_failed_point_and_is_resumed(place: Path, capsys: 
     assert "not mended" in (run / "k=2" / "logs" / "01_book.log").read_text()
     (place / "mended").touch()
     assert reproduce.main(["--run", "s", "--resume"]) == 0
+    *_, table, said = [block for block in capsys.readouterr().out.split("\n\n") if "results: " not in block]
+    assert re.search(r"^steps .* 1 +2 +3$", table, re.MULTILINE) and "1 of 1 measured values differ" in said
     assert ran(place) == [1, 2, 2, 3]
     steps = results.read_table("steps", run)
     assert dict(zip(steps["run_id"], steps["value"], strict=True)) == {"k=1": 1, "k=2": 2, "k=3": 3}

@@ -196,7 +196,7 @@ def test_a_fault_that_does_not_come_again_is_one_too(fake, capsys):
     assert "dirty_slots" in verdict(capsys)
 
 
-@pytest.mark.parametrize("given", [["--mode", "off"], ["--mode", "cow,cow"], ["--minutes", "0"]])
+@pytest.mark.parametrize("given", [["--modes", "off"], ["--mode", "cow,cow"], ["--minutes", "0"]])
 def test_wrong_options_are_refused_in_one_line(fake, tmp_path, capsys, given):
     assert command.main(given) == 2
     assert capsys.readouterr().err.count("\n") == 1

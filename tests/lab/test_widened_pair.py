@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nwor_lab import pair, paths
-from nwor_lab.bench import options
+from nwor_lab.bench import bench, options
+from nwor_lab.command_line import parse
 from nwor_lab.engines import shapes
 from nwor_lab.engines.widened_pair import write_widened
 from nwor_lab.pair.model import EagleHead, hidden_states, load_pair
@@ -68,6 +69,6 @@ def test_a_bench_takes_it_by_name(tmp_path, monkeypatch):
     """With the pair's own tokenizer, since the text is the pair's."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
     words = ["--model", "pair@multi-head", "--dtype", "float32", "--num-prompts", "2"]
-    spec, _, prompts = options.parse_config(options.parser("bench", "").parse_args(words))
+    spec, _, prompts = options.parse_config(options.flat(parse(bench.Bench, words, "bench", "")))
     assert (Path(spec.model) / "config.json").is_file() and (Path(spec.draft) / "config.json").is_file()
     assert prompts[0] == pair.load_tokenizer().encode(pair.load_prompts()[0]).ids

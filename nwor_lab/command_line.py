@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines made of dataclasses by `tyro`: a field is an option, and the line beneath it is its help.
+
+A dataclass inside one is a group of options of its own. Several values are written `A,B` or `A B`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import tyro
+from tyro import _errors  # of this very version, which pyproject.toml pins: what was wrong, as one line
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+T = TypeVar("T")
+RULES = ConstructorRegistry()
+NAMES = {int: "a whole number", float: "a number", str: "text"}
+
+
+def parse(kind: Callable[..., T], argv: list[str] | None, command: str, description: str) -> T:
+    """The dataclass `kind` from the words of a command line, those of this process where `argv` is None.
+
+    Raises:
+        ValueError: they do not make one; the message is a line.
+        SystemExit: help was asked for, and printed.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(words):  # tyro would break its lines elsewhere
+        print(description)
+    with _errors.on_parse_error(_refuse):
+        return tyro.cli(
+            kind, args=words, prog=command, description="", registry=RULES, config=(tyro.conf.OmitArgPrefixes,)
+        )
+
+
+def fail(command: str, why: object, status: int = 2) -> int:
+    """Print in a line why a command ends, and return its exit status."""
+    print(f"{command}: {' '.join(str(why).split())}", file=sys.stderr)
+    return status
+
+
+def check_names(option: str, chosen: tuple[str, ...], known: Any) -> None:
+    """Raise ValueError where one of `chosen` is not among the `known` names."""
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f"{option} {', '.join(unknown)}: choose of {', '.join(known)}")
+
+
+def _refuse(event: _errors.ParseErrorEvent) -> None:
+    match event:
+        case _errors.UnrecognizedArgs():
+            said = f"no option {' '.join(event.tokens)}"
+        case _errors.MissingArgs():
+            said = f"{', '.join(one.arg.display_name() for one in event.missing_arguments)}: not given"
+        case _errors.InstantiationFailure(argument=None):
+            said = event.message
+        case _errors.InstantiationFailure():
+            assert event.argument is not None
+            said = f"{event.argument.display_name()}: {event.message}"
+        case _errors.InvalidChoice():
+            said = f"{event.argument.display_name()}: {event.value} is not of {', '.join(event.choices)}"
+        case _errors.BadValue():
+            said = f"{event.argument.display_name()}: a value is missing"
+        case _:
+            return  # tyro's own words
+    raise ValueError(f"{said} ({event.prog} --help)")
+
+
+def _read(kind: Any, text: str) -> Any:
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise ValueError(f"{text} is not of {', '.join(get_args(kind))}")
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not {NAMES[kind]}") from None
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@RULES.primitive_rule
+def _one(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    if info.type not in NAMES:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=info.type.__name__.upper(),
+        instance_from_str=lambda words: _read(info.type, words[0]),
+        is_instance=lambda value: isinstance(value, int | float | str),
+        str_from_instance=lambda value: [_shown(value) or "none"],
+    )
+
+
+@RULES.primitive_rule
+def _several(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """A tuple of any length."""
+    kind, *rest = get_args(info.type) or (None,)
+    if get_origin(info.type) is not tuple or rest != [...]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="A,B,...",
+        instance_from_str=lambda words: tuple(_read(kind, text) for word in words for text in word.split(",") if text),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda values: [",".join(map(_shown, values)) or "none"],
+    )
