@@ -257,8 +257,8 @@ def test_a_command_is_shown_and_its_log_kept(run: results.Run, capsys: pytest.Ca
     assert "No-Write-On-Reject" not in capsys.readouterr().out
     with pytest.raises(RuntimeError, match=r"`nwor benhc` failed with 2(?s:.*)benhc"):
         run.command("benhc")
-    assert "invalid choice" not in capsys.readouterr().out
-    assert "invalid choice" in (run.directory / "logs" / "notebook-2.log").read_text()
+    assert "doctor" not in capsys.readouterr().out
+    assert "doctor" in (run.directory / "logs" / "notebook-2.log").read_text()
 
 
 def test_what_made_a_table_is_told_beside_it(tmp_path):
