@@ -10,8 +10,9 @@ import pytest
 from nwor_lab import paths
 from nwor_lab.run import lessons
 
-BOOKS = ("00_idea", "01_reference_model")
-FOLDED = re.compile(r"<details><summary>Solution</summary>\s*```python\n(.*?)```\s*</details>", re.DOTALL)
+BOOKS = {"00_idea": 2, "01_reference_model": 2, "03_eagle_acceptance": 1, "04_end_to_end": 2}
+"""Lessons that take long to run, and how many exercises a call checks; `test_lesson_exercises.py` runs the others."""
+FOLDED = re.compile(r"<summary>Solution</summary>\s*```python\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize("book", BOOKS)
@@ -22,7 +23,9 @@ def test_each_folded_solution_is_right(book: str, capsys: pytest.CaptureFixture[
         if not (folded := FOLDED.search(cell.source)):
             continue
         exercise, check = (cell.source for cell in cells[place - 2 : place])
-        assert "raise NotImplementedError" in exercise and "lessons.check(" in check
+        if "lessons.check(" not in check:
+            continue
+        assert "raise NotImplementedError" in exercise
         scope: dict[str, Any] = {"__name__": "exercise"}
         exec("import torch\nfrom nwor_lab.run import answers, lessons", scope)  # noqa: S102
         for code, said in ((exercise, lessons.NOT_YET), (folded.group(1), lessons.RIGHT)):
@@ -30,4 +33,4 @@ def test_each_folded_solution_is_right(book: str, capsys: pytest.CaptureFixture[
             exec(check, scope)  # noqa: S102
             assert capsys.readouterr().out.startswith(said)
         solved += 1
-    assert solved == 2
+    assert solved == BOOKS[book]
