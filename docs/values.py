@@ -230,7 +230,7 @@ def write_share(batch: int) -> float:
 def cpu_step(mode: str) -> float:
     """A mode's step over vanilla's in the recorded run on a CPU, one rank."""
     wide = table("steps").query("tp == 1").pivot(index="repeat", columns="mode", values="value")
-    return abba_ratio(wide[mode] / wide["off"])
+    return abba_ratio(wide[mode] / wide["vllm" if "vllm" in wide else "off"])
 
 
 def commit_speedup() -> float:

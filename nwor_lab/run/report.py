@@ -15,7 +15,7 @@ import pandas as pd
 
 from nwor_lab import paths
 from nwor_lab.run import claims as claim_table
-from nwor_lab.run import grid, results
+from nwor_lab.run import findings, grid, results
 
 
 def write(directory: Path) -> Path:
@@ -31,6 +31,7 @@ def write(directory: Path) -> Path:
         directory / "index.html",
         _render(
             title=f"Reproduction run {directory.name}",
+            found=findings.sentences(directory),
             headline=claim_table.headline(claims),
             claims=[*claims.itertuples()],
             show=claim_table,
