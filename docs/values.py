@@ -14,7 +14,7 @@ import pandas as pd
 
 from nwor_lab import paths
 from nwor_lab.bench import survival
-from nwor_lab.bench.gpu_steps import MAIN, UNSPLIT, VANILLA, step_ratios, unsplit_steps
+from nwor_lab.bench.gpu_steps import VANILLA, step_ratios
 from nwor_lab.cost.ratios import abba_ratio
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
@@ -75,27 +75,18 @@ def measured(claim: str) -> str:
 
 # -- times over vanilla's ----------------------------------------------------------------------------------------------
 
-PAUSED = "its own engine paused"
-"""Vanilla in tables whose engines are compared with themselves."""
 NEVER_PATCHED = "vLLM never patched"
 
 
 def whole_steps() -> pd.DataFrame:
-    """Steps over vanilla's: a line a table, setting and mode, of all tables of whole steps."""
-    lines = [
-        step_ratios(table(name)).assign(table=name, over=PAUSED)
-        for name in ("gpu_steps", "gpu_long_steps", "gpu_next_steps")
-    ]
-    unsplit = step_ratios(unsplit_steps())
-    over = PAUSED + ", " + unsplit["attention"].map(UNSPLIT)
-    lines.append(unsplit.assign(table="gpu_cliff_steps", over=over))
-    control = table("gpu_direct")
-    lines.append(step_ratios(control).assign(table="gpu_direct", over=NEVER_PATCHED))
-    lines.append(step_ratios(control, "direct").query("mode == 'stage'").assign(table="gpu_direct", over="direct"))
-    found = pd.concat(lines, ignore_index=True)
-    found = found[~found["mode"].isin(VANILLA)]
-    searched = table("gpu_steps").groupby(["prompt", "batch"])["tuned_on"].first()
-    found = found.join(searched, on=["prompt", "batch"]).assign(what="whole step", unit="of vanilla's time")
+    """Steps of `gpu_direct` over those of vLLM never patched, and `stage` over its control: a line a setting, mode."""
+    steps = table("gpu_direct")
+    over_vanilla = step_ratios(steps)
+    over_vanilla = over_vanilla[~over_vanilla["mode"].isin(VANILLA)].assign(over=NEVER_PATCHED)
+    over_control = step_ratios(steps, "direct").query("mode == 'stage'").assign(over="direct")
+    searched = steps.groupby(["prompt", "batch"])["tuned_on"].first()
+    found = pd.concat([over_vanilla, over_control], ignore_index=True).join(searched, on=["prompt", "batch"])
+    found = found.assign(table="gpu_direct", what="whole step", unit="of vanilla's time")
     return found.rename(columns={"step": "value", "prompt": "context", "kv_cache_dtype": "cache"}).replace(
         {"cache": {"auto": "bf16"}}
     )
@@ -152,7 +143,11 @@ def slashes(ratios: pd.Series, digits: int = 3) -> str:
 
 
 def row(
-    table: str, mode: str = "stage", over: str = PAUSED, batches: tuple[int, ...] = (1, 4, 16, 64), **where: Any
+    table: str = "gpu_direct",
+    mode: str = "stage",
+    over: str = NEVER_PATCHED,
+    batches: tuple[int, ...] = (1, 4, 16, 64),
+    **where: Any,
 ) -> str:
     """The values of a finding by batch, between slashes; of 32 KV heads, k=8, contexts of 512 and bf16 unless said."""
     where = {"table": table, "mode": mode, "over": over, "tp": 1, "kv_heads": 32, "k": 8, "cache": "bf16"} | where
@@ -160,28 +155,20 @@ def row(
     return slashes(pd.Series([value(findings(), batch=batch, **where) for batch in batches]))
 
 
-def steps(mode: str = "stage", tuned_on: bool | None = None) -> pd.DataFrame:
-    """The rows of `gpu_steps` of a mode: all, or those that the tuning was searched on, or the others."""
-    rows = findings().query("table == 'gpu_steps' and mode == @mode")
-    return rows if tuned_on is None else rows[rows["tuned_on"] == tuned_on]
+def steps(mode: str = "stage", over: str = NEVER_PATCHED) -> pd.Series:
+    """A mode's steps over vanilla's or over another mode's, of every setting.
+
+    Raises:
+        LookupError: a setting has no ratio, since it is not at parity.
+    """
+    ratios = findings().query("what == 'whole step' and mode == @mode and over == @over")["value"]
+    if ratios.empty or ratios.isna().any():
+        raise LookupError(f"{ratios.isna().sum()} of {len(ratios)} settings have no ratio")
+    return ratios
 
 
-def settings(mode: str) -> pd.DataFrame:
-    """The lines of `steps` that have a ratio, in column `step`."""
-    return steps(mode).dropna(subset="value").rename(columns={"value": "step"})
-
-
-def faster(tuned_on: bool) -> str:
-    """In how many settings `stage` is faster, of how many on which the tuning was searched, or was not."""
-    rows = steps("stage", tuned_on)
-    return f"{(rows['value'] < 1).sum()} of {len(rows)}"
-
-
-def no_write() -> str:
-    """`stage` over its control, each over its own engine paused: median, least and greatest of a setting."""
-    ratios = findings().query("table == 'gpu_direct' and over == 'direct'")["value"]
-    if ratios.isna().any():
-        raise LookupError("a setting of gpu_direct is not at parity")
+def spread(ratios: pd.Series) -> str:
+    """Median, least and greatest of the settings."""
     return f"{ratios.median():.3f} (median of {len(ratios)} settings, {ratios.min():.3f} to {ratios.max():.3f})"
 
 
@@ -196,10 +183,10 @@ def attention() -> pd.DataFrame:
     return findings().query("table == 'attention'").rename(columns={"value": "ratio"})
 
 
-def control_us(kind: str, mode: str, batch: int) -> float:
-    """GPU microseconds of a decode step in kernels of a kind, in the run with the control, 32 KV heads."""
-    rows = table("gpu_direct").query(MAIN).query("metric == 'kernel_us' and batch == @batch and kv_heads == 32")
-    return float(rows.loc[(rows["kind"] == kind) & (rows["mode"] == mode), "value"].mean())
+def not_searched() -> str:
+    """In how many shapes of a layer on which the kernel's settings were not searched it is faster, of how many."""
+    wins = layers.wins(layers.frame(table("attention"), bandwidth=1.0)).xs(False, level=-1).sum()
+    return f"{wins['won']:.0f} of {wins['shapes']:.0f}"
 
 
 @functools.cache
@@ -243,7 +230,7 @@ def write_share(batch: int) -> float:
 def cpu_step(mode: str) -> float:
     """A mode's step over vanilla's in the recorded run on a CPU, one rank."""
     wide = table("steps").query("tp == 1").pivot(index="repeat", columns="mode", values="value")
-    return abba_ratio(wide[mode] / wide["off"])
+    return abba_ratio(wide[mode] / wide["vllm" if "vllm" in wide else "off"])
 
 
 def commit_speedup() -> float:

@@ -138,38 +138,48 @@ def pages(run: style.Place, frame: pd.DataFrame) -> Path:
 
 
 def film(run: style.Place, frame: pd.DataFrame, frames: int = 40) -> Path:
-    """Draw the steps of `nwor_lab.demo.pages_by_step`, the first `frames` of them, as a GIF; return its path."""
+    """Draw the steps of `nwor_lab.demo.pages_by_step`, the first `frames` of them, as a GIF; return its path.
+
+    Blocks that the prompt has filled are left out.
+    """
     modes, names = list(frame["mode"].unique()), list(STATES)
-    shape = int(frame["line"].max()) + 1, int(frame["column"].max()) + 1
-    height = 0.5 + (0.35 + 0.21 * shape[0]) * len(modes)
+    later = frame[(frame["step"] > 0) & (frame["state"] != "context")]
+    lines = sorted(later.loc[later["state"] != "empty", "line"].unique())
+    frame = frame[frame["line"].isin(lines)]
+    shape = len(lines), int(frame["column"].max()) + 1
+    height = 0.4 + (0.4 + style.TWO_COLUMNS * 0.9 / shape[1] * shape[0]) * len(modes)
     fig, axes = style.figure(width=style.TWO_COLUMNS, height=height, nrows=len(modes))
     colors: Any = {"cmap": ListedColormap([color for color, *_ in STATES.values()]), "vmin": 0, "vmax": len(STATES)}
     steps = {at: cells for at, cells in frame.groupby(["mode", "step"])}
+    left = frame["state"].eq("rejected").groupby([frame["mode"], frame["step"]]).sum()
+    so_far = left.groupby("mode").cumsum()
     last = frame.groupby("mode")["step"].max()
     meshes, crosses = {}, {}
     for mode, ax in zip(modes, axes, strict=True):
-        meshes[mode] = ax.pcolormesh(np.zeros(shape), edgecolors="#B0B0B0", linewidth=0.6, **colors)
-        (crosses[mode],) = ax.plot([], [], "kx", markersize=3)
+        drawn = {"edgecolors": "#B0B0B0", "linewidth": 0.6, "clip_on": False}
+        meshes[mode] = ax.pcolormesh(np.zeros(shape), **drawn, **colors)
+        (crosses[mode],) = ax.plot([], [], "kx", markersize=5)
         ax.set(xticks=[], yticks=np.arange(shape[0]) + 0.5, ylim=(shape[0], 0), frame_on=False, aspect="equal")
         ax.set_yticklabels([f"block {block}" for block in steps[mode, 0].groupby("line")["block"].first()])
         ax.tick_params(length=0)
         ax.grid(visible=False)
-        ax.set_title(style.MODE_STYLE[mode].label)
     legend(fig, set(frame["state"]))
 
     def draw(step: int) -> None:
         for mode, ax in zip(modes, axes, strict=True):
-            cells = steps[mode, min(step, int(last[mode]))]
+            at = mode, min(step, int(last[mode]))
+            cells = steps[at]
             meshes[mode].set_array(cells["state"].map(names.index).to_numpy().reshape(shape))
-            left = cells[cells["state"] == "rejected"]
-            crosses[mode].set_data(left["column"] + 0.5, left["line"] + 0.5)
-            told = f"step {cells['step'].iloc[0]}, {cells['num_rejected'].iloc[0]} rejected"
-            ax.set_title(f"{style.MODE_STYLE[mode].label}: {told}")
+            crossed = cells[cells["state"] == "rejected"]
+            crosses[mode].set_data(crossed["column"] + 0.5, crossed["line"].map(lines.index) + 0.5)
+            told = f"step {at[1]}, {cells['num_rejected'].iloc[0]} drafts rejected"
+            ax.set_title(f"{style.MODE_STYLE[mode].label}: {told}; rows left behind so far: {so_far[at]}", loc="left")
 
-    film = FuncAnimation(fig, draw, frames=min(frames, int(last.max()) + 1))
-    path = (run if isinstance(run, Path) else run.directory) / "figures" / "pages.gif"
+    shown = min(frames, int(last.max()) + 1)
+    film = FuncAnimation(fig, draw, frames=[*range(shown), *[shown - 1] * 3])
+    path = (run if isinstance(run, Path) else run.directory) / "figures" / "tour_pages.gif"
     with results.whole_file(path) as part:
-        film.save(gif := part.with_suffix(".gif"), writer=PillowWriter(fps=2), dpi=80)
+        film.save(gif := part.with_suffix(".gif"), writer=PillowWriter(fps=2), dpi=110)
         gif.replace(part)
     style.close(fig)
     return path

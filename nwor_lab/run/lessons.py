@@ -7,6 +7,7 @@ Both leave a batch run alone: nobody guesses there, and an exercise that nobody 
 from __future__ import annotations
 
 import copy
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class Guess:
         if found not in self.answers:
             raise ValueError(f"{found!r} is none of the answers: {', '.join(self.answers)}")
         before = "" if self.answer is None else "As you guessed. " if self.answer == found else f"Not {self.answer}. "
-        print(f"{before}Found: {found}. {why}".rstrip())
+        _say(f"{before}Found: {found}. {why}")
 
 
 def check(attempt: Callable, solution: Callable, cases: Iterable[Sequence[Any]]) -> bool:
@@ -65,7 +66,7 @@ def check(attempt: Callable, solution: Callable, cases: Iterable[Sequence[Any]])
             print(NOT_YET)
             return False
         except Exception as error:  # noqa: BLE001  (a reader's code fails in ways of its own)
-            print(f"{NOT_YET}: {type(error).__name__}: {error}, called with {_arguments(case)}")
+            _say(f"{NOT_YET}: {type(error).__name__}: {error}, called with {_arguments(case)}")
             return False
         if found is None and wanted is not None:
             print(NOT_YET)
@@ -73,11 +74,17 @@ def check(attempt: Callable, solution: Callable, cases: Iterable[Sequence[Any]])
         names = ("what it returns", *(f"argument {place}" for place in range(1, len(case) + 1)))
         for name, left, right in zip(names, (found, *given), (wanted, *own), strict=True):
             if not _same(left, right):
-                print(f"{NOT_YET}: called with {_arguments(case)},")
-                print(f"  {name} is {_shown(left)},\n  wanted  {_shown(right)}")
+                _say(f"{NOT_YET}: called with {_arguments(case)},")
+                _say(f"  {name} is {_shown(left)},")
+                _say(f"  wanted  {_shown(right)}")
                 return False
     print(f"{RIGHT}, in {len(cases)} cases")
     return True
+
+
+def _say(text: str) -> None:
+    """Print, broken between words: a page breaks a long line anywhere."""
+    print(textwrap.fill(text, 100, subsequent_indent="    ", break_on_hyphens=False))
 
 
 def _same(left: Any, right: Any) -> bool:

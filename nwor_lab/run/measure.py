@@ -235,7 +235,7 @@ def record_soak(run: Path, recorded: Path) -> list[str]:
 
 
 def record_run(run: Path, recorded: Path) -> list[str]:
-    """Copy a whole reproduction run's small tables, claims, first figure and manifest; of one on GPUs what it compared.
+    """Copy a whole reproduction run's small tables, claims, animation and manifest; of one on GPUs what it compared.
 
     The manifest loses what is of one machine: commands, folders and the kernel's name.
     """
@@ -255,7 +255,8 @@ def record_run(run: Path, recorded: Path) -> list[str]:
     tables = {name: results.read_table(name, run) for name in (*REPRODUCED, "claims")}
     for name, table in tables.items():
         results.write_table(recorded / f"{name}.parquet", table)
-    shutil.copy(run / "figures" / "reference_policies.png", recorded)
+    for picture in ("tour_pages.gif", "tour_pages.png"):
+        shutil.copy(run / "figures" / picture, recorded)
     results.write_json(recorded / "manifest.json", manifest)
     return sorted(tables)
 

@@ -15,7 +15,7 @@ import pandas as pd
 
 from nwor_lab import paths
 from nwor_lab.run import claims as claim_table
-from nwor_lab.run import grid, results
+from nwor_lab.run import findings, grid, results
 
 
 def write(directory: Path) -> Path:
@@ -31,6 +31,7 @@ def write(directory: Path) -> Path:
         directory / "index.html",
         _render(
             title=f"Reproduction run {directory.name}",
+            found=findings.sentences(directory),
             headline=claim_table.verdict_line(claims),
             claims=[*claims.itertuples()],
             show=claim_table,
@@ -39,7 +40,7 @@ def write(directory: Path) -> Path:
             pages={page.stem for page in directory.glob("*.html")},
             points=manifest.get("points", []),
             grid=varying.to_html(border=0, na_rep="", float_format="{:.4g}".format) if len(varying) else "",
-            made=next((entry["provenance"] for entry in manifest["notebooks"].values() if "provenance" in entry), None),
+            made_by=_made_by(manifest),
         ),
     )
 
@@ -72,3 +73,20 @@ def _render(**context: Any) -> str:
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     highlighting = HtmlFormatter(style="default").get_style_defs(".highlight")
     return environment.get_template("report.html.j2").render(highlighting=highlighting, **context)
+
+
+def _made_by(manifest: dict[str, Any]) -> dict[str, str]:
+    """When, from which commit, with what and on what the run was made, as its first notebook noted it."""
+    noted = [entry["provenance"] for entry in manifest["notebooks"].values() if "provenance" in entry]
+    if not noted:
+        return {}
+    made, git, cpu, gpu = noted[0], noted[0]["git"], noted[0]["cpu"], noted[0]["gpu"]
+    versions = {name: found for name, found in made["versions"].items() if "unavailable" not in found}
+    return {
+        "begun": made["time"],
+        "commit": git if isinstance(git, str) else git["commit"] + ("" if git["clean"] else ", with local changes"),
+        "CPU": cpu if isinstance(cpu, str) else f"{cpu['model']}, {cpu['cores']} cores, {cpu['machine']}",
+        "GPU": "; ".join(gpu) if isinstance(gpu, list) else "none",
+        "Python": made["python"],
+        "versions": ", ".join(f"{name} {found}" for name, found in versions.items()),
+    }

@@ -27,7 +27,7 @@ def test_a_page_is_up_to_date(template: Path) -> None:
 def test_a_wrong_number_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Written into the page, or into the recorded table that the page is of."""
     page = tmp_path / "README.md"
-    right = values.row("gpu_direct", over=values.NEVER_PATCHED)
+    right = values.row()
     page.write_text((paths.ROOT / "README.md").read_text().replace(right, right.replace("0.9", "0.8")))
     monkeypatch.setattr(generate, "pages", lambda: {generate.TEMPLATES / "README.md.j2": page})
     monkeypatch.setattr(generate, "RESULTS", tmp_path / "results.csv")
@@ -48,7 +48,7 @@ def test_a_number_that_is_not_recorded_is_an_error(tmp_path: Path, monkeypatch: 
     with pytest.raises(LookupError, match="no such claim"):
         values.measured("no such claim")
     with pytest.raises(LookupError, match="0 rows"):
-        values.row("gpu_steps", batches=(3,))
+        values.row(batches=(3,))
     with pytest.raises(LookupError, match="0 rows"):
         values.promise("bandwidth", "here: nothing")
     monkeypatch.setattr(generate, "TEMPLATES", tmp_path)
@@ -93,7 +93,7 @@ def test_the_table_of_all_settings_is_up_to_date_and_the_page_is_of_it() -> None
         "table == 'gpu_direct' and mode == 'stage' and kv_heads == 32 and k == 8 and context == 512 and cache == 'bf16'"
     )
     steps = rows.query(where).query("over == @values.NEVER_PATCHED").sort_values("batch")["value"]
-    assert values.slashes(steps) == values.row("gpu_direct", over=values.NEVER_PATCHED)
+    assert values.slashes(steps) == values.row()
 
 
 def test_commands_of_the_record_exist() -> None:

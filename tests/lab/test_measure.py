@@ -187,7 +187,8 @@ def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(cle
     run.finish()
     run.table("steps", table())
     results.write_table(run.directory / "claims.parquet", results.claims(run.directory))
-    results.write_text(run.directory / "figures" / "reference_policies.png", "a picture")
+    for picture in ("tour_pages.gif", "tour_pages.png"):
+        results.write_text(run.directory / "figures" / picture, "a picture")
     manifest = results.read_manifest(run.directory)
     manifest["notebooks"]["01_x"]["provenance"] |= {"git": CLEAN | {"clean": clean}, "gpu": "unavailable"}
     results.write_json(run.directory / "manifest.json", manifest)
@@ -197,7 +198,7 @@ def test_a_whole_reproduction_run_is_recorded_without_what_is_of_one_machine(cle
         assert not recorded.exists()
         return
     assert measure.record(run.directory, recorded) == ["claims", "steps"]
-    names = {"steps.parquet", "claims.parquet", "reference_policies.png", "manifest.json"}
+    names = {"steps.parquet", "claims.parquet", "tour_pages.gif", "tour_pages.png", "manifest.json"}
     assert {path.name for path in recorded.iterdir()} == names
     made = results.read_manifest(recorded)["notebooks"]["01_x"]["provenance"]
     assert made["parameters"] == {"k": 1} and not {"command", "platform"} & set(made)
