@@ -79,14 +79,17 @@ NEVER_PATCHED = "vLLM never patched"
 
 
 def whole_steps() -> pd.DataFrame:
-    """Steps of `gpu_direct` over those of vLLM never patched, and `stage` over its control: a line a setting, mode."""
-    steps = table("gpu_direct")
-    over_vanilla = step_ratios(steps)
-    over_vanilla = over_vanilla[~over_vanilla["mode"].isin(VANILLA)].assign(over=NEVER_PATCHED)
-    over_control = step_ratios(steps, "direct").query("mode == 'stage'").assign(over="direct")
+    """Steps over those of vLLM never patched, and `stage` over its control: a line a table, setting and mode."""
+    steps, latest = table("gpu_direct"), table("gpu_decode")
     searched = steps.groupby(["prompt", "batch"])["tuned_on"].first()
-    found = pd.concat([over_vanilla, over_control], ignore_index=True).join(searched, on=["prompt", "batch"])
-    found = found.assign(table="gpu_direct", what="whole step", unit="of vanilla's time")
+    over_control = step_ratios(steps, "direct").query("mode == 'stage'").assign(over="direct", table="gpu_direct")
+    lines = [
+        step_ratios(steps).assign(over=NEVER_PATCHED, table="gpu_direct"),
+        over_control,
+        step_ratios(latest).assign(over=NEVER_PATCHED, table="gpu_decode"),
+    ]
+    found = pd.concat(lines, ignore_index=True).join(searched, on=["prompt", "batch"])
+    found = found[~found["mode"].isin(VANILLA)].assign(what="whole step", unit="of vanilla's time")
     return found.rename(columns={"step": "value", "prompt": "context", "kv_cache_dtype": "cache"}).replace(
         {"cache": {"auto": "bf16"}}
     )
@@ -105,8 +108,8 @@ def one_layer() -> pd.DataFrame:
 
 
 COLUMNS = (
-    "what", "table", "mode", "over", "tp", "kv_heads", "cache", "k", "temperature", "context", "batch", "value", "low",
-    "high", "unit", "tuned_on", "at_parity", "stable",
+    "what", "table", "gpu", "mode", "over", "tp", "kv_heads", "cache", "k", "temperature", "context", "batch", "value",
+    "low", "high", "unit", "tuned_on", "at_parity", "stable",
 )  # fmt: skip
 
 
@@ -134,7 +137,7 @@ def findings() -> pd.DataFrame:
     whole = pd.concat([part.astype({"value": float}) for part in parts], ignore_index=True).reindex(
         columns=list(COLUMNS)
     )
-    return whole.sort_values(list(COLUMNS[:11]), ignore_index=True)
+    return whole.sort_values(list(COLUMNS[:12]), ignore_index=True)
 
 
 def slashes(ratios: pd.Series, digits: int = 3) -> str:
@@ -155,13 +158,18 @@ def row(
     return slashes(pd.Series([value(findings(), batch=batch, **where) for batch in batches]))
 
 
+def decode_row(mode: str = "stage", gpu: str = "H200", context: int = 512) -> str:
+    """A mode's step over vLLM's by batch, of the latest run on that kind of GPU, with 8 KV heads."""
+    return row("gpu_decode", mode, kv_heads=8, gpu=gpu, context=context)
+
+
 def steps(mode: str = "stage", over: str = NEVER_PATCHED) -> pd.Series:
     """A mode's steps over vanilla's or over another mode's, of every setting.
 
     Raises:
         LookupError: a setting has no ratio, since it is not at parity.
     """
-    ratios = findings().query("what == 'whole step' and mode == @mode and over == @over")["value"]
+    ratios = findings().query("table == 'gpu_direct' and mode == @mode and over == @over")["value"]
     if ratios.empty or ratios.isna().any():
         raise LookupError(f"{ratios.isna().sum()} of {len(ratios)} settings have no ratio")
     return ratios

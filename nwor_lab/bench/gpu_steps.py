@@ -7,15 +7,12 @@ from dataclasses import asdict
 
 import pandas as pd
 
-from nwor_lab import paths
 from nwor_lab.bench.parity import of_rows, tolerance
 from nwor_lab.bench.plan import UNPATCHED
 from nwor_lab.bench.survival import lengths, tokens_per_s
 from nwor_lab.cost.ratios import abba_ratio, is_stable
-from nwor_lab.run.builds import join
-from nwor_lab.run.results import read_table
 
-SETTING = ["attention", "tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
+SETTING = ["gpu", "attention", "tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
 """Columns that identify a measured setting of whole steps, those of them that a table has."""
 MAIN = "k == 8 and prompt == 512 and kv_cache_dtype == 'auto'"
 """The settings that one line of a table or a figure shows, by batch and KV heads."""
@@ -85,12 +82,3 @@ def _at_parity(compared: pd.Series) -> pd.Series:
     caches = compared.index.get_level_values("kv_cache_dtype")
     bounds = [tolerance("bfloat16", cache, random_weights=True, on_gpu=True) for cache in caches]
     return pd.Series([parity.within(bound) for parity, bound in zip(compared, bounds, strict=True)], compared.index)
-
-
-UNSPLIT = {"flash2": "FlashAttention 2, forced", "triton": "Triton"}
-"""Attentions of vLLM that do not split a window's context, by their names in column `attention`."""
-
-
-def unsplit_steps() -> pd.DataFrame:
-    """The recorded steps beside each attention of `UNSPLIT`, with 1, 3, 8 and 15 drafts."""
-    return join([read_table(f"gpu_cliff_steps_k{k}", paths.RECORDED) for k in (1, 3, 8, 15)])

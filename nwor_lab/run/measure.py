@@ -48,8 +48,8 @@ MEASUREMENTS = {
     "--k 8,3 --caches bf16",
     "gpu_long": "nwor_lab.gpu.attention --repeats 30 --heads 32x8,16x4 --contexts 32768,131072 --batches 1,4 --k 8,3 "
     "--caches bf16,fp8",
-    "steps_8kv": STEPS.replace("{shape}", "llama-2-7b-8kv"),
-    "steps_32kv": STEPS.replace("{shape}", "llama-2-7b"),
+    "gpu_decode": STEPS.replace("{shape}", "llama-2-7b-8kv"),
+    "gpu_direct": STEPS.replace("{shape}", "llama-2-7b"),
     # Attention that does not split a window's context, as an A100 has it; forced here.
     "gpu_cliff_steps_k8": f"{NWOR} bench --shape llama-2-7b-8kv --modes {{modes}} --k 8 --acceptance-length 3 "
     "--kv-cache-memory {cache} --attention-backend FLASH_ATTN --flash-attn-version 2 "
@@ -66,8 +66,6 @@ MEASUREMENTS = {
 }
 """Words after `python -m`, by the name of the folder and table; `{cache}` is the MiB of cache for each engine of
 Llama-2-7B's size, which are all up at once, and `{modes}` those that the GPU's memory holds."""
-PARTS = {"steps_8kv": "gpu_direct", "steps_32kv": "gpu_direct"}
-"""Tables that are recorded as one."""
 MADE_BY = "measured.json"
 """What the folder of a command says of the commit, the machine and the time."""
 
@@ -141,6 +139,8 @@ NOT_A_SETTING = ("repeat", "value", "step", "position", "rank", "low", "high", "
 def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
     """Copy what a folder holds to `recorded`, tables whole or not at all; return the names of those that were written.
 
+    Rows of other kinds of GPU (column `gpu`) stay in them.
+
     Raises:
         ValueError: there is nothing to record, or something that is not to be recorded; then nothing is written.
         OSError: a file cannot be read.
@@ -151,28 +151,34 @@ def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
         return record_run(run, recorded)
     if (run / "soak.parquet").exists():
         return record_soak(run, recorded)
-    there = [name for name in MEASUREMENTS if find_table(run / name, name)]
-    unfinished = {PARTS.get(name, name) for name in MEASUREMENTS if name not in there}
-    parts, runs = dict[str, list[pd.DataFrame]](), list[dict[str, Any]]()
-    for name in there:
-        if (table := PARTS.get(name, name)) in unfinished:
-            continue
+    tables, path = dict[str, pd.DataFrame](), recorded / "gpu_runs.json"
+    runs = json.loads(path.read_text()) if path.exists() else []
+    for name in (name for name in MEASUREMENTS if find_table(run / name, name)):
         made = json.loads((run / name / MADE_BY).read_text())
         kept = checked(name, made)
-        build = builds.of_commit(kept["git"]["commit"])
-        frame = read(run / name, name).assign(run_id=run.name, build=build)
+        build, gpu = builds.of_commit(kept["git"]["commit"]), kind_of(kept["gpu"])
+        frame = read(run / name, name).assign(run_id=run.name, build=build, gpu=gpu)
         check_repeats(name, frame, made["parameters"]["command"])
-        parts.setdefault(table, []).append(frame)
-        runs.append({"table": table, "name": name, "run_id": run.name, "build": build, **kept})
-    if not parts:
+        tables[name] = pd.concat([*of_other_gpus(recorded / f"{name}.parquet", gpu), frame], ignore_index=True)
+        runs = [other for other in runs if other["table"] != name or kind_of(other["gpu"]) not in {gpu, ""}]
+        runs.append({"table": name, "run_id": run.name, "build": build, **kept})
+    if not tables:
         raise ValueError(f"no finished measurement is in {run}: `nwor measure {run}` makes them")
-    joined = {table: builds.join(frames) for table, frames in parts.items()}
-    for table, frame in joined.items():
-        results.write_table(recorded / f"{table}.parquet", frame)
-    path = recorded / "gpu_runs.json"
-    known = json.loads(path.read_text()) if path.exists() else []
-    results.write_json(path, [*(other for other in known if other["table"] not in joined), *runs])
-    return sorted(joined)
+    for name, table in tables.items():
+        results.write_table(recorded / f"{name}.parquet", table)
+    results.write_json(path, runs)
+    return sorted(tables)
+
+
+def kind_of(gpu: Any) -> str:
+    """The kind of the first GPU of a provenance, such as `H200`; empty where it has none."""
+    return gpu[0].split(",")[0].removeprefix("NVIDIA ") if gpu and isinstance(gpu, list) else ""
+
+
+def of_other_gpus(path: Path, gpu: str) -> list[pd.DataFrame]:
+    """The rows of a recorded table that were measured on other kinds of GPU, in a list; none of an older form."""
+    found = pd.read_parquet(path) if path.exists() else pd.DataFrame()
+    return [found[found["gpu"] != gpu]] if "gpu" in found else []
 
 
 def read(out: Path, name: str) -> pd.DataFrame:
@@ -281,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         if asked.list:
             for name in names:
                 words = command_of(name, asked.directory / name, gpu_gib())
-                print(f"# {PARTS.get(name, name)}{'' if words else ': does not fit this GPU'}")
+                print(f"# {name}{'' if words else ': does not fit this GPU'}")
                 print(*([shlex.join(["python", "-m", *words])] if words else []), sep="\n", end="\n\n")
             return 0
         if asked.record:

@@ -18,6 +18,7 @@ from nwor_lab.serving import command as serving
 CLEAN = {"commit": "a" * 40, "clean": True, "changed": []}
 CARDS = (79.1, 139.8)
 """GiB of an H100 and of an H200."""
+H100, H200 = "NVIDIA H100 80GB HBM3, 580.159.04, 81559 MiB", "NVIDIA H200, 580.159.04, 143771 MiB"
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +37,11 @@ def table(repeats: int = 6, **common) -> pd.DataFrame:
     return results.tidy(steps + counts, model="llama", k=8, **common)
 
 
-def left(directory: Path, name: str, frame: pd.DataFrame, git: object = CLEAN) -> Path:
+def left(directory: Path, name: str, frame: pd.DataFrame, git: object = CLEAN, gpu: str = H200) -> Path:
     """What a finished command leaves; the path of its table."""
     words = measure.command_of(name, directory / name, 139)
-    results.write_json(directory / name / measure.MADE_BY, results.provenance({"command": words}) | {"git": git})
+    made = results.provenance({"command": words}) | {"git": git, "gpu": [gpu]}
+    results.write_json(directory / name / measure.MADE_BY, made)
     return results.write_table(directory / name / f"{name}.parquet", frame)
 
 
@@ -81,13 +83,13 @@ def test_layers_leave_their_table_where_it_is_looked_for(tmp_path, monkeypatch):
 
 
 def test_caches_and_modes_are_sized_to_the_card():
-    h100, h200 = (measure.command_of("steps_8kv", Path("out"), gib) for gib in CARDS)
+    h100, h200 = (measure.command_of("gpu_decode", Path("out"), gib) for gib in CARDS)
     cache = [int(words[words.index("--kv-cache-memory") + 1]) for words in (h100, h200)]
     modes = [words[words.index("--modes") + 1].split(",") for words in (h100, h200)]
     assert [len(of) for of in modes] == [3, 4] and set(modes[1]) - set(modes[0]) == {"cow"}
     for mib, of, gib in zip(cache, modes, CARDS, strict=True):
         assert mib > 2048 and len(of) * (mib / 1024 + measure.ENGINE_GIB) < gib
-    assert measure.command_of("steps_8kv", Path("out"), 24) == []
+    assert measure.command_of("gpu_decode", Path("out"), 24) == []
     assert measure.command_of("gpu_pair", Path("out"), 24)
 
 
@@ -110,22 +112,31 @@ def test_a_command_that_fails_is_named_and_one_that_is_there_is_not_run_again(tm
 
 def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     made, recorded = tmp_path / "gpu", tmp_path / "recorded"
-    results.write_json(recorded / "gpu_runs.json", [{"table": "gpu_pair", "name": "old"}, {"table": "gpu_direct"}])
+    results.write_json(
+        recorded / "gpu_runs.json", [{"table": "gpu_pair", "gpu": [H200]}, {"table": "gpu_direct", "gpu": [H200]}]
+    )
+    results.write_table(recorded / "gpu_pair.parquet", table().assign(gpu="H200"))
     left(made, "gpu_pair", table(10))
-    left(made, "steps_8kv", table(kv_heads=8))
     left(made, "gpu_cliff_steps_k8", table())
-    assert measure.record(made, recorded) == ["gpu_cliff_steps_k8", "gpu_pair"], "steps_32kv is missing"
+    (made / "gpu_decode").mkdir()
+    assert measure.record(made, recorded) == ["gpu_cliff_steps_k8", "gpu_pair"], "gpu_decode has no table"
     pair, cliff = (results.read_table(name, recorded) for name in ("gpu_pair", "gpu_cliff_steps_k8"))
     assert set(pair["build"]) == {"kernels:1 attention:1"} and set(pair["run_id"]) == {"gpu"}
-    assert len(cliff) == len(table()) and not (recorded / "gpu_direct.parquet").exists()
+    assert len(pair) == len(table(10)) and len(cliff) == len(table()), "what was there of this GPU is replaced"
     runs = json.loads((recorded / "gpu_runs.json").read_text())
-    assert {run["table"]: run.get("name") for run in runs} == {
-        "gpu_direct": None, "gpu_pair": "gpu_pair", "gpu_cliff_steps_k8": "gpu_cliff_steps_k8"
-    }  # fmt: skip
+    assert sorted(run["table"] for run in runs) == ["gpu_cliff_steps_k8", "gpu_direct", "gpu_pair"]
     assert runs[-1]["git"] == {"commit": "a" * 40, "clean": True} and "environment" not in runs[-1]
-    left(made, "steps_32kv", table(kv_heads=32))
-    assert "gpu_direct" in measure.record(made, recorded)
-    assert set(results.read_table("gpu_direct", recorded)["kv_heads"]) == {8, 32}
+
+
+def test_what_another_kind_of_gpu_gave_stays(tmp_path):
+    recorded = tmp_path / "recorded"
+    for number, gpu in enumerate((H200, H100, H200)):
+        left(tmp_path / f"gpu{number}", "gpu_pair", table(10 + number), gpu=gpu)
+        measure.record(tmp_path / f"gpu{number}", recorded)
+    counts = results.read_table("gpu_pair", recorded).groupby("gpu")["repeat"].nunique().to_dict()
+    assert counts == {"H100 80GB HBM3": 11, "H200": 12}
+    runs = json.loads((recorded / "gpu_runs.json").read_text())
+    assert [run["run_id"] for run in runs] == ["gpu1", "gpu2"]
 
 
 @pytest.mark.parametrize(
@@ -147,14 +158,6 @@ def test_what_cannot_be_trusted_is_not_recorded(repeats, git, said, tmp_path, mo
     assert measure.main(["--record", str(made)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "gpu_pair is not recorded" in line and said in line and not (tmp_path / "recorded").exists()
-
-
-def test_parts_of_a_table_are_of_one_build(tmp_path, monkeypatch):
-    for name, commit in (("steps_8kv", "a" * 40), ("steps_32kv", "b" * 40)):
-        left(tmp_path / "gpu", name, table(), CLEAN | {"commit": commit})
-    monkeypatch.setattr(builds, "of_commit", lambda commit: f"kernels:{commit[0]}")
-    with pytest.raises(ValueError, match="different builds"):
-        measure.record(tmp_path / "gpu", tmp_path / "recorded")
 
 
 def test_nothing_is_nothing_to_record(tmp_path, capsys):
