@@ -19,7 +19,7 @@ from nwor.vllm.context import (
     target_groups,
     target_layers,
 )
-from nwor.vllm.initialize import blocks_stay
+from nwor.vllm.initialize import keeps_blocks
 from nwor.vllm.self_check import attend
 from tests.nwor.paged import Paged
 from tests.nwor.runners import SHARING, gpu_layer, groups_of, make_runner
@@ -53,8 +53,8 @@ def test_each_cache_group_has_its_own_layers():
 def test_windows_give_blocks_back_while_a_request_runs(kind, stay):
     """A log that outlives its step would hold what another request, or this one, has written there since."""
     spec = type(kind, (), {})()
-    assert blocks_stay(spec) is stay
-    assert blocks_stay(SimpleNamespace(kv_cache_specs={"a": spec, "b": spec})) is stay
+    assert keeps_blocks(spec) is stay
+    assert keeps_blocks(SimpleNamespace(kv_cache_specs={"a": spec, "b": spec})) is stay
 
 
 HELD = {0: {9, 10, 17}, 2: {29, 30, 25}}  # slots by group
@@ -102,7 +102,7 @@ def test_each_window_opens_on_its_own_groups_slots(mode, by_index):
         assert all(layer.nwor.manager is group.manager for layer in group.layers)
     made.context.cancel()
     assert not any(group.manager.is_open for group in made.context.groups)
-    made.context.hold_nothing(made.slots)
+    made.context.write_all(made.slots)
     if mode == "stage":
         for group in made.context.groups:
             assert group.manager.page_slots[:6].tolist() == made.slots[group.index].tolist()
@@ -152,7 +152,7 @@ def test_a_block_that_comes_back_to_its_request_is_logged_anew(stay):
     restores what lay there long ago; the batch never changes, so nothing else tells."""
     paged = Paged()
     layout = CacheLayout.from_kv_caches(paged.targets())
-    manager = DraftCommitManager(layout, "cow", 1, 3, 16, blocks_stay=stay)
+    manager = DraftCommitManager(layout, "cow", 1, 3, 16, keeps_blocks=stay)
     pool = layout.pool.view(torch.uint8)
 
     def step(slots: list[int], rejected: int) -> bool:

@@ -62,7 +62,7 @@ class Serving:
             there, held = (set(slots.flatten().tolist()) for slots in (self.manager.logged, self.manager.slots))
             self.logged += len((there & held) - {-1})
         else:
-            self.manager.hold_nothing(mapping)
+            self.manager.write_all(mapping)
         for cache in self.paged.targets():
             write_rows(cache, mapping, rows, None)
         if any(drafts):
@@ -117,7 +117,7 @@ def test_a_log_that_is_kept_too_long_is_dirty(device, monkeypatch):
         return begin(self, starts, logits, mapping, ["always"], **named)
 
     monkeypatch.setattr(DraftCommitManager, "begin", same)
-    monkeypatch.setattr(DraftCommitManager, "hold_nothing", lambda *args: None)
+    monkeypatch.setattr(DraftCommitManager, "write_all", lambda *args: None)
     assert not all(Serving(seed, device).serve(60) for seed in range(6))
 
 
@@ -146,5 +146,5 @@ def test_rows_of_a_log(k, rows, device):
     assert log_rows_per_request(k, 16) == (rows if rows <= 16 else 0)
     assert (manager.logged is None) == (rows == 17)
     assert manager.rows.shape[1] == -(-2 * rows // 16)
-    freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, blocks_stay=False)
+    freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, keeps_blocks=False)
     assert freed.logged is None and freed.rows.shape[1] == 2 * k, "no log outlives a step: no row more than drafts"
