@@ -117,6 +117,7 @@ class DraftCommitManager:
         self.way: Way | None = None
         self.serves_attention = False  # asked by each layer of each step
         self._num_requests = 0
+        self._slot_mapping: Tensor | None = None
         self._staged = layout.num_layers * [False]
         self._warned = False
 
@@ -185,7 +186,7 @@ class DraftCommitManager:
         way.begin(query_start_loc, cu_num_logits, slot_mapping, requests)
         if way.attends and not self.uses_full_cudagraphs:
             self._staged = self.layout.num_layers * [False]
-        self.way, self._num_requests = way, num_requests
+        self.way, self._num_requests, self._slot_mapping = way, num_requests, slot_mapping
         self.serves_attention = way.attends
         return True
 
@@ -261,10 +262,16 @@ class DraftCommitManager:
                 bytes, so that staged and written rows cannot differ.
             kv_cache: the layer's cache.
             slot_mapping: int64, the slots of the whole batch, as the layer is given them.
+
+        Raises:
+            RuntimeError: they are others than those given to `begin`.
         """
         if self.page_slots is None or self.staging_rows is None:
             write(kv_cache, slot_mapping)
         else:
+            assert self._slot_mapping is not None
+            if slot_mapping.data_ptr() != self._slot_mapping.data_ptr():
+                raise RuntimeError("slot_mapping is a copy or another group's: the window is of other slots")
             rows = slot_mapping.numel()
             write(kv_cache, self.page_slots[:rows])
             write(self.staging_of(layer), self.staging_rows[:rows])

@@ -18,7 +18,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from nwor.counters import Counters
 from nwor.vllm.patch import wrap
-from nwor.vllm.stats import take_from_statistics
+from nwor.vllm.stats import UNSEEN, take_from_statistics
 
 COUNTERS = {
     "windows": "Verify windows opened, one a request and step.",
@@ -40,7 +40,6 @@ GAUGES = {  # each with how several front ends are one
     "unique_tokens": ("mostrecent", "Draft tokens held back in the last step that had drafts."),
     "acceptance_rate": ("mostrecent", "Committed over staged draft tokens since start-up, as this front end saw them."),
 }
-UNSEEN = {"cancelled"}  # a step without a commit has failed, and with it a server's engine
 assert {field.name for field in fields(Counters)} - UNSEEN <= COUNTERS.keys() | GAUGES.keys()
 
 

@@ -25,6 +25,8 @@ from nwor.vllm.patch import wrap
 _SECONDS_BETWEEN_WARNINGS = 60.0
 _SECONDS_BETWEEN_STATISTICS = 0.5
 _PREFIX = "nwor:"
+UNSEEN = {"cancelled"}
+"""Counters that no front end shows: a step without a commit has failed, and with it a server's engine."""
 
 
 def install(settings: Settings) -> None:

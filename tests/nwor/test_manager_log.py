@@ -12,7 +12,8 @@ from devices import each_device
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.ways import log_rows_per_request
-from tests.nwor.paged import Paged, write_rows
+from tests.nwor.paged import Batch, Paged, write_rows
+from tests.nwor.steps import DECODES, DRAFTS, REJECTED, Step
 
 pytestmark = each_device
 
@@ -148,3 +149,18 @@ def test_rows_of_a_log(k, rows, device):
     assert manager.rows.shape[1] == -(-2 * rows // 16)
     freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, keeps_blocks=False)
     assert freed.logged is None and freed.rows.shape[1] == 2 * k, "no log outlives a step: no row more than drafts"
+
+
+def test_a_log_is_trusted_for_the_requests_that_it_was_made_for(device):
+    """A runner may change the list of its requests in place, and give it again."""
+    step, requests = Step("HND", "cow", device, Batch(DECODES, DRAFTS, device=device), max_drafts=4), list("abcde")
+    for names in ("abcde", "vwxyz"):
+        requests[:] = names
+        batch = step.batch
+        starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=device)
+        assert step.manager.begin(starts, starts, batch.slot_mapping, requests, windows_alone=True)
+        held = step.manager.logged[step.manager.logged >= 0]
+        assert held.numel() == 0, "what others left is not trusted"
+        step.forward()
+        step.commit(REJECTED["all rejected"])
+        assert (step.manager.logged >= 0).any()

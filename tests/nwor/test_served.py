@@ -138,12 +138,6 @@ def test_where_a_mode_serves_and_why_not(case):
     assert_serves(make_runner(**changes), layers, does, why)
 
 
-@pytest.mark.parametrize("layer", [FLASH | {"vllm_flash_attn_version": 2}, TRITON | {"vllm_flash_attn_version": None}])
-def test_long_windows_are_left_to_a_faster_attention_alone(layer):
-    made = make_runner(**ON_A_GPU | {DRAFTS: 16})
-    assert_serves(made, {name: gpu_layer(**layer) for name in "ab"}, SERVES, "")
-
-
 @pytest.mark.parametrize(
     ("name", "on_cpu", "why"), [("BATCH_INVARIANT", LOGS, "batch"), ("USE_BREAKABLE_CUDAGRAPH", SERVES, "breakable")]
 )
