@@ -124,7 +124,8 @@ def _time_hooks(clock: Clock) -> None:
 
     for module in (patch, batch, metrics, runner_v1, runner_v2, stats, worker):
         module.wrap = timing  # type: ignore[attr-defined]
-    counters.DeviceCounters.read_published = clock.timed("read_published", counters.DeviceCounters.read_published)  # type: ignore[method-assign]
+    for owner, name in ((counters.DeviceCounters, "read_published"), (metrics.CountsLogger, "record")):
+        setattr(owner, name, clock.timed(name, getattr(owner, name)))
 
 
 def main(argv: list[str] | None = None) -> int:
