@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank has done, counted where it happens: on the device, which writes it where the host can read it."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nwor.layout import CacheLayout
 from nwor.ways import HOLDING
@@ -115,7 +117,7 @@ class DeviceCounters:
         self.num_drafts, self.kept = torch.zeros(2, max_requests, dtype=torch.int32, device=device)
         self.on_cpu = device.type == "cpu"
         self.publishes = False
-        self._places: list[_Place] = []
+        self._ring: list[tuple[Tensor, Any]] = []  # memory of the host, and the totals in it as NumPy's array
         self._forget()
 
     def _forget(self) -> None:
@@ -138,7 +140,7 @@ class DeviceCounters:
     def as_totals(self, of_ways: list[list[int]], commits: int) -> Totals:
         return Totals(commits, of_ways, [*self.steps], self.cancelled, self.num_layers, self.row_bytes, self.on_cpu)
 
-    def next_place(self, way: int) -> torch.Tensor | None:
+    def next_place(self, way: int) -> Tensor | None:
         """Where the next commit is to publish its counts (`ops.commit_all_layers`); None where nobody wants them.
 
         What it publishes stays readable for the next ``_PLACES - 1`` commits: nothing is allocated in a step, and
@@ -148,51 +150,25 @@ class DeviceCounters:
         self.steps[way] += 1
         if not self.publishes:
             return None
-        if not self._places:
-            self._places = [_Place(len(self.kept), self.kept.is_cuda) for _ in range(_PLACES)]
-        return self._places[self.commits % _PLACES].tensor
+        if not self._ring:
+            self._ring = [self._new_place() for _ in range(_PLACES)]
+        return self._ring[self.commits % _PLACES][0]
 
-    def published(self) -> "CommitCounts | None":
-        """The counts of the last commit, to be read once the device has done it; None where it published none."""
-        if not self.publishes or not self._places:
-            return None
-        return CommitCounts(self, self._places[self.commits % _PLACES], self.commits)
-
-
-class _Place:
-    """Where the counts of one commit arrive: memory of the host that the device writes, for commit after commit.
-
-    tensor: int64 [12 + max_requests], the totals of both ways, then of each request the drafts kept and held, int32
-        each.
-    """
-
-    def __init__(self, max_requests: int, on_gpu: bool) -> None:
+    def _new_place(self) -> tuple[Tensor, Any]:
+        """Memory that the device writes: both ways' totals, and of each request what nobody reads here."""
+        numbers = self.totals.numel()
         with torch.inference_mode(False):  # or it could be filled nowhere but in the mode that it was made in
-            numbers = len(HOLDING) * _TOTALS
-            self.tensor = torch.zeros(numbers + max_requests, dtype=torch.int64, pin_memory=on_gpu)
-        on_host = self.tensor.numpy()  # to be read in a third of the time that it takes through torch
-        self.totals = on_host[:numbers].reshape(len(HOLDING), _TOTALS)
-        self.by_request = on_host[numbers:].view("int32").reshape(-1, 2)
+            place = torch.zeros(numbers + len(self.kept), dtype=torch.int64, pin_memory=not self.on_cpu)
+        return place, place.numpy()[:numbers].reshape(self.totals.shape)  # read in a third of the time through torch's
 
+    def published(self) -> Callable[[], Totals | None] | None:
+        """What reads the last commit's totals, once the device has done it; None where it published none.
 
-class CommitCounts(NamedTuple):
-    """The counts after one commit; number: that commit's."""
-
-    source: DeviceCounters
-    place: _Place
-    number: int
-
-    def read(self) -> Totals | None:
-        """The totals since start-up, once the commit is done; None where a later commit has taken the place."""
-        source = self.source
-        if source.commits - self.number >= _PLACES:
-            return None
-        return source.as_totals(self.place.totals.tolist(), self.number)
-
-    def by_request(self, requests: Sequence[str]) -> dict[str, int]:
-        """The drafts that it kept, by request; without those of which none was held.
-
-        requests: the ids of the batch's requests, in its order.
+        It gives None where a later commit has taken their place.
         """
-        numbers = self.place.by_request[: len(requests)].tolist()
-        return {request: kept for request, (kept, held) in zip(requests, numbers, strict=True) if held}
+        return functools.partial(self.read_published, self.commits) if self.publishes and self._ring else None
+
+    def read_published(self, commit: int) -> Totals | None:
+        if self.commits - commit >= _PLACES:
+            return None
+        return self.as_totals(self._ring[commit % _PLACES][1].tolist(), commit)

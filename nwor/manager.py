@@ -13,7 +13,16 @@ bytes go to `rows`, vLLM writes and attends as ever, and the rejected rows' are 
 holds nothing: NWOR's attention serves the steps that it serves under ``stage``, and writes every row to its slot.
 
 Which rows are held is worked out on the device, into tensors that live as long as the manager: a CUDA graph captured
-once reads them in every replay, and no step waits for the device. vLLM's own buffers are never changed.
+once reads them in every replay, and no step waits for the device. vLLM's own buffers are never changed. They say where
+something lies: a *slot* is a token's place in the pages, a *row* one in `DraftCommitManager.rows`, beside the cache.
+
+================ ========================= =================================================================
+slot_mapping     each row of the batch     its slot; vLLM's own
+page_slots       each row of the batch     its slot, where it is to be written now, else -1
+staging_rows     each row of the batch     its row beside the cache, where it is a draft that waits there, else -1
+slots            each draft of a request   its slot, else -1; draft d of request r has row ``r * W + d``
+logged           each row beside the cache the slot whose old bytes it holds, else -1; of a log that outlives its step
+================ ========================= =================================================================
 """
 
 import logging
@@ -47,22 +56,18 @@ class DraftCommitManager:
         attends: NWOR's attention can serve the layers; ``stage`` logs every step where it cannot.
         uses_full_cudagraphs: forwards may be replays of CUDA graphs, which call no hook: a layer that went through its
             hook once, when the graph was captured, counts as staged from then on.
-        blocks_stay: a request's blocks stay its own while it runs. Of a sliding window vLLM frees those that it has
-            left behind, and may hand them out again at once, even to the same request: no log outlives its step then.
+        keeps_blocks: a running request keeps its blocks. Of a sliding window vLLM frees those that it has left behind,
+            and may hand them out again at once, even to the same request: no log outlives its step then.
         attention: the GPU attention's workspace; None where vLLM's own attention or the CPU's attends.
 
     Attributes:
         ways: the ways of this manager, that of windows first. way: that of the open window, None where none is open.
-        slots: int64 [max_requests, W], the page slot of draft d of request r at [r, d]; -1: no such draft. The draft
-            is row ``r * W + d`` of `rows`, but where `logged` says.
-        num_drafts: int32 [max_requests], the drafts held of each request.
+        slots: int64 [max_requests, W]. num_drafts: int32 [max_requests], the drafts held of each request.
         rows: uint8 [L, B', H, N, C], new bytes of a staged step, old ones of a logged step (`ops.log_all_layers`).
-        logged: int64 [max_requests, P], as in `ops.log_all_layers`: what `rows` still holds of the window before. None
-            where a staged step may come between, or blocks are shorter than windows or do not stay: then each window
-            is logged whole.
-        staging_rows, page_slots: int64 [max_tokens], where steps may be staged, vLLM's slot mapping in two: for each
-            row of the batch its row in `rows`, written on commit, or -1; and the slot to write now, -1 for held rows.
-            ``direct`` has -1 alone in `staging_rows`, and None: vLLM's own slot mapping says where rows go.
+        logged: int64 [max_requests, P], as in `ops.log_all_layers`. None where a staged step may come between, or
+            blocks are shorter than windows or are not kept: then each window is logged whole.
+        staging_rows, page_slots: int64 [max_tokens], where steps may be staged. ``direct`` has -1 alone in
+            `staging_rows`, and None: vLLM's own slot mapping says where rows go.
         is_dummy_or_capture: the next forward is a dummy run or a capture, which has to launch all that a replay may
             need.
         serves_attention: a window is open whose layers' writes and attention go through NWOR's.
@@ -78,7 +83,7 @@ class DraftCommitManager:
         *,
         attends: bool = True,
         uses_full_cudagraphs: bool = False,
-        blocks_stay: bool = True,
+        keeps_blocks: bool = True,
         attention: "Workspace | None" = None,
     ) -> None:
         if mode not in POLICIES:
@@ -91,7 +96,7 @@ class DraftCommitManager:
         self.layout, self.mode, self.max_requests, self.max_drafts = layout, mode, max_requests, max_drafts
         self.uses_full_cudagraphs, self.attention = uses_full_cudagraphs, attention
         self.slots = minus_ones(max_requests, max_drafts)
-        log_outlives_step = policy.ways == [Logged] and blocks_stay
+        log_outlives_step = policy.ways == [Logged] and keeps_blocks
         needed = [way.rows_per_request(max_drafts, layout.block_size, log_outlives_step) for way in policy.ways]
         self.rows = layout.new_rows(max_requests * max(needed))
         log_rows = log_rows_per_request(max_drafts, layout.block_size) if log_outlives_step else 0
@@ -174,7 +179,7 @@ class DraftCommitManager:
             self._warn(num_requests, most_drafts)
         way = self.ways[0] if windows_alone else self._others
         if way is None or not fits:
-            self.hold_nothing(slot_mapping)
+            self.write_all(slot_mapping)
             if way is not None and way.holds:
                 self._count_fallbacks(query_start_loc, cu_num_logits, slot_mapping, way.totals)
             return False
@@ -186,7 +191,7 @@ class DraftCommitManager:
         return True
 
     def _close(self) -> None:
-        self.way, self._slot_mapping, self.serves_attention = None, None, False
+        self.way, self.serves_attention = None, False
 
     def _count_fallbacks(
         self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor, counts: Tensor
@@ -206,22 +211,39 @@ class DraftCommitManager:
             num_requests, max(most_drafts, 1), *self.slots.shape,
         )  # fmt: skip
 
-    def hold_nothing(self, slot_mapping: Tensor | None = None, replays: bool = True) -> None:
-        """Hold nothing in the next forward: a dummy run, or with `slot_mapping` a step without drafts.
+    def hold_nothing(self) -> None:
+        """The next forward is a dummy run or a capture, whose rows go nowhere.
+
+        Raises:
+            RuntimeError: a window is open.
+        """
+        self._forget_step()
+        self.is_dummy_or_capture = True
+        self._write_to(None)
+
+    def write_all(self, slot_mapping: Tensor, replays: bool = True) -> None:
+        """The next forward is a step without a window: every row goes to its slot.
 
         replays: it may be the replay of a graph that NWOR's attention is captured in.
 
         Raises:
             RuntimeError: a window is open.
         """
+        self._forget_step()
+        self.is_dummy_or_capture = False
+        if replays:
+            self._write_to(slot_mapping)
+
+    def _forget_step(self) -> None:
         if self.way is not None:
-            raise RuntimeError("a window is open: commit or cancel it before hold_nothing, or its rows are lost")
-        self.is_dummy_or_capture = slot_mapping is None
+            raise RuntimeError("a window is open: commit or cancel it first, or its rows are lost")
         for way in self.ways:
             way.forget()
-        if self.page_slots is None or not replays:
+
+    def _write_to(self, slot_mapping: Tensor | None) -> None:
+        """What a captured graph reads: no row is held, and each goes to its slot, None: nowhere."""
+        if self.page_slots is None or self.staging_rows is None:
             return
-        assert self.staging_rows is not None
         self.staging_rows.fill_(-1)
         self.page_slots.fill_(-1)
         if slot_mapping is not None:
@@ -239,23 +261,20 @@ class DraftCommitManager:
             write: vLLM's own writer, called with a cache and a slot mapping; it skips negative slots and makes the
                 bytes, so that staged and written rows cannot differ.
             kv_cache: the layer's cache.
-            slot_mapping: int64, the layer's slots for this call; a view of the batch's when vLLM splits the batch, with
-                rows at its own offset.
+            slot_mapping: int64, the slots of the whole batch, as the layer is given them.
 
         Raises:
-            RuntimeError: `slot_mapping` is no view of that given to `begin`.
+            RuntimeError: they are others than those given to `begin`.
         """
-        if self.page_slots is None:
+        if self.page_slots is None or self.staging_rows is None:
             write(kv_cache, slot_mapping)
-            self.mark_staged(layer)
-            return
-        assert self._slot_mapping is not None and self.staging_rows is not None
-        if slot_mapping.untyped_storage().data_ptr() != self._slot_mapping.untyped_storage().data_ptr():
-            raise RuntimeError("slot_mapping is a copy, no view of the batch's buffer: its rows cannot be found")
-        first = slot_mapping.storage_offset() - self._slot_mapping.storage_offset()
-        rows = slice(first, first + slot_mapping.numel())
-        write(kv_cache, self.page_slots[rows])
-        write(self.staging_of(layer), self.staging_rows[rows])
+        else:
+            assert self._slot_mapping is not None
+            if slot_mapping.data_ptr() != self._slot_mapping.data_ptr():
+                raise RuntimeError("slot_mapping is a copy or another group's: the window is of other slots")
+            rows = slot_mapping.numel()
+            write(kv_cache, self.page_slots[:rows])
+            write(self.staging_of(layer), self.staging_rows[:rows])
         self.mark_staged(layer)
 
     def mark_staged(self, layer: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
-from nwor.vllm import carrier
+from nwor.vllm import stats
 from nwor_lab.audit.auditor import FAULTS as FIELDS
 from nwor_lab.audit.auditor import AuditReport, CacheAudit
 from nwor_lab.faults import FAULTS, Fault, injectable
@@ -110,7 +110,7 @@ class _Steps:
             query_start_loc = torch.tensor(starts, dtype=torch.int32)
             manager.begin(query_start_loc, logits, slot_mapping, names, windows_alone=alone, most_drafts=K)
         else:
-            manager.hold_nothing(slot_mapping)
+            manager.write_all(slot_mapping)
         for layer, cache in enumerate(self.caches):
             rows = torch.randn(len(slot_mapping), HEADS, WIDTH, generator=self.generator)
 
@@ -127,7 +127,7 @@ class _Steps:
         if manager.is_open:
             manager.commit(torch.tensor(num_rejected, dtype=torch.int32))
         self.audit.after(num_rejected)
-        carrier.add_to_output(None, None, None)  # the step's output leaves for the scheduler
+        stats.add_to_output(None, None)  # the step's output leaves for the scheduler
         for request, (own, rejected) in enumerate(zip(slots, num_rejected, strict=True)):
             self.num_computed_tokens[request] += len(own) - rejected
             self.written.update(own[: len(own) - rejected].tolist())

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """NWOR inside vLLM 0.32 and 0.33: one file a patch, applied by the plugin in each process that needs it.
 
-Where the patches go: `scheduler` and `metrics` into the front end and the engine core, where they only count and check;
+Where the patches go: `metrics` into the front end, `stats` and `batch` into the engine core, where they count and look;
 `worker` into every worker, where it applies `runner_v1` or `runner_v2`, and `attention_cpu`, at device initialisation.
 `attention_gpu` goes into the attention backends in use, once the caches are there and a mode can serve.
 With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing of vLLM's engine is patched; its list of variables gets
 ours, and its loader of plugins asks `register` for each engine.
 """
 
-from nwor.settings import Settings
+from nwor.settings import ATTENDING, Settings
 
 _settings = Settings()  # of this process's hooks, where it has any
 
@@ -40,16 +40,20 @@ def register() -> None:
 def _put_on(settings: Settings) -> None:
     """Wrap what this process needs, all of it or nothing."""
     from nwor import ops
-    from nwor.vllm import metrics, patch, scheduler, worker
+    from nwor.vllm import batch, metrics, patch, stats, worker
 
     patch.check_version()
     if settings.mode != "off":
         ops.load()
     try:
         worker.install(settings)
-        scheduler.install(settings)
-        if settings.emit_metrics and settings.mode != "off":
-            metrics.install()
+        worker.require_on_every_rank(settings)
+        if settings.mode != "off":
+            stats.install(settings)
+            if settings.mode in ATTENDING:
+                batch.install()
+            if settings.emit_metrics:
+                metrics.install()
     except BaseException:
         patch.undo_all()
         raise
@@ -57,9 +61,9 @@ def _put_on(settings: Settings) -> None:
 
 def _take_off(settings: Settings) -> None:
     """Take this process's hooks off, for an engine of other settings; not where a worker runs with them."""
-    from nwor.vllm import metrics, patch, scheduler, worker
+    from nwor.vllm import batch, metrics, patch, stats, worker
 
-    if patch.modules() - {metrics.__name__, scheduler.__name__, worker.__name__}:
+    if patch.modules() - {module.__name__ for module in (batch, metrics, stats, worker)}:
         then, now = _settings.environ(), settings.environ()
         changed = [name for name in then | now if then.get(name) != now.get(name)]
         hooks, asked = (", ".join(f"{name}={of.get(name, '')}" for name in changed) for of in (then, now))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nwor import ops
-from nwor.vllm import own_write
+from nwor.vllm import write_bypass
 from nwor.vllm.patch import wrap_attention
 
 _DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 included
@@ -25,7 +25,7 @@ def install() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     wrap_attention(CPUAttentionBackendImpl, _make_update, _make_forward)
-    own_write.watch(CPUAttentionBackendImpl)
+    write_bypass.watch(CPUAttentionBackendImpl)
 
 
 def _make_update(original: Callable) -> Callable:

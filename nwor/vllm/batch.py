@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks of both model runners, and of the scheduler, ask of a step's batch."""
+"""What the hooks of both model runners ask of a step's batch; and a patch of the scheduler, which alone knows it.
+
+Why: only the scheduler knows who shares a block; where attention stores rows, one that joins may read them too early.
+How: `Scheduler.schedule`'s output says whether a request reads what another writes in that step.
+When it can go: when vLLM publishes a block behind the step that fills it.
+"""
 
 import collections
 from typing import Any
 
 from nwor.manager import DraftCommitManager
+from nwor.vllm.patch import wrap
 
 _READS = "nwor_reads_rows"  # of a scheduler's output: what `finds_rows_of_this_step` said
+
+
+def install() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    wrap(Scheduler, "schedule", make_schedule)
 
 
 def admitted(scheduler_output: Any) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Size, Tensor
 
-from nwor.counters import CommitCounts
+from nwor.counters import Totals
 from nwor.manager import DraftCommitManager
 
 _MOST_VIEWS = 256
@@ -30,27 +30,26 @@ class RunnerContext:
     groups: the cache groups that hold target layers; none where vLLM's own write serves. They open and close their
         windows together, and since each holds the same tokens, the first one's manager counts for all.
     reason: why vLLM's own write serves, where a mode was asked for.
-    copies_counts: whether each commit's counts go to the scheduler, from this rank; counts_by_request: by request too.
+    copies_counts: whether each commit's counts go to the scheduler, from this rank.
 
     Of the step under way:
     metadata: vLLM's `SpecDecodeMetadata` (V1), None without drafts. requests: the ids of the batch's requests.
     log_holds: its slots hold what the step before left there: no request is new, back or prefilling.
     in_step: it is a real one, no dummy run. windows_alone: as `DraftCommitManager.begin` takes it.
     reads_rows: `batch.reads_rows_of_this_step`.
-    counts: of its commit, None before.
+    counts: of its commit, as `DeviceCounters.published` has them; None before.
     """
 
     groups: Sequence[ServedGroup] = ()
     reason: str = ""
     copies_counts: bool = False
-    counts_by_request: bool = False
     metadata: Any = None
     requests: Sequence[str] = ()
     log_holds: bool = False
     in_step: bool = False
     windows_alone: bool = False
     reads_rows: bool = False
-    counts: CommitCounts | None = None
+    counts: Callable[[], Totals | None] | None = None
     _views: dict[tuple[int, Size], list[Tensor]] = field(default_factory=dict)
 
     @property
@@ -84,11 +83,16 @@ class RunnerContext:
             views = self._views[place] = [slot_mappings[group.index] for group in self.groups]
         return views
 
-    def hold_nothing(self, slot_mappings: Mapping[int, Tensor] | Tensor | None = None, replays: bool = True) -> None:
-        """As `DraftCommitManager.hold_nothing`, for each group; slot_mappings: by the cache group's index."""
-        self.in_step = slot_mappings is not None
+    def write_all(self, slot_mappings: Mapping[int, Tensor] | Tensor, replays: bool = True) -> None:
+        """As `DraftCommitManager.write_all`, for each group; slot_mappings: by the cache group's index."""
+        for group, slots in zip(self.groups, self._slots_of_groups(slot_mappings), strict=True):
+            group.manager.write_all(slots, replays)
+
+    def hold_nothing(self) -> None:
+        """As `DraftCommitManager.hold_nothing`, for each group."""
+        self.in_step = False
         for group in self.groups:
-            group.manager.hold_nothing(None if slot_mappings is None else slot_mappings[group.index], replays)
+            group.manager.hold_nothing()
 
     def commit(self, num_rejected: Tensor) -> None:
         """Close each group's window, if they are open."""

@@ -14,7 +14,7 @@ import torch
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.settings import ATTENDING, CLEAN, Settings
-from nwor.vllm import own_write, self_check
+from nwor.vllm import self_check, write_bypass
 from nwor.vllm.context import (
     RunnerContext,
     ServedGroup,
@@ -39,7 +39,7 @@ def make_load(original: Callable) -> Callable:
         original(self, *args, **kwargs)
         for implementation in {type(layer.impl) for layer in target_layers(self).values()}:
             if implementation.__name__ in attention_gpu.SERVED:
-                own_write.watch(implementation)
+                write_bypass.watch(implementation)
 
     return load_model
 
@@ -230,7 +230,7 @@ def _managers(
             max_tokens=max(config.scheduler_config.max_num_batched_tokens, max_requests),
             attends=attends,
             uses_full_cudagraphs=full_graphs,
-            blocks_stay=blocks_stay(specs[index].kv_cache_spec),
+            keeps_blocks=keeps_blocks(specs[index].kv_cache_spec),
             attention=attention,
         )
         for index, layout in layouts.items()
@@ -252,6 +252,6 @@ def _layout_of(layers: list[Any], on_gpu: bool) -> tuple[Any, str]:
         return None, str(error)
 
 
-def blocks_stay(spec: Any) -> bool:
+def keeps_blocks(spec: Any) -> bool:
     """Whether vLLM leaves a running request its blocks in a cache group of this spec; windows and chunks free them."""
     return kinds_of(spec) <= {"FullAttentionSpec", "MLAAttentionSpec"}

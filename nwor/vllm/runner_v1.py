@@ -16,10 +16,10 @@ from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import admits_requests, reads_rows_of_this_step
-from nwor.vllm.carrier import make_sample_tokens
 from nwor.vllm.context import context_of, make_cancelling, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
+from nwor.vllm.stats import make_sample_tokens
 
 
 def install(settings: Settings) -> None:
@@ -74,7 +74,7 @@ def _make_forward(original: Callable) -> Callable:
         tables = self.input_batch.block_table
         slot_mappings = {group.index: tables[group.index].slot_mapping.gpu for group in context.groups}
         if metadata is None:
-            context.hold_nothing(slot_mappings)
+            context.write_all(slot_mappings)
             return original(self, *args, **kwargs)
         query_start_loc = self.query_start_loc.gpu[: self.input_batch.num_reqs + 1]
         cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import admits_requests, reads_rows_of_this_step
-from nwor.vllm.carrier import make_sample_tokens
 from nwor.vllm.context import context_of, make_cancelling, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
+from nwor.vllm.stats import make_sample_tokens
 
 
 def install(settings: Settings) -> None:
@@ -71,7 +71,7 @@ def _make_prepare(original: Callable) -> Callable:
                 context.windows_alone = drafts_alone and not context.reads_rows
                 context.begin(input_batch.query_start_loc, input_batch.cu_num_logits, slot_mappings)
             else:
-                context.hold_nothing(slot_mappings, replays=input_batch.decode_graph_eligible)
+                context.write_all(slot_mappings, replays=input_batch.decode_graph_eligible)
         return block_tables, slot_mappings
 
     return prepare_attn

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from nwor.vllm import own_write
+from nwor.vllm import write_bypass
 from nwor.vllm.connectors import why_not_beside
 from nwor.vllm.context import draft_layers, is_latent, recurrent_layers, sharing_layers
 from nwor.vllm.masks import unknown_mask
@@ -61,7 +61,7 @@ def why_not_attending(runner: Any, layers: dict[str, Any]) -> str:
             return reason
     if any(getattr(layer, "kv_cache_update_bypass", False) for layer in layers.values()):  # vLLM's flag, from 0.33 on
         return "the model writes keys and values itself (kv_cache_update_bypass)"
-    if own_write.some_layer_does(runner, layers.values()):
+    if write_bypass.some_layer_does(runner, layers.values()):
         return "the model writes keys and values itself, or reads them once more: they never reach the attention hook"
     if runner.device.type == "cuda":
         from nwor.vllm import attention_gpu

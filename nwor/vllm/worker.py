@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of the worker: apply the runner's and the CPU attention's hooks in this process, and answer for it.
+"""Patches of the worker, which apply the other hooks there, and of the engine core, which stops unless all serve.
 
-Why: runners and backends are imported only inside workers, after the plugin has been loaded; and the cache is sized
-there, which has to leave room for what a mode holds beside it.
+Why: runners and backends are imported only inside workers, after the plugin has been loaded; the cache is sized there,
+which has to leave room for what a mode holds beside it; and vLLM logs and skips a plugin that fails in a worker: a
+clean baseline would then carry the treatment's name.
 How: `WorkerWrapperBase.init_device` runs once per worker, before either is instantiated; of what
-`determine_available_memory` finds, the mode's share is taken.
-When it can go: when vLLM offers a hook between loading and initialising a worker.
+`determine_available_memory` finds, the mode's share is taken. When the caches are initialised the engine core asks
+every rank for its `Status`.
+When it can go: when vLLM offers a hook between loading and initialising a worker, and makes a failing plugin an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nwor.settings import ATTENDING, Settings
+from nwor.settings import ATTENDING, CLEAN, Settings
 from nwor.vllm.context import context_of, manager_of
 from nwor.vllm.initialize import planned_bytes
 from nwor.vllm.patch import wrap, wrapped
+
+
+class ModeNotActive(RuntimeError):
+    """A rank does not serve the mode that was asked for."""
 
 
 @dataclass
@@ -101,10 +107,52 @@ def _make_available(original: Callable, mode: str) -> Callable:
     return determine_available_memory
 
 
-def send_counts(worker: Any, wanted: bool, by_request: bool) -> None:
+def require_on_every_rank(settings: Settings) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    wrap(EngineCore, "_initialize_kv_caches", make_initialize(settings))
+
+
+def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
+    """A wrapper of the engine core's start: every rank has to serve the mode, and learns whether counts are wanted."""
+
+    def make(original: Callable) -> Callable:
+        def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+            self.log_stats |= settings.debug_sync  # before the scheduler is made, whose own counts commits are held to
+            result = original(self, vllm_config)
+            require_mode(settings.mode, self.model_executor.collective_rpc(status))
+            wanted = settings.debug_sync or (settings.emit_metrics and self.log_stats)
+            self.model_executor.collective_rpc(send_counts, args=(wanted and settings.mode in CLEAN,))
+            return result
+
+        return _initialize_kv_caches
+
+    return make
+
+
+def require_mode(mode: str, ranks: Sequence[dict[str, Any]]) -> None:
+    """Raise `ModeNotActive` unless all ranks were asked for `mode` and agree on what serves it.
+
+    A model that no mode can serve is served by vLLM's own write, on all ranks alike: a fallback, not an error.
+    """
+
+    def by_rank(*names: str) -> str:
+        return "; ".join(f"rank {r['rank']} {': '.join(str(r[name]) for name in names if r[name])}" for r in ranks)
+
+    if {rank["mode"] for rank in ranks} != {mode}:
+        raise ModeNotActive(f"VLLM_NWOR_MODE={mode} was asked for, but not on all ranks: {by_rank('mode')}")
+    if len({(rank["serving"], *rank["ways"]) for rank in ranks}) != 1:
+        raise ModeNotActive(f"the ranks disagree on what serves VLLM_NWOR_MODE={mode}: {by_rank('serving', 'reason')}")
+    if unexplained := [rank["rank"] for rank in ranks if rank["serving"] != mode and not rank["reason"]]:
+        raise ModeNotActive(
+            f"VLLM_NWOR_MODE={mode} is not active on ranks {unexplained}; "
+            "see whether the nwor plugin loads there (`nwor doctor`)"
+        )
+
+
+def send_counts(worker: Any, wanted: bool) -> None:
     """Let each commit's counts go to the scheduler, from the one rank whose output the engine asks for."""
-    context = context_of(worker.model_runner)
-    context.copies_counts, context.counts_by_request = wanted and worker.is_driver_worker, by_request
+    context_of(worker.model_runner).copies_counts = wanted and worker.is_driver_worker
 
 
 def status(worker: Any) -> dict[str, Any]:

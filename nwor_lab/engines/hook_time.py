@@ -113,7 +113,7 @@ def _serving(worker: Any) -> str:
 def _time_hooks(clock: Clock) -> None:
     """Let every hook that this process puts on be timed."""
     from nwor import counters
-    from nwor.vllm import metrics, patch, runner_v1, runner_v2, scheduler, worker
+    from nwor.vllm import batch, metrics, patch, runner_v1, runner_v2, stats, worker
 
     wrap = patch.wrap
 
@@ -124,9 +124,10 @@ def _time_hooks(clock: Clock) -> None:
         made.__module__ = make.__module__
         wrap(owner, name, made)
 
-    for module in (patch, metrics, runner_v1, runner_v2, scheduler, worker):
+    for module in (patch, batch, metrics, runner_v1, runner_v2, stats, worker):
         module.wrap = timing  # type: ignore[attr-defined]
-    counters.CommitCounts.read = clock.timed("CommitCounts.read", counters.CommitCounts.read)  # type: ignore[method-assign]
+    for owner, name in ((counters.DeviceCounters, "read_published"), (metrics.CountsLogger, "record")):
+        setattr(owner, name, clock.timed(name, getattr(owner, name)))
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,9 @@ def committed_late(replace: Replace) -> None:
 
 
 def written_between_steps(replace: Replace) -> None:
-    from nwor.vllm import carrier
+    from nwor.vllm import stats
 
-    commit, add_to_output, committed = DraftCommitManager.commit, carrier.add_to_output, []
+    commit, add_to_output, committed = DraftCommitManager.commit, stats.add_to_output, []
 
     def commit_and_remember(self: DraftCommitManager, num_rejected: Tensor) -> None:
         commit(self, num_rejected)
@@ -174,7 +174,7 @@ def written_between_steps(replace: Replace) -> None:
             layout.pool[layout.layer_offsets[-1]] ^= 1
 
     replace(DraftCommitManager, "commit", commit_and_remember)
-    replace(carrier, "add_to_output", add_and_write)
+    replace(stats, "add_to_output", add_and_write)
 
 
 def logged_once(replace: Replace) -> None:

@@ -53,37 +53,6 @@ def held_in_block_0(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunnerContext, "begin", checked)
 
 
-def masked_for_the_drafter(patch: pytest.MonkeyPatch) -> None:
-    """Held rows masked in vLLM's own slots, and not unmasked: what a window in place would be without its end."""
-    _behind_the_check(patch)
-    begin = DraftCommitManager.begin
-
-    def mask(self, query_start_loc, cu_num_logits, slot_mapping, *rest, **named):  # type: ignore[no-untyped-def]
-        opened = begin(self, query_start_loc, cu_num_logits, slot_mapping, *rest, **named)
-        if self.serves_attention:
-            slot_mapping.copy_(self.page_slots[: slot_mapping.numel()])
-        return opened
-
-    patch.setattr(DraftCommitManager, "begin", mask)
-
-
-def attention_fails(patch: pytest.MonkeyPatch) -> None:
-    def out_of_resources(*arguments, **named):  # type: ignore[no-untyped-def]
-        raise ValueError("out of resource: shared memory")
-
-    patch.setattr(ops, "verify_attention", out_of_resources)
-
-
-def one_byte_too_many(operator: str, patch: pytest.MonkeyPatch) -> None:
-    """The operator does its work, and flips a byte of a slot that is nobody's."""
-
-    def do(move: Callable, arguments: dict[str, Any]) -> None:
-        move(**arguments)
-        arguments["pool"][-1] ^= 1
-
-    instead_of(operator, do, patch)
-
-
 def small_capacity(patch: pytest.MonkeyPatch) -> None:
     init = DraftCommitManager.__init__
 
@@ -91,12 +60,6 @@ def small_capacity(patch: pytest.MonkeyPatch) -> None:
         init(self, layout, mode, 3, *rest, **named)
 
     patch.setattr(DraftCommitManager, "__init__", small)
-
-
-def unattended(patch: pytest.MonkeyPatch) -> None:
-    from nwor.vllm import support
-
-    patch.setattr(support, "unknown_mask", lambda layer, config: "a feature our attention lacks")
 
 
 def unreadable_packing(patch: pytest.MonkeyPatch) -> None:
@@ -122,12 +85,6 @@ def unknown_vllm(patch: pytest.MonkeyPatch) -> None:
     import vllm
 
     patch.setattr(vllm, "__version__", "0.99.0")
-
-
-def changed_signature(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    patch.setattr(GPUModelRunner, "_sample", lambda self, logits, metadata, extra: None)
 
 
 def changed_body(patch: pytest.MonkeyPatch) -> None:
@@ -198,19 +155,6 @@ def one_layer_of_another_class(patch: pytest.MonkeyPatch) -> None:
         return (OfThisModel if prefix == "model.layers.1.self_attn.attn" else Attention)(*args, prefix=prefix, **named)
 
     patch.setattr(llama, "Attention", make)
-
-
-def unknown_mask(patch: pytest.MonkeyPatch) -> None:
-    """No fault: an attention that looks back by chunks, as far as its attributes say."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
-    init = CPUAttentionBackendImpl.__init__
-
-    def with_lookback(self, *args, **named):  # type: ignore[no-untyped-def]
-        init(self, *args, **named)
-        self.chunk_lookback = 1
-
-    patch.setattr(CPUAttentionBackendImpl, "__init__", with_lookback)
 
 
 def writes_its_own(patch: pytest.MonkeyPatch) -> None:

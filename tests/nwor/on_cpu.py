@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nwor.vllm.context import ServedGroup
-from nwor.vllm.metrics import UNSEEN
+from nwor.vllm.stats import UNSEEN
 from nwor_lab.bench.parity import tolerance
 from nwor_lab.engines.engine import EngineSpec
 from tests.engines import Outcome

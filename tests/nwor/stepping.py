@@ -33,7 +33,6 @@ class Stepping:
         self.nwor = RunnerContext(
             groups=[ServedGroup(0, (), self.manager)],
             copies_counts=True,
-            counts_by_request=True,
             metadata=SimpleNamespace(
                 num_draft_tokens=list(DRAFTS),
                 cu_num_sampled_tokens=(drafts + 1).cumsum(0, dtype=torch.int32),
@@ -80,3 +79,16 @@ class SteppingV2:
 
     def prepare_attn(self, input_batch):
         return ("tables",), self.batch.slot_mapping[None]
+
+
+def scheduled(new: dict[str, int], resumed: dict[str, int], running: dict[str, int], rows: dict[str, int]):
+    """A `SchedulerOutput`: computed tokens of requests by id, and the rows of each."""
+    cached = {**resumed, **running}
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=tokens) for name, tokens in new.items()],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[*cached], num_computed_tokens=[*cached.values()], resumed_req_ids={*resumed}
+        ),
+        num_scheduled_tokens=rows,
+        total_num_scheduled_tokens=sum(rows.values()),
+    )

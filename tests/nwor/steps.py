@@ -41,24 +41,22 @@ class Step:
     def begin(self) -> bool:
         return begin(self.manager, self.batch)
 
-    def writer(self, layer: int, first: int = 0):
-        """vLLM's own writer for the rows of one layer from `first` on."""
-        rows = self.rows[layer][first:]
-        return lambda cache, slots: write_rows(cache, slots, rows, self.paged.packing)
+    def forward_layer(self, layer: int) -> None:
+        """The write of one layer, and the end of its attention."""
+        cache, manager, rows = self.paged.targets()[layer], self.manager, self.rows[layer]
+        slots = self.batch.slot_mapping[: self.batch.num_tokens]
 
-    def forward_layer(self, layer: int, splits: tuple[int, ...] = ()) -> None:
-        """The write of one layer, in micro-batches cut at `splits`, and the end of its attention."""
-        cache, manager = self.paged.targets()[layer], self.manager
-        for first, last in zip((0, *splits), (*splits, self.batch.num_tokens), strict=True):
-            slots = self.batch.slot_mapping[first:last]
-            if manager.serves_attention:
-                manager.stage(layer, self.writer(layer, first), cache, slots)
-            else:
-                self.writer(layer, first)(cache, slots)
+        def write(cache: torch.Tensor, slots: torch.Tensor) -> None:
+            write_rows(cache, slots, rows, self.paged.packing)
 
-    def forward(self, splits: tuple[int, ...] = ()) -> None:
+        if manager.serves_attention:
+            manager.stage(layer, write, cache, slots)
+        else:
+            write(cache, slots)
+
+    def forward(self) -> None:
         for layer in range(3):
-            self.forward_layer(layer, splits)
+            self.forward_layer(layer)
 
     def commit(self, num_rejected: tuple[int, ...]) -> None:
         self.manager.commit(torch.tensor(num_rejected, dtype=torch.int32, device=self.paged.device))

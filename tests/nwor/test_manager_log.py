@@ -12,7 +12,8 @@ from devices import each_device
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.ways import log_rows_per_request
-from tests.nwor.paged import Paged, write_rows
+from tests.nwor.paged import Batch, Paged, write_rows
+from tests.nwor.steps import DECODES, DRAFTS, REJECTED, Step
 
 pytestmark = each_device
 
@@ -62,7 +63,7 @@ class Serving:
             there, held = (set(slots.flatten().tolist()) for slots in (self.manager.logged, self.manager.slots))
             self.logged += len((there & held) - {-1})
         else:
-            self.manager.hold_nothing(mapping)
+            self.manager.write_all(mapping)
         for cache in self.paged.targets():
             write_rows(cache, mapping, rows, None)
         if any(drafts):
@@ -117,7 +118,7 @@ def test_a_log_that_is_kept_too_long_is_dirty(device, monkeypatch):
         return begin(self, starts, logits, mapping, ["always"], **named)
 
     monkeypatch.setattr(DraftCommitManager, "begin", same)
-    monkeypatch.setattr(DraftCommitManager, "hold_nothing", lambda *args: None)
+    monkeypatch.setattr(DraftCommitManager, "write_all", lambda *args: None)
     assert not all(Serving(seed, device).serve(60) for seed in range(6))
 
 
@@ -146,5 +147,20 @@ def test_rows_of_a_log(k, rows, device):
     assert log_rows_per_request(k, 16) == (rows if rows <= 16 else 0)
     assert (manager.logged is None) == (rows == 17)
     assert manager.rows.shape[1] == -(-2 * rows // 16)
-    freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, blocks_stay=False)
+    freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, keeps_blocks=False)
     assert freed.logged is None and freed.rows.shape[1] == 2 * k, "no log outlives a step: no row more than drafts"
+
+
+def test_a_log_is_trusted_for_the_requests_that_it_was_made_for(device):
+    """A runner may change the list of its requests in place, and give it again."""
+    step, requests = Step("HND", "cow", device, Batch(DECODES, DRAFTS, device=device), max_drafts=4), list("abcde")
+    for names in ("abcde", "vwxyz"):
+        requests[:] = names
+        batch = step.batch
+        starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=device)
+        assert step.manager.begin(starts, starts, batch.slot_mapping, requests, windows_alone=True)
+        held = step.manager.logged[step.manager.logged >= 0]
+        assert held.numel() == 0, "what others left is not trusted"
+        step.forward()
+        step.commit(REJECTED["all rejected"])
+        assert (step.manager.logged >= 0).any()

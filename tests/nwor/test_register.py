@@ -10,8 +10,7 @@ pytestmark = pytest.mark.usefixtures("unpatched")
 
 FRONT_AND_CORE = ["EngineCore._initialize_kv_caches", "WorkerWrapperBase.init_device"]
 COUNTS = ["Scheduler.update_from_output"]
-BY_REQUEST, READERS = ["Scheduler.make_spec_decoding_stats"], ["Scheduler.schedule"]
-METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
+READERS, METRICS = ["Scheduler.schedule"], ["StatLoggerManager.__init__"]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,6 @@ METRICS = ["PrometheusStatLogger.__init__", "StatLoggerManager.record"]
         ({"EAGLE_BIAS": "1"}, FRONT_AND_CORE),
         ({"FIX_CPU_SAMPLING": "1"}, FRONT_AND_CORE),
         ({"MODE": "cow"}, FRONT_AND_CORE + COUNTS + METRICS),
-        ({"MODE": "cow", "DEBUG_SYNC": "1"}, FRONT_AND_CORE + COUNTS + METRICS + BY_REQUEST),
         ({"MODE": "stage"}, FRONT_AND_CORE + COUNTS + METRICS + READERS),
         ({"MODE": "direct"}, FRONT_AND_CORE + COUNTS + METRICS + READERS),
         ({"MODE": "stage", "EMIT_METRICS": "0"}, FRONT_AND_CORE + COUNTS + READERS),
@@ -107,13 +105,13 @@ def test_a_mistake_can_be_mended_in_the_process(make_engine):
 
 def test_a_registration_that_fails_half_way_leaves_no_hook(make_engine, monkeypatch):
     """So that what the message says can be done: run with the mode off."""
-    from nwor.vllm import scheduler
+    from nwor.vllm import stats
 
     def fail(settings):
         raise patch.IncompatibleVLLM("another scheduler")
 
     with monkeypatch.context() as for_once:
-        for_once.setattr(scheduler, "install", fail)
+        for_once.setattr(stats, "install", fail)
         with pytest.raises(patch.IncompatibleVLLM, match="another scheduler"):
             make_engine(MODE="stage")
     assert patch.wrapped() == make_engine(MODE="off") == []
@@ -171,12 +169,9 @@ def test_vllm_knows_our_variables(environment, monkeypatch, tmp_path):
 def vllm_methods() -> dict[str, object]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+    from vllm.v1.metrics.loggers import StatLoggerManager
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    owners = {
-        owner.__qualname__: owner
-        for owner in (EngineCore, PrometheusStatLogger, Scheduler, StatLoggerManager, WorkerWrapperBase)
-    }
-    names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS + BY_REQUEST + READERS]
+    owners = {owner.__qualname__: owner for owner in (EngineCore, Scheduler, StatLoggerManager, WorkerWrapperBase)}
+    names = [name.split(".") for name in FRONT_AND_CORE + COUNTS + METRICS + READERS]
     return {f"{owner}.{name}": vars(owners[owner])[name] for owner, name in names}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a runner's context does with its windows and its memory where a step fails or the caches go, on stand-ins."""
 
-import gc
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: there is nothing to h
 
 from nwor.counters import Counters
 from nwor.vllm import worker
-from nwor.vllm.context import RunnerContext, ServedGroup, make_releasing, set_served_groups
+from nwor.vllm.context import RunnerContext, ServedGroup
 from nwor.vllm.initialize import _log, held_bytes
 from tests.nwor import faults
 from tests.nwor.stepping import DRAFTS, Stepping
@@ -71,23 +69,6 @@ def test_all_groups_are_cancelled_though_one_fails():
     assert [made.manager.is_open for made in open_groups] == [False, True, False]
 
 
-@ways
-def test_caches_that_vllm_gives_back_are_given_back(way):
-    """Before vLLM drops its views of the caches: a view of ours would keep all of their memory."""
-    made, layers = Stepping(way), [SimpleNamespace(), SimpleNamespace()]
-    made.run([[7, -1, -1, -1]] * 3)
-    manager = weakref.ref(made.manager)
-    set_served_groups(made, [ServedGroup(0, layers, made.manager)])
-    assert all(layer.nwor.manager is made.manager for layer in layers)
-    assert made.nwor.counts is not None and made.nwor.metadata is not None
-    seen = []
-    del made.manager, made.step
-    make_releasing(lambda self: seen.append((self.nwor.groups, [layer.nwor for layer in layers])))(made)
-    gc.collect()
-    assert seen == [((), [None, None])] and manager() is None
-    assert made.nwor.counts is made.nwor.metadata is None
-
-
 def test_what_is_held_beside_the_cache_is_counted_once():
     """Rows, slots, counts and the workspace that groups share; no view twice, and not the cache."""
     made = Stepping("staged")
@@ -99,31 +80,20 @@ def test_what_is_held_beside_the_cache_is_counted_once():
     assert held_bytes([group, group]) == sum(tensor.nbytes for tensor in held) + counts
 
 
-def test_each_engine_of_a_process_says_what_serves(caplog, monkeypatch):
-    """Also where the one before it said the same; one rank of a machine does."""
+def test_what_serves_and_why_not_is_said_for_each_engine_of_a_process(caplog, monkeypatch):
+    """By one rank of a machine, also where the engine before said the same; by each that serves nothing, a warning."""
     parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
     caplog.set_level("INFO", "vllm.nwor")
+    serving, logging, nothing = Stepping("staged").nwor, Stepping("logged").nwor, RunnerContext(reason="of nothing")
+    logging.reason = "of a log"
     for first in (True, True, False):
         monkeypatch.setattr(parallel_state, "is_local_first_rank", lambda first=first: first)
-        _log("stage", Stepping("staged").nwor)
-    line = "NWOR mode stage serves 3 layers, for 4 requests of 3 drafts, and holds 0.0 MiB beside the cache"
-    assert caplog.messages == 2 * [line]
-
-
-def test_what_does_not_serve_is_said_with_its_reason(caplog, monkeypatch):
-    """By one rank that logs every step for want of our attention, and as a warning by each that serves nothing."""
-    parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
-    caplog.set_level("INFO", "vllm.nwor")
-    logging, nothing = Stepping("logged").nwor, RunnerContext(reason="a reason of the second")
-    logging.reason = "a reason of the first"
-    for first in (True, False):
-        monkeypatch.setattr(parallel_state, "is_local_first_rank", lambda first=first: first)
-        _log("stage", logging)
-        _log("stage", nothing)
+        for context in (serving, logging, nothing):
+            _log("stage", context)
     said = [(line.levelname, line.getMessage()) for line in caplog.records]
-    assert [level for level, _ in said] == ["INFO", "WARNING", "WARNING"]
-    assert "logged" in said[0][1] and "a reason of the first" in said[0][1]
-    assert all("a reason of the second" in line for _, line in said[1:])
+    assert [level for level, _ in said] == [*2 * ["INFO", "INFO", "WARNING"], "WARNING"]
+    assert "3 layers, for 4 requests of 3 drafts, and holds 0.0 MiB" in said[0][1] and "logged" not in said[0][1]
+    assert "logged, for of a log" in said[1][1] and "of nothing" in said[2][1]
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks in both of vLLM's model runners, on light stand-ins; no engine is started."""
 
-import gc
-import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,10 +14,8 @@ from vllm.v1.worker.gpu.model_runner import BatchReqState
 from nwor.counters import Counters
 from nwor.manager import DraftCommitManager
 from nwor.vllm import runner_v1, runner_v2
-from nwor.vllm.batch import finds_rows_of_this_step, make_schedule, reads_rows_of_this_step
-from nwor.vllm.carrier import add_to_output, make_sample_tokens, take_from_output
 from nwor.vllm.context import make_cancelling
-from tests.nwor.stepping import DECODES, DRAFTS, MIXED, Stepping, SteppingV2
+from tests.nwor.stepping import DECODES, DRAFTS, MIXED, Stepping, SteppingV2, scheduled
 from tests.nwor.steps import ways
 
 # -- what was rejected -------------------------------------------------------------------------------------------------
@@ -41,103 +37,6 @@ def test_rejected(sampled, num_drafts, expected):
     found = runner_v1.count_rejected(torch.tensor(sampled), cu_num_draft_tokens)
     assert found.tolist() == expected
     assert found.dtype == torch.int32
-
-
-# -- one step of the runner --------------------------------------------------------------------------------------------
-
-
-def output_of(made: Stepping) -> SimpleNamespace:
-    """What `sample_tokens` gives its caller."""
-    return make_sample_tokens(lambda self, grammar_output: SimpleNamespace())(made, None)
-
-
-@pytest.mark.parametrize("by_request", [True, False])
-@ways
-def test_a_step_of_the_runner(way, by_request):
-    """Begun once before the forward, committed once after sampling, and what was committed is carried."""
-    made = Stepping(way)
-    made.nwor.counts_by_request = by_request
-    output = made.run([[7, -1, -1, -1], [7, 8, 9, -1], [7, -1, -1, -1]])
-    assert made.way_during == ("staged" if way == "staged" else "logged")
-    assert output.sampled_token_ids.shape == (3, 4)
-    totals, committed = take_from_output(output_of(made))
-    assert committed == ({"q": 2, "r": 0} if by_request else {}), "of p no draft was held"
-    assert totals.commits == 1 and totals.counters() == made.manager.counters.read()
-    counters = made.manager.counters.read()
-    assert (counters.windows, counters.staged_tokens, counters.committed_tokens) == (2, 5, 2)
-    made.step.expect(made.batch.kept((0, 1, 2)))
-    made.step.assert_pool()
-    assert not made.manager.is_open
-    assert not vars(output_of(made)), "carried once"
-
-
-def test_steps_without_a_window():
-    """No drafts, a batch too large, no manager: vLLM's own step, nothing carried, nothing staged."""
-    made = Stepping()
-    metadata = made.nwor.metadata
-    metadata.num_draft_tokens = [0, 0, 0]  # vLLM makes metadata for such a step too
-    step = scheduled({}, {}, {}, {"p": 5, "q": 1, "r": 1})
-    runner_v1._make_prepare(lambda *args: (None, metadata, 0))(made, step, np.array([5, 1, 1]))
-    made.run([[7], [7], [7]])
-    assert made.way_during is None
-    assert made.manager.page_slots[: len(made.batch.slots)].tolist() == made.batch.slots
-    assert not vars(output_of(made))
-    assert made.manager.counters.read() == Counters()
-
-    made = Stepping(max_requests=2)
-    made.run([[7, -1, -1, -1]] * 3)
-    assert not vars(output_of(made))
-    assert made.manager.counters.read() == Counters(fallbacks=sum(drafts > 0 for drafts in DRAFTS))
-
-    made.nwor.groups, calls = (), []
-    runner_v1._make_forward(lambda self: calls.append("forward"))(made)
-    runner_v1._make_sample(lambda self, logits, metadata: calls.append("sample"))(made, None, None)
-    assert calls == ["forward", "sample"]
-    assert not made.manager.is_open
-
-
-class Asynchronous:
-    """vLLM's output of a step whose tokens are on their way: it keeps buffers on the device and pinned ones."""
-
-    def get_output(self) -> SimpleNamespace:
-        return SimpleNamespace(sampled_token_ids=[[1]])
-
-
-def test_an_asynchronous_output_goes_when_it_was_asked_for():
-    """Its buffers are free for the next step at once, not when cycles are collected."""
-    output = Asynchronous()
-    gone = weakref.ref(output)
-    add_to_output(output, SimpleNamespace(read=Counters), None)
-    gc.disable()
-    try:
-        output.get_output()
-        del output
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-def test_an_asynchronous_output_carries_counts_when_it_is_asked_for():
-    """Nobody waits for the device before the scheduler does."""
-    read = []
-    counts = SimpleNamespace(
-        read=lambda: (read.append("totals"), "the totals")[1],
-        by_request=lambda ids: (read.append(ids), {"p": 2, "q": 0})[1],
-    )
-    output = Asynchronous()
-    add_to_output(output, counts, ["p", "q"])
-    assert not read
-    result = output.get_output()
-    assert result.sampled_token_ids == [[1]] and read == ["totals", ["p", "q"]]
-    assert take_from_output(result) == ("the totals", {"p": 2, "q": 0})
-    assert take_from_output(result) is None
-
-
-def test_counts_that_a_later_commit_has_overtaken_are_not_carried():
-    """They are another commit's by then."""
-    output = Asynchronous()
-    add_to_output(output, SimpleNamespace(read=lambda: None, by_request=None), ["p"])
-    assert take_from_output(output.get_output()) is None
 
 
 # -- one step of the V2 runner, up to what needs a stream --------------------------------------------------------------
@@ -211,18 +110,6 @@ def test_more_drafts_than_there_is_room_for_are_said_once(caplog):
     assert [line for line in caplog.messages if "3 drafts" in line] == caplog.messages and len(caplog.messages) == 1
 
 
-def test_dummy_runs_of_the_v1_runner_hold_nothing():
-    """Before the caches are there, and after a step."""
-    calls = []
-    run = runner_v1._make_dummy(lambda self, num_tokens: calls.append(num_tokens))
-    run(SimpleNamespace(), 8)
-    made = SteppingV2()
-    runner_v2._make_prepare(SteppingV2.prepare_attn)(made, made.input_batch(0))
-    run(made, 16)
-    assert calls == [8, 16]
-    assert made.manager.page_slots.eq(-1).all()
-
-
 def test_v2_steps_without_drafts_and_dummy_runs_hold_nothing():
     """What a captured kernel reads is set in each of them."""
     made = SteppingV2()
@@ -244,133 +131,6 @@ def test_v2_captures_launch_all_that_a_replay_may_need():
     made.nwor.groups = ()
     capture = runner_v2._make_capture(lambda self: "captured")
     assert capture(made) == "captured"
-
-
-# -- requests that read what another writes in the same step -----------------------------------------------------------
-
-
-def scheduled(new: dict[str, int], resumed: dict[str, int], running: dict[str, int], rows: dict[str, int]):
-    """A `SchedulerOutput`: computed tokens of requests by id, and the rows of each."""
-    cached = {**resumed, **running}
-    return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=tokens) for name, tokens in new.items()],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[*cached], num_computed_tokens=[*cached.values()], resumed_req_ids={*resumed}
-        ),
-        num_scheduled_tokens=rows,
-        total_num_scheduled_tokens=sum(rows.values()),
-    )
-
-
-class Scheduler:
-    """A stand-in of vLLM's scheduler: each request's known tokens, and its blocks in each cache group.
-
-    asked: the requests whose blocks were asked for.
-    """
-
-    def __init__(self, tokens: dict[str, int], blocks: dict[str, tuple[list[int], ...]], sizes=(16,)) -> None:
-        self.asked: list[str] = []
-        self.requests = {name: SimpleNamespace(num_tokens=tokens.get(name, 49)) for name in blocks}
-        self.kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: (self.asked.append(name), blocks[name])[1])
-        specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in sizes]
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=specs)
-
-
-A, ROWS = {"a": ([7, 8, 9],)}, {"a": 4, "b": 4}
-# What the scheduler has (known tokens, blocks, block sizes), what it scheduled (new, resumed, running, rows), and
-# whether a joiner reads a row of this step. Blocks 7 and 8 of `a` are full at 32 tokens.
-FINDS = {
-    "it shares the block just filled": (({"a": 32}, A | {"b": ([7, 8, 5],)}), ({"b": 32}, {}, {"a": 31}, ROWS), True),
-    "it has shared an earlier block": (({"a": 32}, A | {"b": ([7, 5],)}), ({"b": 16}, {}, {"a": 31}, ROWS), False),
-    "its cached tokens lie elsewhere, as on a decode instance of P/D": (
-        ({"a": 32}, A | {"b": ([3, 4, 5],)}), ({"b": 47}, {}, {"a": 31}, ROWS), False
-    ),
-    "no block ends with the known tokens": (
-        ({"a": 33}, A | {"b": ([7, 8, 5],)}), ({"b": 32}, {}, {"a": 32}, ROWS), False
-    ),
-    "a step is under way, whose tokens are not known": (
-        ({"a": 32}, A | {"b": ([7, 8, 5],)}), ({"b": 32}, {}, {"a": 36}, ROWS), True
-    ),
-    "it comes back": (({"a": 32}, A | {"b": ([7, 8, 5],)}), ({}, {"b": 32}, {"a": 31}, ROWS), True),
-    "it comes back with nothing": (({"a": 32}, A | {"b": ([7, 8, 5],)}), ({}, {"b": 0}, {"a": 31}, ROWS), False),
-    "its prefix is computed anew": (({"a": 32}, A | {"b": ([3, 4],)}), ({"b": 0}, {}, {"a": 31}, ROWS), False),
-    "the other is not in this step": (({"a": 32}, A | {"b": ([7, 8, 5],)}), ({"b": 32}, {}, {}, {"b": 4}), False),
-    "the second of two joiners": (
-        ({"a": 32}, A | {"b": ([3, 4],), "c": ([7, 8],)}), ({"b": 16, "c": 31}, {}, {"a": 31}, ROWS | {"c": 4}), True
-    ),
-    "one joiner fills what another has found": (
-        ({"b": 32, "c": 36}, {"b": ([7, 8],), "c": ([7, 8, 9],)}), ({"b": 31, "c": 32}, {}, {}, {"b": 1, "c": 4}), True
-    ),
-    "a joiner fills its own block": (({"b": 32}, A | {"b": ([3, 4],)}), ({"b": 31}, {}, {"a": 40}, ROWS), False),
-    "the second of two running": (
-        ({"a": 32, "d": 16}, A | {"b": ([6, 5],), "d": ([6, 4],)}),
-        ({"b": 16}, {}, {"a": 31, "d": 15}, ROWS | {"d": 4}), True,
-    ),
-    "in the group of larger blocks, which 48 tokens do not fill": (
-        ({"a": 48}, {"a": ([1, 2, 3], [11, 12]), "b": ([4, 5, 6], [11, 12])}, (16, 32)),
-        ({"b": 32}, {}, {"a": 47}, ROWS), False,
-    ),
-    "in the group of smaller blocks": (
-        ({"a": 48}, {"a": ([1, 2, 3], [11, 12]), "b": ([1, 2, 3], [13, 14])}, (16, 32)),
-        ({"b": 48}, {}, {"a": 47}, ROWS), True,
-    ),
-    "in both": (
-        ({"a": 64}, {"a": ([1, 2, 3, 4], [11, 12]), "b": ([5, 6, 7, 8], [11, 12])}, (16, 32)),
-        ({"b": 64}, {}, {"a": 63}, ROWS), True,
-    ),
-    "one number in two groups is two blocks": (
-        ({"a": 32}, {"a": ([1, 2], [3]), "b": ([3, 4], [2])}, (16, 32)), ({"b": 16}, {}, {"a": 31}, ROWS), False
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", FINDS)
-def test_a_joiner_shares_the_block_that_this_step_fills(case):
-    """vLLM publishes a block as it schedules the token that fills it; nothing else of a step can be found in it."""
-    has, scheduled_now, expected = FINDS[case]
-    output = scheduled(*scheduled_now)
-    assert finds_rows_of_this_step(Scheduler(*has), output) is expected
-    made, throttles = Scheduler(*has), []
-    schedule = make_schedule(lambda self, throttle_prefills=False: (throttles.append(throttle_prefills), output)[1])
-    assert schedule(made, throttle_prefills=True) is output and throttles == [True]
-    with_a_workspace = SimpleNamespace(attention="a workspace")
-    assert reads_rows_of_this_step(with_a_workspace, output) is expected
-
-
-@pytest.mark.parametrize(
-    "output",
-    [({}, {}, {"a": 31, "b": 31}, ROWS), ({"b": 0}, {}, {"a": 31}, ROWS)],
-    ids=["nobody joins", "without a cached prefix"],
-)
-def test_a_step_that_nobody_joins_costs_the_scheduler_nothing(output):
-    """The scheduler is asked in every step, in the time that no GPU works."""
-    made = Scheduler({"a": 32, "b": 32}, A | {"b": ([7, 8],)})
-    assert not finds_rows_of_this_step(made, scheduled(*output)) and not made.asked
-
-
-READS = {
-    "decodes alone": (({}, {}, {"a": 40}, {"a": 4}), False),
-    "a new request with a cached prefix": (({"b": 32}, {}, {"a": 40}, {"a": 4, "b": 4}), True),
-    "one that comes back": (({}, {"b": 32}, {"a": 40}, {"a": 4, "b": 1}), True),
-    "one without a cached prefix": (({"b": 0}, {}, {"a": 40}, {"a": 4, "b": 3}), False),
-    "one of two has a cached prefix": (({"b": 0, "c": 16}, {}, {}, {"b": 5, "c": 2}), True),
-}
-
-
-@pytest.mark.parametrize("case", READS)
-@pytest.mark.parametrize("said", [None, False, True])
-def test_what_the_scheduler_says_of_readers_counts(case, said):
-    """Of one that says nothing, as another's subclass may, every joiner with computed tokens may read."""
-    arguments, unsaid = READS[case]
-    output = scheduled(*arguments)
-    if said is not None:
-        output.nwor_reads_rows = said
-    joined = case != "decodes alone"
-    assert reads_rows_of_this_step(SimpleNamespace(attention="a workspace"), output) is (
-        joined and (unsaid if said is None else said)
-    )
-    assert not reads_rows_of_this_step(SimpleNamespace(attention=None), output), "nothing is stored while it attends"
-    assert not reads_rows_of_this_step(None, output)
 
 
 # Of each step its rows, whether somebody in it reads what another writes, and whether it is of windows alone.
@@ -416,13 +176,6 @@ def test_the_v1_runner_replays_a_graph_of_decodes_for_windows_alone(case, way, a
     dummy = runner_v1._make_dummy(lambda self, number, **options: batch(self, number, **options))
     for uniform in (True, False, None):
         assert dummy(made, 8, force_uniform_decode=uniform) == ((8,), {"force_uniform_decode": uniform})
-
-
-def test_the_v1_runner_leaves_graphs_to_vllm_where_no_mode_serves():
-    batch = runner_v1._make_batch(lambda self, **options: options)
-    made = Stepping("logged")
-    made.nwor.in_step, made.nwor.groups = True, ()
-    assert batch(made, num_tokens=8) == batch(SimpleNamespace(), num_tokens=8) == {"num_tokens": 8}
 
 
 @pytest.mark.parametrize("dummy", [False, True])

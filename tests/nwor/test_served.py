@@ -18,7 +18,7 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import subclass_attention_backend
 
-from nwor.vllm import connectors, own_write
+from nwor.vllm import connectors, write_bypass
 from nwor.vllm.context import target_groups, target_layers
 from nwor.vllm.initialize import what_serves
 from tests.nwor.runners import FUSED, RECURRENT, SHARING, connector, gpu_layer, groups_of, make_runner
@@ -91,7 +91,6 @@ CASES = [
     (LOGS, {}, {"use_mm_prefix": True}, "multimodal"),
     (LOGS, {}, {"attn_type": "encoder_decoder"}, "encoder_decoder"),
     (LOGS, {}, {"head_size_v": 64}, "values of size 64"),
-    (LOGS, {}, {"rolling": 3}, "rolling"),
     (LOGS, {}, {"chunk_lookback": 1}, "chunk_lookback"),
     (LOGS, {}, TRITON | {"chunk_lookback": 0}, "chunk_lookback"),
     (LOGS, {}, TRITON | {"use_alibi_sqrt": True}, "use_alibi_sqrt"),
@@ -139,12 +138,6 @@ def test_where_a_mode_serves_and_why_not(case):
     assert_serves(make_runner(**changes), layers, does, why)
 
 
-@pytest.mark.parametrize("layer", [FLASH | {"vllm_flash_attn_version": 2}, TRITON | {"vllm_flash_attn_version": None}])
-def test_long_windows_are_left_to_a_faster_attention_alone(layer):
-    made = make_runner(**ON_A_GPU | {DRAFTS: 16})
-    assert_serves(made, {name: gpu_layer(**layer) for name in "ab"}, SERVES, "")
-
-
 @pytest.mark.parametrize(
     ("name", "on_cpu", "why"), [("BATCH_INVARIANT", LOGS, "batch"), ("USE_BREAKABLE_CUDAGRAPH", SERVES, "breakable")]
 )
@@ -180,7 +173,7 @@ def test_no_mode_serves_on_another_platform(name, mode, monkeypatch):
 def test_a_model_that_writes_its_own_keys_and_values(key):
     """It is known from the run before the cache is made, or, on a CPU, from one row; one call of many is enough."""
     layers, made = {"a": gpu_layer(), "b": gpu_layer()}, make_runner()
-    attend = own_write._make_forward(lambda *arguments: arguments[3])
+    attend = write_bypass._make_forward(lambda *arguments: arguments[3])
     del vars(layers["b"])["nwor_given_rows"]
     made._dummy_run = lambda rows: [attend(None, layers["b"], None, given, None) for given in (1, key, 1)]
     for _ in range(2):

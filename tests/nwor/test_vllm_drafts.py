@@ -17,12 +17,10 @@ from tests.nwor.specs import LENGTHS, SCHEDULES, ByBatch
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
-def clean_like_vanilla(engines, spec: EngineSpec, **call) -> list[tuple[int, int, int]]:
+def clean_like_vanilla(engines, spec: EngineSpec, *modes: str, **call) -> list[tuple[int, int, int]]:
     """Of each mode windows, staged and committed tokens: answers are vanilla's, pages are clean, counts are vLLM's."""
     plain = engines.run(spec, Settings(), **call)
-    return [
-        counts(engines.run(spec, settings, **call), plain) for settings in (settings_of("cow"), settings_of("stage"))
-    ]
+    return [counts(engines.run(spec, settings_of(mode), **call), plain) for mode in modes]
 
 
 def settings_of(mode: str) -> Settings:
@@ -41,46 +39,52 @@ def counts(outcome: Outcome, plain: Outcome) -> tuple[int, int, int]:
     return found
 
 
-@pytest.mark.parametrize("k", [16, 32, 48])
-def test_long_drafts(engines, model, k):
+@pytest.mark.parametrize(("k", "modes"), [(16, ["cow"]), (32, ["stage"]), (48, ["cow", "stage"])])
+def test_long_drafts(engines, model, k, modes):
     """Windows of several blocks, full ones of k drafts and shorter ones where a match or the request ends."""
     spec = replace(spec_of(model), method="ngram", draft="", k=k, batch=4, block_size=32, max_num_batched_tokens=512)
     prompts = [[(7 * i + 13 * j) % (5 + j) + 3 for i in range(90)] for j in range(4)]
-    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=prompts, max_tokens=80):
+    for windows, staged, committed in clean_like_vanilla(engines, spec, *modes, prompts=prompts, max_tokens=80):
         assert windows > 10 and 0.4 * k < staged / windows <= k
         assert 0 < committed < staged
 
 
-@pytest.mark.parametrize("fate", ["all", "none"])
-def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate):
+@pytest.mark.parametrize(("fate", "modes"), [("all", ["stage"]), ("none", ["cow", "stage"])])
+def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate, modes):
     """The drafter is the target itself, or one that proposes what the target finds least likely."""
     draft = paths.PAIR_TARGET if fate == "all" else worst_drafter()
     spec = EngineSpec(
         str(paths.PAIR_TARGET), str(draft), method="draft_model", k=8, dtype="float32", num_blocks=64, batch=4
     )
-    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=PROMPTS[:4], max_tokens=60):
+    for windows, staged, committed in clean_like_vanilla(engines, spec, *modes, prompts=PROMPTS[:4], max_tokens=60):
         assert windows > 4 and staged > 4 * windows
         assert committed == (staged if fate == "all" else 0)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_a_drafter_that_has_nothing_to_propose(engines, model, batch):
+def test_a_drafter_that_has_nothing_to_propose(engines, model):
     """Prompts without a repeated token: ngram finds no match at first, so steps with and without drafts alternate."""
-    spec = replace(spec_of(model), method="ngram", draft="", batch=batch)
+    spec = replace(spec_of(model), method="ngram", draft="", batch=1)
     prompts = [list(range(3 + 40 * j, 33 + 40 * j)) for j in range(4)]
-    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=prompts, max_tokens=12):
+    for windows, staged, committed in clean_like_vanilla(engines, spec, "cow", "stage", prompts=prompts, max_tokens=12):
         assert 0 < windows < 4 * 12 and staged >= windows and committed >= 0
 
 
+@pytest.fixture(scope="module")
+def of_four_drafts(engines, model) -> dict[str, int]:
+    """Counters where every step of the requests below has four drafts."""
+    plain = spec_of(model, batch=4)
+    return engines.run(plain, settings_of("stage"), prompts=PROMPTS[:4], sampling=LENGTHS).ranks[0]["counters"]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_draft_lengths_that_follow_the_batch(engines, model, schedule):
+def test_draft_lengths_that_follow_the_batch(engines, model, of_four_drafts, schedule):
     """Windows grow from two drafts to four as the batch shrinks, or there are none before."""
     plain, least = spec_of(model, batch=4), SCHEDULES[schedule][-1][-1]
     spec = ByBatch(**vars(plain), schedule=SCHEDULES[schedule])
-    full = engines.run(plain, settings_of("stage"), prompts=PROMPTS[:4], sampling=LENGTHS).ranks[0]["counters"]
-    for windows, staged, committed in clean_like_vanilla(engines, spec, prompts=PROMPTS[:4], sampling=LENGTHS):
-        assert 0 < committed < staged < full["staged_tokens"]
-        assert (2 < staged / windows < 4) if least else (windows < full["windows"] / 2)
+    call = {"prompts": PROMPTS[:4], "sampling": LENGTHS}
+    [(windows, staged, committed)] = clean_like_vanilla(engines, spec, "stage", **call)
+    assert 0 < committed < staged < of_four_drafts["staged_tokens"]
+    assert (2 < staged / windows < 4) if least else (windows < of_four_drafts["windows"] / 2)
 
 
 def test_a_request_that_is_asked_again_by_its_id(engines):
@@ -91,6 +95,6 @@ def test_a_request_that_is_asked_again_by_its_id(engines):
         block_size=scripts.BLOCK, num_blocks=6, max_model_len=96, prefix_caching=True,
     )  # fmt: skip
     call = {"script": scripts.asked_again_by_its_id}
-    for mode in ("off", "cow", "stage"):
+    for mode in ("off", "cow"):
         outcome = engines.run(spec, Settings(mode=mode, audit=True), scripts.same_ids, calls=[call])
         assert (outcome.audits[0]["audit"]["dirty_layer_steps"] > 0) == (mode == "off")

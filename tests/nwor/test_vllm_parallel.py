@@ -13,7 +13,7 @@ import pytest
 
 import tests.engines
 from nwor.settings import Settings
-from nwor.vllm.metrics import UNSEEN
+from nwor.vllm.stats import UNSEEN
 from nwor_lab.engines.child import status
 from nwor_lab.engines.spec import EngineSpec
 from tests.engines import PROMPTS, Engines, Outcome, in_child, serve_and_end, serve_in_turn

@@ -191,7 +191,7 @@ def test_what_is_left_out_is_seen(engines, model, mode, fault, seen):
         (faults.unknown_vllm, "0.99.0"),
         (faults.changed_v2_signature, "sample takes"),
         (faults.gpu_layer_without_hook, "staged nothing"),
-        (faults.v2_scheduler_disagrees, "differ"),
+        (faults.v2_scheduler_disagrees, "accepted"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
