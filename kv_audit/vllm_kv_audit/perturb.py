@@ -7,10 +7,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from .marks import REJECTED, Batch, Marks
+from .marks import KEPT, REJECTED, Batch, Marks
 
 if TYPE_CHECKING:
     from .auditor import Auditor
@@ -40,6 +39,7 @@ class Perturb:
             marks, request = self._random.choice(self._auditor.marks), self._random.choice(requests)
             position = batch.computed()[request] - 1 - place  # each kind at a position of its own
             slots = [self._slot(marks, tables, request, (position - back).clamp(min=0)) for back in (0, 1)]
+            self._take_for_right(marks, slots[0], self._auditor.expected[batch.rows[request], position.clamp(min=0)])
             self._plant(kind, marks, *slots)
             self.planted[kind] += 1
 
@@ -48,6 +48,11 @@ class Perturb:
         size = marks.pages.block_size
         block = tables[marks.pages.group][request].index_select(0, (position // size)[None].long())
         return block.long() * size + position % size
+
+    @staticmethod
+    def _take_for_right(marks: Marks, slot: Tensor, identity: Tensor) -> None:
+        """Whatever was planted there before: each fault is to be found once."""
+        marks.state[slot], marks.identity[slot], marks.content[:, slot] = KEPT, identity, marks.contents(slot)
 
     def _plant(self, kind: str, marks: Marks, slot: Tensor, other: Tensor) -> None:
         pages = marks.pages
@@ -61,4 +66,4 @@ class Perturb:
             for values in (marks.identity, *marks.content):
                 values[slot] = values[other]
         else:
-            marks.state[slot] = torch.tensor(REJECTED if kind == "rejected" else 0, dtype=torch.int32)
+            marks.state[slot] = REJECTED if kind == "rejected" else 0

@@ -9,12 +9,15 @@ from typing import Any
 from .auditor import auditor_of
 from .hooks import wrap
 from .report import logger, verdict
+from .settings import Settings
 from .start import forget
 
 
 def install() -> None:
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
+    wrap(EngineCore, "_initialize_kv_caches", "self vllm_config", _initialize_kv_caches)
     wrap(WorkerWrapperBase, "init_device", "self", _init_device)
     wrap(WorkerWrapperBase, "shutdown", "self", _shutdown)
     WorkerBase.kv_audit_report = report
@@ -30,6 +33,20 @@ def report(worker: Any) -> dict[str, Any]:
         return {}
     planted = {} if auditor.perturb is None else dict(auditor.perturb.planted)
     return {**auditor.look().as_dict(), "planted": planted, "bytes_held": auditor.nbytes}
+
+
+def _initialize_kv_caches(original: Callable, self: Any, vllm_config: Any) -> Any:
+    result = original(self, vllm_config)
+    if Settings.from_env() is not None:
+        ranks = self.model_executor.collective_rpc(has_auditor)
+        if missing := [rank for rank, there in enumerate(ranks) if not there]:
+            raise RuntimeError(f"kv audit: ranks {missing} have no auditor; is vllm-kv-audit installed there, too?")
+    return result
+
+
+def has_auditor(worker: Any) -> bool:
+    """Whether this rank is audited; sent to every rank."""
+    return auditor_of(worker.model_runner) is not None
 
 
 def _init_device(original: Callable, self: Any) -> Any:
