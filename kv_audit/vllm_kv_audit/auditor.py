@@ -55,7 +55,8 @@ class Auditor:
         self.reporter = Reporter(rank, [each.names for each in pages])
         self._on_gpu = device.type == "cuda"
         self._copied = torch.zeros_like(self.ring, device="cpu", pin_memory=self._on_gpu)
-        self._everyone = torch.arange(max_requests, device=device)
+        everyone = torch.arange(max_requests, device=device)
+        self._first = [everyone[:count] for count in range(max_requests + 1)]  # a view less to make in each step
         self._scheduler_blocks = scheduler_blocks
         self._step = 0
         self._joiners: Sequence[int] = ()
@@ -86,9 +87,9 @@ class Auditor:
         """vLLM copies whole blocks, (from, to) each: so go their marks."""
         pairs = self._upload(np.asarray(copies, dtype=np.int64).reshape(-1, 2))
         for marks in self.marks:
-            for values in (marks.state, marks.identity, *marks.content):
-                blocks = values.view(self._scheduler_blocks, -1)
-                blocks[pairs[:, 1]] = blocks[pairs[:, 0]]
+            for values in (marks.state[None], marks.identity[None], marks.content):
+                blocks = values.view(len(values), self._scheduler_blocks, -1)
+                blocks[:, pairs[:, 1]] = blocks[:, pairs[:, 0]]
 
     def follow_blocks(self, scheduler_output: Any) -> None:
         """What vLLM does to whole blocks before a step."""
@@ -127,7 +128,7 @@ class Auditor:
         """
         self._step += 1
         self._batch, self._tables, self._joiners = batch, tables, joiners
-        requests = self._everyone[: batch.num_requests]
+        requests = self._first[batch.num_requests]
         if joiners:
             self._most_joined = int(computed[joiners].max())
             stay = np.setdiff1d(np.arange(batch.num_requests), joiners)

@@ -17,6 +17,7 @@ from its prompt and from what was sampled for it. Nothing here waits for the dev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ def new_ring(device: torch.device) -> Tensor:
 class Marks:
     """The marks of some `Pages`.
 
-    state, identity: int32 [slots]. content: int32 [layers, slots]. keys: int64 [heads * width].
+    state, identity: int32 [slots]. content: int32 [layers, slots]. keys: int64 [heads * width]. offsets: the pages', on
+    the host.
     """
 
     pages: Pages
@@ -64,6 +66,7 @@ class Marks:
     identity: Tensor
     content: Tensor
     keys: Tensor
+    offsets: Sequence[int]
 
     @classmethod
     def of(cls, pages: Pages, index: int) -> Marks:
@@ -75,6 +78,7 @@ class Marks:
             identity=torch.zeros(slots, dtype=torch.int32, device=device),
             content=torch.zeros(len(pages.names), slots, dtype=torch.int32, device=device),
             keys=content_keys(pages.heads * pages.width, device),
+            offsets=pages.offsets.tolist(),
         )
 
     @property
@@ -83,9 +87,12 @@ class Marks:
 
     def contents(self, slots: Tensor) -> Tensor:
         """int32 [layers, n], the hash of what lies in the slots now."""
-        addresses = self.pages.addresses(slots)
-        units = self.pages.units[self.pages.offsets[:, None, None] + addresses]
-        return ((units * self.keys).sum(-1) >> 32).int()
+        places, units = self.pages.addresses(slots).flatten(), self.pages.units
+        found = torch.empty(len(self.offsets), len(slots), dtype=torch.int64, device=slots.device)
+        for layer, offset in enumerate(self.offsets):  # a layer at a time stays in a CPU's cache
+            values = units[offset:].index_select(0, places).view(len(slots), len(self.keys)).long()
+            found[layer] = values @ self.keys if slots.device.type == "cpu" else (values * self.keys).sum(1)
+        return (found >> 32).int()
 
 
 class Batch(NamedTuple):

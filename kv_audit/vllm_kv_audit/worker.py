@@ -63,10 +63,12 @@ def _init_device(original: Callable, self: Any) -> Any:
 
 
 def _warm_up(original: Callable, self: Any) -> Any:
-    result = original(self)
-    if (auditor := auditor_of(self.model_runner)) is not None:
-        auditor.reset()  # the V2 runner's warm-up runs real steps
-    return result
+    runner = self.model_runner
+    auditor, runner.kv_auditor = auditor_of(runner), None  # the V2 runner warms up with steps of requests without rows
+    try:
+        return original(self)
+    finally:
+        runner.kv_auditor = auditor
 
 
 def _sleep(original: Callable, self: Any, level: int = 1) -> None:
