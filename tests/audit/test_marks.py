@@ -64,10 +64,23 @@ def test_a_request_that_gets_anothers_block_is_found():
 
 def test_the_newest_rows_are_always_in_the_sample():
     served = Served(small_pages())
-    for _ in range(8):
+    for _ in range(4):
         served.step(6)
-    served.marks.state[served.slot(0, served.computed[0] - 2)] = 0
-    assert len(served.step(6)) == 1
+    for count in (3, 6, 9):
+        for back in (1, 2, 3):
+            served.marks.state[served.slot(0, served.computed[0] - back)] = 0
+        assert len(served.step(6)) == count
+
+
+def test_a_draft_too_many_that_counts_as_accepted_is_found():
+    """Its row is in the pages, with the token that was drafted; nobody would see it by its bytes."""
+    served = Served(small_pages())
+    while not any(served.rejected):
+        assert served.step() == []
+    computed = [done + bool(more) for done, more in zip(served.computed, served.rejected, strict=True)]
+    found = [(kind, row) for kind, row, *_ in served.look(computed)]
+    rows = [row for row, more in zip(served.rows, served.rejected, strict=True) if more]
+    assert found == [(REJECTED_ROW, row) for row in sorted(rows)]
 
 
 def test_a_sample_comes_to_every_slot_in_time():

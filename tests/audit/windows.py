@@ -54,7 +54,7 @@ class Served:
         for row, prompt in zip(self.rows, self.tokens, strict=True):
             known = definitions.mix(torch.tensor(prompt), torch.arange(len(prompt))).cumsum(0).int()
             self.expected[row, : len(prompt)] = known.to(self.device)
-        self.computed, self.steps = [0, 0, 0], 0
+        self.computed, self.rejected, self.steps = [0, 0, 0], [0, 0, 0], 0
         if self.triton:
             from vllm_kv_audit.kernels import Launches
 
@@ -110,10 +110,20 @@ class Served:
         places = self.pages.offsets[:, None, None] + self.pages.addresses(written)
         noise = torch.randint(-100, 100, places.shape, generator=self.generator)
         self.pages.units[places] = noise.to(self.pages.units)
+        self.rejected = rejected
         outcome = Outcome(self.on_device(rejected), self.on_device(counts), sampled.to(self.device))
         self.mark(batch, written, outcome)
         for request, length in enumerate(lengths):
             self.computed[request] += length - rejected[request]
+        return self.findings()
+
+    def look(self, computed: list[int]) -> list[tuple]:
+        """Check all slots as if so many rows of each request were computed; findings as from `step`."""
+        rows = self.on_device(list(self.rows), torch.int64)
+        lengths = self.on_device([done + 1 for done in computed])
+        batch = Batch(rows, self.on_device([0, 1, 2, 3]), lengths, lengths, num_requests=3, num_tokens=3)
+        everyone = torch.arange(3, device=self.device)
+        self.check(batch, self.table, Sample(everyone, 0, max(computed), self.steps + 1))
         return self.findings()
 
     def mark(self, *step) -> None:
