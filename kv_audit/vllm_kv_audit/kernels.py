@@ -149,13 +149,13 @@ def _report(ring, wrong, kind, step, row, position, pages, layer, slot):
     do_not_specialize=[
         "units", "offsets", "packing", "keys", "state", "identity", "content", "expected", "ring", "rows",
         "query_start_loc", "seq_lens", "table", "requests", "num_slots", "positions", "table_stride", "size", "seed",
-        "pages", "adopt", "window", "chunk", "block_stride", "head_stride", "slot_stride",
+        "pages", "adopt", "window", "chunk", "table_block_size", "block_stride", "head_stride", "slot_stride",
     ]
 )  # fmt: skip
 def _check(
     units, offsets, packing, keys, state, identity, content, expected, ring, rows, query_start_loc, seq_lens, table,
     requests, num_slots, positions, table_stride, size, seed, pages, adopt, window, chunk,
-    block_stride, head_stride, slot_stride,
+    table_block_size, block_stride, head_stride, slot_stride,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
     SLOTS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
@@ -180,9 +180,9 @@ def _check(
     drawn = first + start + ((_mix(seeded, tl.zeros_like(seeded) + row) & 0x7FFFFFFF) % span).to(tl.int32)
     drawn = tl.where(place < newest, computed - 1 - place, drawn)
     position = tl.where((size > 0) & (count > size), drawn, first + place)
-    block = tl.load(table + request.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=valid, other=0)
+    block = tl.load(table + request.to(tl.int64) * table_stride + position // table_block_size, mask=valid, other=0)
     valid = valid & (block > 0)
-    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    slot = block.to(tl.int64) * table_block_size + position % table_block_size
     was = tl.load(state + slot, mask=valid, other=0)
     wanted = tl.load(expected + row * positions + position, mask=valid, other=0)
     kept = (was & 3) == KEPT
@@ -239,7 +239,7 @@ class Launches:
         grid = len(sample.requests), triton.cdiv(sample.most, SLOTS), len(pages.names)
         step = batch.rows, batch.query_start_loc, batch.seq_lens, table, sample.requests
         numbers = pages.num_slots, self._positions, table.stride(0), sample.size, sample.seed, self._marks.index
-        more = int(adopt), pages.window, pages.chunk
+        more = int(adopt), pages.window, pages.chunk, pages.table_block_size
         everything = *self._fixed, self._ring, *step, *numbers, *more, *pages.strides, *self._constants
         self._launch(_check, grid, everything, step)
 

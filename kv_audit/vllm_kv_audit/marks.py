@@ -199,9 +199,10 @@ def check(
         drawn = first + begin + (mix(sample.seed * 1024 + place, row) & 0x7FFFFFFF) % (end - begin).clamp(min=1)
         drawn = torch.where(place < newest, computed - 1 - place, drawn)
         position, valid = torch.where(count > sample.size, drawn, position), valid & (place < sample.size)
-    block = table[chosen[:, None], torch.where(valid, position, 0) // pages.block_size].long()
+    block = table[chosen[:, None], torch.where(valid, position, 0) // pages.table_block_size].long()
     valid &= block > 0  # 0 is in the place of blocks that a window has left
-    slots, where = (block * pages.block_size + position % pages.block_size)[valid], valid.nonzero()
+    size = pages.table_block_size
+    slots, where = (block * size + position % size)[valid], valid.nonzero()
     request, position = chosen[where[:, 0]], position[valid]
     wanted = expected[batch.rows[request].long(), position]
 

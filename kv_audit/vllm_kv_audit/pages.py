@@ -22,7 +22,8 @@ class Pages:
     names: of the layers. group: index of their cache group.
     units: the whole allocation as int8, int16 or int32 [n], its *units*; a slot is `heads` runs of `width` units.
     offsets: int64 [layers], where each layer begins. strides: between blocks, heads and slots. All in units.
-    num_blocks, block_size: as vLLM's block tables count blocks, and their slots.
+    num_blocks, block_size: blocks of the layers' views, and slots of each.
+    table_block_size: slots of an entry of vLLM's block tables, one or several of those blocks.
     packing: int32 [block_size, width], where the units of a slot lie in its block and head if they are scattered, as
         keys on a CPU are; None where they are a run.
     window, chunk: positions that a request can still see, where vLLM frees others; 0 for all.
@@ -37,6 +38,7 @@ class Pages:
     width: int
     num_blocks: int
     block_size: int
+    table_block_size: int
     packing: Tensor | None = None
     window: int = 0
     chunk: int = 0
@@ -85,7 +87,7 @@ def find_pages(runner: Any) -> tuple[list[Pages], list[str]]:
         for layers in alike.values():
             first = next(iter(layers))
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(first, group.kv_cache_spec)
-            found.append(_pages_of(layers, index, spec))
+            found.append(_pages_of(layers, index, spec, _table_block_size(runner, index)))
     lines = [f"{len(names)} layers ({names[0]}, ...): {why}" for why, names in left.items()]
     return found, lines
 
@@ -109,12 +111,12 @@ def _why_not(spec: Any, cache: Any, block_size: int) -> str:
         return f"a cache of kind {kind} has no slot for each token"
     if not isinstance(cache, Tensor) or cache.dim() not in (3, 4) or cache.stride(-1) != 1:
         return "no cache of rows by block and slot"
-    if cache.shape[-2] != block_size:
+    if block_size % cache.shape[-2]:
         return f"blocks of {cache.shape[-2]} slots, where block tables have {block_size}"
     return ""
 
 
-def _pages_of(layers: dict[str, Any], group: int, spec: Any) -> Pages:
+def _pages_of(layers: dict[str, Any], group: int, spec: Any, table_block_size: int) -> Pages:
     caches = [layer.kv_cache if layer.kv_cache.dim() == 4 else layer.kv_cache[:, None] for layer in layers.values()]
     first = next(iter(layers.values()))
     cache, size = caches[0], caches[0].element_size()
@@ -140,6 +142,7 @@ def _pages_of(layers: dict[str, Any], group: int, spec: Any) -> Pages:
         width=width if packing is not None else width // unit,
         num_blocks=num_blocks,
         block_size=block_size,
+        table_block_size=table_block_size,
         packing=packing,
         window=spec.sliding_window if type(spec).__name__ == "SlidingWindowSpec" else 0,
         chunk=spec.attention_chunk_size if type(spec).__name__ == "ChunkedLocalAttentionSpec" else 0,

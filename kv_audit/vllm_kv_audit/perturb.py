@@ -45,7 +45,7 @@ class Perturb:
 
     def _slot(self, marks: Marks, tables: Sequence[Tensor], request: int, position: Tensor) -> Tensor:
         """int64 [1]."""
-        size = marks.pages.block_size
+        size = marks.pages.table_block_size
         block = tables[marks.pages.group][request].index_select(0, (position // size)[None].long())
         return block.long() * size + position % size
 

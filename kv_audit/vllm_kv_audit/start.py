@@ -90,8 +90,9 @@ def self_check(auditor: Auditor, index: int, sampled_dtype: torch.dtype) -> None
     """
     marks, pages, device = auditor.marks[index], auditor.marks[index].pages, auditor.device
     fed, last = 6, len(pages.names) - 1
-    slots = torch.arange(pages.block_size, pages.block_size + fed, device=device)  # block 0 is nobody's
-    if pages.num_slots < pages.block_size + fed:
+    begin = pages.table_block_size  # block 0 is nobody's
+    slots = torch.arange(begin, begin + fed, device=device)
+    if pages.num_slots < begin + fed:
         raise RuntimeError(f"kv audit: a cache of {pages.num_slots} slots is too small to audit")
     places = pages.offsets[:, None, None] + pages.addresses(slots)
     before = pages.units[places]
@@ -102,7 +103,7 @@ def self_check(auditor: Auditor, index: int, sampled_dtype: torch.dtype) -> None
         return torch.tensor(values, dtype=dtype, device=device)
 
     rows, tokens = ints(0, dtype=torch.int64), ints(*range(3, 3 + fed))
-    table = ints(*range(1, 2 + fed // pages.block_size + 1))[None]
+    table = ints(*range(1, 2 + fed // begin + 1))[None]
     auditor.begin_request(0, "self-check", tokens[: fed - 1].tolist())
     outcome = Outcome(ints(1), ints(1), ints(9, dtype=sampled_dtype)[None])
     sample = Sample(ints(0, dtype=torch.int64), 0, fed - 1, 1)

@@ -13,7 +13,7 @@ from tests.audit.windows import BLOCK, PROMPTS, Served, small_pages
 LAYOUTS = [
     {"heads": 1, "width": 20},
     {"heads": 3, "width": 300, "window": 7},
-    {"heads": 2, "width": 4, "chunk": 4},
+    {"heads": 2, "width": 4, "chunk": 4, "parts": 2},
     {"heads": 2, "width": 6, "packed": True, "dtype": torch.int8},
 ]
 

@@ -14,17 +14,20 @@ PROMPTS = (20, 5, 11)
 
 
 def small_pages(
-    heads: int = 1, width: int = 20, packed: bool = False, dtype: torch.dtype = torch.int32, seed: int = 0, **more: int
+    heads: int = 1, width: int = 20, packed: bool = False, dtype: torch.dtype = torch.int32, parts: int = 1, **more: int
 ) -> Pages:
-    """Pages of random units, one layer after the other; packed: a slot's units lie anywhere in its block and head."""
-    generator = torch.Generator().manual_seed(seed)
+    """Pages of random units, one layer after the other.
+
+    packed: a slot's units lie anywhere in its block and head. parts: views' blocks that an entry of a table names.
+    """
+    generator, size = torch.Generator().manual_seed(0), BLOCK // parts
     layer = BLOCKS * heads * BLOCK * width
     units = torch.randint(-100, 100, (LAYERS * layer,), generator=generator).to(dtype)
-    packing = torch.randperm(BLOCK * width, generator=generator).view(BLOCK, width).int() if packed else None
-    strides = (heads * BLOCK * width, BLOCK * width, 0 if packed else width)
+    packing = torch.randperm(size * width, generator=generator).view(size, width).int() if packed else None
+    strides = (heads * size * width, size * width, 0 if packed else width)
     offsets = torch.arange(LAYERS) * layer
     names = [f"layer {index}" for index in range(LAYERS)]
-    return Pages(names, 0, units, offsets, strides, heads, width, BLOCKS, BLOCK, packing, **more)
+    return Pages(names, 0, units, offsets, strides, heads, width, parts * BLOCKS, size, BLOCK, packing, **more)
 
 
 @dataclass
