@@ -216,11 +216,13 @@ def check(
         marks.content[:, slots] = found
         ring[ADOPTED_AT] += strange.sum()
         return
-    kind = torch.where(kept, TOKEN, torch.where((state & 3) == REJECTED, REJECTED_ROW, UNWRITTEN))
+    ring[CHECKED_AT] += len(slots)
     wrong = ~whole & ((state & REPORTED) == 0)
+    if not (wrong.any() or changed.any()):
+        return
+    kind = torch.where(kept, TOKEN, torch.where((state & 3) == REJECTED, REJECTED_ROW, UNWRITTEN))
     marks.state[slots[wrong]] |= REPORTED
     marks.content[:, slots] = torch.where(changed, found, marks.content[:, slots])
-    ring[CHECKED_AT] += len(slots)
     layers, at = changed.nonzero(as_tuple=True)
     _report(marks, ring, batch.rows[request], position, slots, sample.seed, wrong.nonzero()[:, 0], kind, None)
     _report(marks, ring, batch.rows[request], position, slots, sample.seed, at, torch.zeros_like(kind), layers)
