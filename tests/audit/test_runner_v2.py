@@ -106,6 +106,15 @@ def test_chunks_drafts_and_prefix_hits_are_clean(runner):
     assert runner.kv_auditor.look().counts["checked"] == 6 + 10 + (12 + 8) + (10 + 13)
 
 
+def test_a_hit_that_is_written_in_the_very_step_is_clean(runner):
+    """vLLM hands out a block while it schedules the step that fills it: the row is not there before the forward."""
+    assert runner.step({"a": [13, 14]}, {"a": [14, 15]}) == []
+    assert runner.step({"a": [15]}, {"a": [16]}) == []
+    runner.blocks["b"] = [1, 2, 6]
+    runner.add("b", [*PROMPT, 11, 12, 13, 14, 15, 16, 70], computed=16)
+    assert runner.step({"a": [16], "b": [70]}, {"a": [17], "b": [71]}) == []
+
+
 def test_a_prefix_hit_of_other_tokens_is_found_in_the_first_step(runner):
     runner.blocks["b"] = [1, 5, 6]
     runner.add("b", [5, 9, 2, 7, 7, 1, 3, 9, 40], computed=8)

@@ -69,5 +69,5 @@ def test_a_wheel_has_the_plugin_and_needs_nothing(tmp_path):
         names = archive.namelist()
         read = {name.rpartition("/")[2]: archive.read(name).decode() for name in names if "dist-info" in name}
     assert "vllm_kv_audit/kernels.py" in names and not any(name.startswith("nwor") for name in names)
-    assert "kv_audit = vllm_kv_audit:register" in read["entry_points.txt"]
+    assert "[vllm.general_plugins]\nkv_audit = vllm_kv_audit:register" in read["entry_points.txt"]
     assert "Requires-Dist" not in read["METADATA"]
