@@ -88,8 +88,11 @@ def find_pages(runner: Any) -> tuple[list[Pages], list[str]]:
             first = next(iter(layers))
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(first, group.kv_cache_spec)
             found.append(_pages_of(layers, index, spec, _table_block_size(runner, index)))
-    lines = [f"{len(names)} layers ({names[0]}, ...): {why}" for why, names in left.items()]
-    return found, lines
+    return found, [f"{_list(names)}: {why}" for why, names in left.items()]
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"1 layer ({names[0]})" if len(names) == 1 else f"{len(names)} layers ({names[0]}, ...)"
 
 
 def _draft_layers(runner: Any) -> set[str]:

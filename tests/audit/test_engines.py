@@ -86,6 +86,24 @@ def test_a_cut_session_attends_to_other_tokens_rows(engines):
     assert {finding["kind"] for finding in report["findings"]} == {"token"}
 
 
+def asked_again(llm):
+    from tests.audit.matrix import shared_prompts
+
+    shared_prompts(llm)
+    llm.reset_prefix_cache()  # the rows come back from storage, into other blocks
+    shared_prompts(llm)
+    return llm.collective_rpc("kv_audit_report")
+
+
+def test_rows_that_a_connector_brings_are_taken_over(engines, tmp_path):
+    spec = pair(None, "ngram", prefix_caching=True, block_size=32)
+    config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    config["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
+    arguments = {**spec.llm_arguments(), "kv_transfer_config": config}
+    [report] = engines.run(arguments, {**spec.environ(), **environment()}, asked_again)
+    assert report["counts"]["adopted"] > 0 and report["findings"] == []
+
+
 def counted(llm):
     reports = generate(llm)
     return reports, {
