@@ -60,7 +60,8 @@ def _content(
             within = within.to(tl.int64)
         else:
             within = offset[:, None] * slot_stride + (unit % WIDTH)[None, :]
-        address = base[:, None] + (unit // WIDTH)[None, :] * head_stride + within
+        head = (unit // WIDTH).to(tl.int64)
+        address = base[:, None] + head[None, :] * head_stride + within
         value = tl.load(units + address, mask=mask, other=0).to(tl.int64)
         total += tl.sum(value * tl.load(keys + unit, mask=inside, other=0)[None, :], axis=1)
     return (total >> 32).to(tl.int32)
