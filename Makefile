@@ -41,7 +41,7 @@ test: setup $(VENV)/.interpreter ## ruff, mypy, import contracts and the tests t
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -n 2 tests/kernels/test_gpu_attention*.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/interpreter $(BIN)/python -m pytest -n 2 tests/kernels/test_gpu_attention*.py tests/audit/test_kernels.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: setup ## 20 minutes of random traffic on real engines, every step audited; MINUTES=, SEED=, MODE=, TP=

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampled auditor in real vLLM on a GPU: both runners, eager and in CUDA graphs, synchronous and a step ahead."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from tests.audit.engines import Engines, clean_then_planted
+from tests.audit.matrix import MATRIX, problems
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(1800)]
+
+WAYS = {
+    "v2, graphs": {"runner": "v2", "enforce_eager": False},
+    "v2, eager": {"runner": "v2"},
+    "v2, synchronous": {"runner": "v2", "async_scheduling": False},
+    "v1, graphs": {"runner": "v1", "enforce_eager": False},
+    "v1, ahead": {"runner": "v1", "async_scheduling": True},
+    "v2, triton": {"runner": "v2", "attention_backend": "TRITON_ATTN"},
+}
+CASES = [("v2, graphs", name) for name in MATRIX if name != "two ranks"] + [
+    (way, name) for way in WAYS if way != "v2, graphs" for name in ("eagle", "prefix hits")
+]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    engines = Engines()
+    yield engines
+    engines.close()
+
+
+@pytest.mark.parametrize(("way", "name"), CASES)
+def test_clean_runs_are_clean_and_planted_faults_are_found(engines, way, name, tmp_path):
+    combination = MATRIX[name]
+    spec = replace(combination.spec(tmp_path), **WAYS[way])
+    arguments, environ = replace(combination, spec=lambda path: spec).start(tmp_path)
+    script = functools.partial(clean_then_planted, run=combination.run)
+    assert problems(*engines.run(arguments, environ, script)) == []
