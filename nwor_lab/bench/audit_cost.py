@@ -10,7 +10,6 @@ has to be installed (``pip install --no-deps ./kv_audit``).
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -25,9 +24,9 @@ from typing import Any
 import pandas as pd
 
 from nwor.settings import Settings
-from nwor_lab import pair, paths
+from nwor_lab import command_line, pair, paths
+from nwor_lab.bench.bench import started
 from nwor_lab.cost.ratios import abba_ratio
-from nwor_lab.engines.engine import Engine
 from nwor_lab.engines.hook_time import Clock
 from nwor_lab.engines.spec import EngineSpec
 from nwor_lab.engines.widened_pair import write_widened
@@ -67,8 +66,8 @@ def step_times(shape: str, batches: Sequence[int], repeats: int, folder: Path) -
         RuntimeError: an audit that was asked for did not run.
     """
     lines = []
-    engines = {name: Engine(spec_of(shape, max(batches), asked, folder), Settings()) for name, asked in AUDITS.items()}
-    try:
+    wanted = {name: (spec_of(shape, max(batches), asked, folder), Settings(), 0) for name, asked in AUDITS.items()}
+    with started(wanted, "") as engines:
         prompts = next(iter(engines.values())).encode(pair.load_prompts())
         for batch in batches:
             texts = [prompts[i % len(prompts)][:256] for i in range(batch)]
@@ -86,9 +85,6 @@ def step_times(shape: str, batches: Sequence[int], repeats: int, folder: Path) -
                         line |= {"checked": sum(each["checked"] for each in counts)}
                         line |= {"findings": sum(each[kind] for each in counts for kind in KINDS)}
                         lines.append(line)
-    finally:
-        for engine in engines.values():
-            engine.close()
     return pd.DataFrame(lines)
 
 
@@ -100,9 +96,9 @@ def report(worker: Any) -> dict[str, Any]:
     return worker.kv_audit_report()
 
 
-def host_time(shape: str, batch: int, audit: str, folder: Path) -> dict[str, float]:
+def host_time(batch: int, audit: str, folder: Path) -> dict[str, float]:
     """Microseconds of a decode step inside the auditor's hooks, by method of vLLM, of an engine in this process."""
-    spec, clock = spec_of(shape, batch, audit, folder), Clock()
+    spec, clock = spec_of("", batch, audit, folder), Clock()
     os.environ.update({**spec.environ(), **Settings().environ()})
     from vllm_kv_audit import hooks, metrics, runner_v1, runner_v2, worker
 
@@ -136,19 +132,29 @@ def host_time(shape: str, batch: int, audit: str, folder: Path) -> dict[str, flo
     return {name: max(0.0, own[name] - each * calls[name]) / steps / 1e3 for name in own}
 
 
+@dataclass(frozen=True)
+class AuditCost:
+    shape: str = "" if on_cpu() else "pair@llama-2-7b-8kv"
+    """whose steps are timed, pair@SHAPE; empty: the shipped pair's own"""
+    batch: tuple[int, ...] = (1, 16, 64)
+    """requests at once; host time is of the shipped pair with the one in the middle"""
+    repeats: int = 6
+    """timed generations of each engine and batch"""
+    out: str = ""
+    """a parquet file for the steps"""
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="audit_cost", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", default="" if on_cpu() else "pair@llama-2-7b-8kv", help="empty: the pair itself")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--out", type=Path, help="a parquet file for the steps")
-    given = parser.parse_args(argv)
-    if "kv_audit" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
-        parser.error("vllm-kv-audit is not installed: pip install --no-deps ./kv_audit")
+    try:
+        asked = command_line.parse(AuditCost, argv, "audit_cost", __doc__ or "")
+        if "kv_audit" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+            raise ValueError("vllm-kv-audit is not installed: pip install --no-deps ./kv_audit")
+    except ValueError as error:
+        return command_line.fail("audit_cost", error)
     with tempfile.TemporaryDirectory() as folder:
-        steps = step_times(given.shape, given.batch, given.repeats, Path(folder))
-        if given.out:
-            steps.to_parquet(given.out)
+        steps = step_times(asked.shape, asked.batch, asked.repeats, Path(folder))
+        if asked.out:
+            steps.to_parquet(asked.out)
         for batch, every in steps.groupby("batch"):
             medians = every.pivot(index="repeat", columns="audit", values="step_ms")
             for name in AUDITS:
@@ -156,14 +162,15 @@ def main(argv: list[str] | None = None) -> int:
                 found = int(every.loc[every.audit == name, "findings"].max())
                 print(
                     f"batch {batch}, {name}: {medians[name].median():.3f} ms a step, {abba_ratio(ratios):.4f} of off's "
-                    f"({ratios.min():.4f} to {ratios.max():.4f}), {found} findings"
+                    f"({ratios.min():.4f} to {ratios.max():.4f}), {found} findings",
+                    flush=True,
                 )
-        for batch in given.batch:
-            for name in list(AUDITS)[1:]:
-                with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                    times = pool.submit(host_time, given.shape, batch, AUDITS[name], Path(folder)).result()
-                parts = ", ".join(f"{key} {value:.1f}" for key, value in sorted(times.items(), key=lambda x: -x[1])[:4])
-                print(f"batch {batch}, {name}: {sum(times.values()):.0f} us of host time a step ({parts})")
+        batch = asked.batch[len(asked.batch) // 2]
+        for name in list(AUDITS)[1:]:
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                times = pool.submit(host_time, batch, AUDITS[name], Path(folder)).result()
+            parts = ", ".join(f"{key} {value:.1f}" for key, value in sorted(times.items(), key=lambda x: -x[1])[:4])
+            print(f"batch {batch}, {name}: {sum(times.values()):.0f} us of host time a step ({parts})", flush=True)
     return 0
 
 
