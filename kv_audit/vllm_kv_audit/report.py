@@ -57,8 +57,10 @@ class Reporter:
 
     def read(self, ring: Tensor, step: int) -> None:
         """Take in a ring that is on the host."""
-        self.steps = step
         heads = ring[:COUNTERS].tolist()
+        if heads[CHECKED_AT] < self.counts["checked"]:
+            return  # a copy that is older than what was read
+        self.steps = step
         self.counts |= {"checked": heads[CHECKED_AT], "adopted": heads[ADOPTED_AT]}
         self.counts |= dict(zip(KINDS, heads[KINDS_AT : KINDS_AT + len(KINDS)], strict=True))
         total = heads[FINDINGS_AT]

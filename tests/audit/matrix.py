@@ -48,7 +48,7 @@ class Combination:
 def pair(path: Path, method: str = "eagle", **more: Any) -> EngineSpec:
     draft = str(paths.PAIR_EAGLE) if method == "eagle" else ""
     sizes = {"num_blocks": 64, "dtype": "float32"} if machine.on_cpu() else {"num_blocks": 128}
-    return EngineSpec(str(paths.PAIR_TARGET), draft, method, **{**sizes, "kv_cache_memory": 512, **more})
+    return EngineSpec(str(paths.PAIR_TARGET), draft, method=method, **{**sizes, "kv_cache_memory": 512, **more})
 
 
 def hybrid(path: Path) -> EngineSpec:
