@@ -36,7 +36,7 @@ RUN python3 -m venv "$VIRTUAL_ENV" \
 
 COPY --chown=nwor . .
 # Built for every chip setup.py names: there is no GPU to ask while an image is built.
-RUN NWOR_CUDA=1 pip install --no-cache-dir --no-deps --no-build-isolation -e .
+RUN NWOR_CUDA=1 pip install --no-cache-dir --no-deps --no-build-isolation -e . -e ./kv_audit
 
 EXPOSE 8888
 CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser", "--notebook-dir=notebooks"]

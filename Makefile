@@ -131,6 +131,7 @@ $(VENV)/.interpreter: requirements/interpreter.lock $(VENV)/.packages
 
 $(VENV)/.stamp: $(VENV)/.packages pyproject.toml setup.py $(SOURCES) | need-cxx
 	@echo '[4/4] nwor and its extension'
+	@$(INSTALL) --no-build-isolation -e ./kv_audit
 	@$(INSTALL) -vvv --no-build-isolation -e . > $(VENV)/build.log 2>&1 \
 	  || { tail -n 40 $(VENV)/build.log >&2; echo 'the build failed; its whole log: $(VENV)/build.log' >&2; exit 1; }
 	@sed -n 's/ *-> .*//; s/^.*\(\*\*\* nwor.*\)/      \1/p' $(VENV)/build.log

@@ -18,7 +18,6 @@ from .auditor import Auditor, auditor_of
 from .hooks import wrap
 from .marks import Batch, Outcome
 from .metrics import around_sample_tokens
-from .start import around_initialize
 
 FORWARD = "self input_ids positions intermediate_tensors inputs_embeds model_kwargs"
 
@@ -26,7 +25,6 @@ FORWARD = "self input_ids positions intermediate_tensors inputs_embeds model_kwa
 def install() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    wrap(GPUModelRunner, "initialize_kv_cache", *around_initialize)
     wrap(GPUModelRunner, "sample_tokens", "self grammar_output", around_sample_tokens)
     wrap(GPUModelRunner, "_update_states", "self scheduler_output", _update_states)
     wrap(GPUModelRunner, "_model_forward", FORWARD, _model_forward)

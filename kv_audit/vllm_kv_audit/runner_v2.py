@@ -18,7 +18,6 @@ from .auditor import auditor_of
 from .hooks import wrap
 from .marks import Batch, Outcome
 from .metrics import around_sample_tokens
-from .start import around_initialize
 
 SAMPLED = "self idx_mapping sampled_tokens num_sampled num_rejected query_start_loc"
 
@@ -26,7 +25,6 @@ SAMPLED = "self idx_mapping sampled_tokens num_sampled num_rejected query_start_
 def install() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    wrap(GPUModelRunner, "initialize_kv_cache", *around_initialize)
     wrap(GPUModelRunner, "sample_tokens", "self grammar_output", around_sample_tokens)
     wrap(GPUModelRunner, "add_requests", "self scheduler_output", _add_requests)
     wrap(GPUModelRunner, "update_requests", "self scheduler_output", _update_requests)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,20 +13,6 @@ from .pages import find_pages
 from .perturb import Perturb
 from .report import logger
 from .settings import AUDIT, KINDS, Settings
-
-
-def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    self.kv_auditor = None
-    original(self, *args, **kwargs)
-    is_profiling = args[1] if len(args) > 1 else kwargs.get("is_profiling", False)
-    settings = Settings.from_env()
-    if settings is not None and not is_profiling:  # vLLM makes a cache to learn what graphs cost, too
-        with torch.inference_mode(False):
-            self.kv_auditor = make_auditor(self, settings)
-
-
-around_initialize = ("self kv_cache_config is_profiling kv_cache_allocation_context", _initialize)
-"""What `hooks.wrap` needs for either runner's `initialize_kv_cache`."""
 
 
 def make_auditor(runner: Any, settings: Settings) -> Auditor:

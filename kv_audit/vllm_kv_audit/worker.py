@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .auditor import auditor_of
 from .hooks import wrap
 from .report import logger, verdict
 from .settings import Settings
-from .start import forget
+from .start import forget, make_auditor
 
 
 def install() -> None:
@@ -63,12 +65,14 @@ def _init_device(original: Callable, self: Any) -> Any:
 
 
 def _warm_up(original: Callable, self: Any) -> Any:
-    runner = self.model_runner
-    auditor, runner.kv_auditor = auditor_of(runner), None  # the V2 runner warms up with steps of requests without rows
-    try:
-        return original(self)
-    finally:
-        runner.kv_auditor = auditor
+    """Make the auditor behind it: the V2 runner warms up with steps whose requests have no rows, and what is allocated
+    with the cache is gone while the engine sleeps.
+    """
+    result = original(self)
+    if (settings := Settings.from_env()) is not None:
+        with torch.inference_mode(False):
+            self.model_runner.kv_auditor = make_auditor(self.model_runner, settings)
+    return result
 
 
 def _sleep(original: Callable, self: Any, level: int = 1) -> None:

@@ -3,7 +3,8 @@
 
     nwor audit --modes off,stage --model FOLDER --draft FOLDER
 
-The exit status is 1 where `cow` or `stage` leaves the cache dirty.
+With ``VLLM_KV_AUDIT=full`` or ``sample=N`` in the environment the sampled auditor (`kv_audit/`) looks too, whose word
+comes last. The exit status is 1 where `cow` or `stage` leaves the cache dirty, or it finds something.
 """
 
 from __future__ import annotations
@@ -58,7 +59,14 @@ def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int
     print(pd.DataFrame(lines).to_string(index=False))
     for name in report["ranks"]:
         print(verdict(name, [(rank, found) for mode, rank, found in ranks if mode == name]))
-    return int(any(rank["mode"] in CLEAN and not found.clean for _, rank, found in ranks))
+    dirty = any(rank["mode"] in CLEAN and not found.clean for _, rank, found in ranks)
+    for name, each in report["ranks"].items():
+        if sampled := [rank["sampled"] for rank in each if rank.get("sampled")]:
+            from vllm_kv_audit import verdict as sampled_verdict
+
+            print(f"{name}: {sampled_verdict(sampled)}")
+            dirty |= any(one["findings"] for one in sampled)
+    return int(dirty)
 
 
 def verdict(name: str, ranks: list[tuple[dict[str, Any], AuditReport]]) -> str:

@@ -69,11 +69,15 @@ def serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection, log: str)
 
 
 def status(worker: Any) -> dict[str, Any]:
-    """A rank's `nwor.vllm.worker.Status` as a dict, with what its audit found (`nwor_lab.audit.hooks.report`)."""
+    """A rank's `nwor.vllm.worker.Status` as a dict, with what its audit found (`nwor_lab.audit.hooks.report`).
+
+    And, as ``sampled``, with what the sampled auditor (`kv_audit/`) reports where ``VLLM_KV_AUDIT`` is set.
+    """
     from nwor.vllm.worker import status as mode_status
     from nwor_lab.audit import hooks
 
-    return {**mode_status(worker), **hooks.report(worker)}
+    sampled: dict[str, Any] = getattr(worker, "kv_audit_report", dict)()
+    return {**mode_status(worker), **hooks.report(worker), "sampled": sampled}
 
 
 class Served:

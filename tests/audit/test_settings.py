@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 import torch
-from vllm_kv_audit import verdict
+from vllm_kv_audit import marks, verdict
 from vllm_kv_audit.report import Reporter
 from vllm_kv_audit.settings import Settings
 
@@ -44,8 +44,6 @@ def test_nothing_audited_is_no_verdict():
 
 
 def test_more_findings_than_there_is_room_for_are_counted():
-    from vllm_kv_audit import marks
-
     reporter, ring = Reporter(0, [["layer 0"]]), marks.new_ring(torch.device("cpu"))
     reporter.name(1, "first", 0), reporter.name(1, "second", 5)
     for total in (3, 200):
@@ -57,6 +55,16 @@ def test_more_findings_than_there_is_room_for_are_counted():
     assert reporter.counts["bytes"] == 200 and len(reporter.found) == marks.RING
     assert reporter.counts["not_shown"] == 200 - 3 - marks.RING
     assert {finding.request for finding in reporter.found} == {"second"}
+
+
+def test_a_copy_that_is_older_than_what_was_read_takes_nothing_back():
+    reporter = Reporter(0, [["layer 0"]])
+    older, newer = (marks.new_ring(torch.device("cpu")) for _ in range(2))
+    older[marks.CHECKED_AT], newer[marks.CHECKED_AT] = 8, 20
+    for ring, risen in ((newer, {"checked": 20}), (older, {}), (newer, {})):
+        reporter.read(ring, 1)
+        assert reporter.take() == risen
+    assert reporter.counts["checked"] == 20
 
 
 def test_a_wheel_has_the_plugin_and_needs_nothing(tmp_path):

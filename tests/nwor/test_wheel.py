@@ -22,7 +22,7 @@ from nwor_lab import paths
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = {package: sorted((paths.ROOT / package).rglob("*.py")) for package in ("nwor", "nwor_lab")}
 DATA = {".json", ".toml", ".j2"}
-OF_THE_ENVIRONMENT = {"torch", "vllm", "triton", "flashinfer"}
+OF_THE_ENVIRONMENT = {"vllm_kv_audit", "torch", "vllm", "triton", "flashinfer"}
 """vLLM, and what vLLM pins itself."""
 
 SERVE = """
