@@ -31,6 +31,7 @@ from nwor_lab.engines.hook_time import Clock
 from nwor_lab.engines.spec import EngineSpec
 from nwor_lab.engines.widened_pair import write_widened
 from nwor_lab.machine import on_cpu
+from nwor_lab.run import results
 
 AUDITS = {"off": "", "sample=16": "sample=16", "full": "full"}
 TOKENS, WARM_UP = 120, 12  # of each answer; steps at a generation's begin that are not timed
@@ -154,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         steps = step_times(asked.shape, asked.batch, asked.repeats, Path(folder))
         if asked.out:
-            steps.to_parquet(asked.out)
+            table = results.write_table(asked.out, steps)
+            results.write_provenance(table, {"shape": asked.shape, "batch": asked.batch, "repeats": asked.repeats})
         for batch, every in steps.groupby("batch"):
             medians = every.pivot(index="repeat", columns="audit", values="step_ms")
             for name in AUDITS:
