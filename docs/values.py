@@ -79,15 +79,17 @@ NEVER_PATCHED = "vLLM never patched"
 
 
 def whole_steps() -> pd.DataFrame:
-    """Steps over those of vLLM never patched, and `stage` over its control: a line a table, setting and mode."""
+    """Steps over those of vLLM never patched, and `stage` over its control: a line a table, setting and mode.
+
+    `gpu_decode` is the latest run, of 8 KV heads, and `gpu_direct` an earlier and wider one.
+    """
     steps, latest = table("gpu_direct"), table("gpu_decode")
     searched = steps.groupby(["prompt", "batch"])["tuned_on"].first()
-    over_control = step_ratios(steps, "direct").query("mode == 'stage'").assign(over="direct", table="gpu_direct")
-    lines = [
-        step_ratios(steps).assign(over=NEVER_PATCHED, table="gpu_direct"),
-        over_control,
-        step_ratios(latest).assign(over=NEVER_PATCHED, table="gpu_decode"),
-    ]
+    lines = []
+    for name, rows in (("gpu_direct", steps), ("gpu_decode", latest)):
+        over_control = step_ratios(rows, "direct").query("mode == 'stage'")
+        lines.append(step_ratios(rows).assign(over=NEVER_PATCHED, table=name))
+        lines.append(over_control.assign(over="direct", table=name))
     found = pd.concat(lines, ignore_index=True).join(searched, on=["prompt", "batch"])
     found = found[~found["mode"].isin(VANILLA)].assign(what="whole step", unit="of vanilla's time")
     return found.rename(columns={"step": "value", "prompt": "context", "kv_cache_dtype": "cache"}).replace(
@@ -158,18 +160,18 @@ def row(
     return slashes(pd.Series([value(findings(), batch=batch, **where) for batch in batches]))
 
 
-def decode_row(mode: str = "stage", gpu: str = "H200", context: int = 512) -> str:
+def decode_row(mode: str = "stage", over: str = NEVER_PATCHED, gpu: str = "H200", context: int = 512) -> str:
     """A mode's step over vLLM's by batch, of the latest run on that kind of GPU, with 8 KV heads."""
-    return row("gpu_decode", mode, kv_heads=8, gpu=gpu, context=context)
+    return row("gpu_decode", mode, over, kv_heads=8, gpu=gpu, context=context)
 
 
-def steps(mode: str = "stage", over: str = NEVER_PATCHED) -> pd.Series:
-    """A mode's steps over vanilla's or over another mode's, of every setting.
+def steps(mode: str = "stage", over: str = NEVER_PATCHED, table: str = "gpu_direct") -> pd.Series:
+    """A mode's steps over vanilla's or over another mode's, of every setting whose repeats agree.
 
     Raises:
         LookupError: a setting has no ratio, since it is not at parity.
     """
-    ratios = findings().query("table == 'gpu_direct' and mode == @mode and over == @over")["value"]
+    ratios = findings().query("table == @table and mode == @mode and over == @over and stable == True")["value"]
     if ratios.empty or ratios.isna().any():
         raise LookupError(f"{ratios.isna().sum()} of {len(ratios)} settings have no ratio")
     return ratios
@@ -186,9 +188,20 @@ def one_layer_range(name: str, over: str, where: str = "value > 0") -> str:
     return f"{ratios.min():.2f} to {ratios.max():.2f}"
 
 
+def least_and_most(name: str, over: str, where: str) -> str:
+    """`one_layer_range` in percent."""
+    ends = one_layer_range(name, over, where).split(" to ")
+    return " to ".join(f"{100 * float(end):.0f}" for end in ends) + " %"
+
+
 def attention() -> pd.DataFrame:
     """The shapes of one layer up to 8,192 positions, `ratio` over the faster of vLLM's backends."""
     return findings().query("table == 'attention'").rename(columns={"value": "ratio"})
+
+
+def lost() -> pd.DataFrame:
+    """Those of `attention` in which the kernel takes longer than vLLM's faster backend."""
+    return attention().query("ratio > 1")
 
 
 def not_searched() -> str:
@@ -208,10 +221,10 @@ def served_row(mode: str) -> str:
     return slashes(pd.Series([served().loc[(mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]), 2)
 
 
-def served_range(mode: str) -> str:
-    """The least and the greatest ratio of a single pass, of all loads."""
-    lines = served().loc[mode]
-    return f"{lines['lowest'].min():.2f} to {lines['highest'].max():.2f}"
+def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64)) -> str:
+    """The least and the greatest ratio of a single pass, of each of these numbers of requests at once."""
+    lines = [served().loc[(mode, f"{requests} at once")] for requests in at_once]
+    return " / ".join(f"{line['lowest']:.2f} to {line['highest']:.2f}" for line in lines)
 
 
 def pair_loss(mode: str, tp: int = 1) -> float:

@@ -39,12 +39,20 @@ TOKENS, WARM_UP = 120, 12  # of each answer; steps at a generation's begin that 
 
 @dataclass(frozen=True)
 class AuditedSpec(EngineSpec):
-    """audit: as ``VLLM_KV_AUDIT``."""
+    """audit, perturb: as ``VLLM_KV_AUDIT`` and ``VLLM_KV_AUDIT_PERTURB``."""
 
     audit: str = ""
+    perturb: str = ""
 
     def environ(self, core: int = 0) -> dict[str, str]:
-        return {**super().environ(core), "VLLM_KV_AUDIT": self.audit}
+        asked = {"VLLM_KV_AUDIT": self.audit, "VLLM_KV_AUDIT_PERTURB": self.perturb}
+        return {**super().environ(core), **asked}
+
+
+def require_installed() -> None:
+    """Raise a ValueError where vLLM would not find the auditor."""
+    if "kv_audit" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+        raise ValueError("vllm-kv-audit is not installed: pip install --no-deps ./kv_audit")
 
 
 def spec_of(shape: str, batch: int, audit: str, folder: Path) -> AuditedSpec:
@@ -148,8 +156,7 @@ class AuditCost:
 def main(argv: list[str] | None = None) -> int:
     try:
         asked = command_line.parse(AuditCost, argv, "audit_cost", __doc__ or "")
-        if "kv_audit" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
-            raise ValueError("vllm-kv-audit is not installed: pip install --no-deps ./kv_audit")
+        require_installed()
     except ValueError as error:
         return command_line.fail("audit_cost", error)
     with tempfile.TemporaryDirectory() as folder:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from nwor_lab.cost.ratios import MAX_SPREAD
 from nwor_lab.figures import style
 
 
@@ -65,7 +66,8 @@ def steps(run: style.Place, lines: pd.DataFrame) -> Path:
         "Time of a decode step over that of vLLM never patched, in the same run: left of the line the mode is faster. "
         "A line a setting (tokens of the prompt x requests), median over pairs of repeats, whiskers from the least to "
         "the greatest repeat. `direct`, the control, has the attention kernel of `stage` and writes every row: what it "
-        f"gains is the kernel's. {left_out} of {len(points)} are left out, not at parity."
+        f"gains is the kernel's. {left_out} of {len(points)} are left out: not at parity, or with repeats more than "
+        f"{MAX_SPREAD:.0%} apart."
     )
     return dots(run, "steps", points, "step time over unpatched vLLM's (below 1: faster)", "prompt x requests", caption)
 

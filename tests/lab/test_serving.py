@@ -140,8 +140,8 @@ def test_a_ratio_is_of_the_same_pass():
     assert table.loc["stage", ["itl", "equal", "acceptance"]].to_list() == pytest.approx([1.04, 0.9, 3.05])
     assert table["parity"].all() and table["fallbacks"].to_dict() == {"off": 0, "stage": 7}
     said = verdict(table.reset_index())
-    assert said.startswith("stage: 1.040 to 1.040 of off's tokens a second, in every pass faster under 1 of 1 load and")
-    assert "90.0% of texts equal off's where 90.0% of off's equal its own" in said
+    assert said.startswith("stage: 1.040 to 1.040 of vLLM's tokens a second, in every pass faster under 1 of 1 load")
+    assert "90.0% of texts equal vLLM's where 90.0% of vLLM's equal its own" in said
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_without_parity_there_is_no_speed():
     frame = rows_of({"off": [100.0] * 2, "stage": [150.0] * 2}, acceptance, {"stage": [0.2, 0.3], "off": [0.9]})
     table = summary(frame).set_index("mode")
     assert not table.loc["stage", "parity"] and table.loc["stage", ["tokens_per_s", "ratio", "ttft"]].isna().all()
-    assert verdict(table.reset_index()) == "stage: no parity with off under any load, so no speed is given."
+    assert verdict(table.reset_index()) == "stage: no parity with vLLM under any load, so no speed is given."
 
 
 SERVES = "NWOR mode cow serves 5 layers"
