@@ -324,6 +324,14 @@ def dirty(tp: int = 1, name: str = "gpu_audit") -> str:
     )
 
 
+def audit_cost(batch: int, audit: str) -> str:
+    """A decode step with the sampled auditor over one without, and its range over repeats."""
+    rows = table("gpu_audit_cost").query("batch == @batch")
+    medians = rows.pivot(index="repeat", columns="audit", values="step_ms")
+    ratios = medians[audit] / medians["off"]
+    return f"{abba_ratio(ratios):.3f} ({ratios.min():.3f} to {ratios.max():.3f})"
+
+
 def gpu_tests(outcome: str) -> int:
     """How many of the recorded tests on GPUs had that outcome."""
     return int((table("gpu_tests")["outcome"] == outcome).sum())
