@@ -31,19 +31,17 @@ def small(model) -> list[str]:
 def test_bench_over_two_ranks(small, tmp_path):
     """Every rank holds all target layers and a share of their heads; counts agree;
     the EAGLE layer is left alone."""
-    more = ["--mode", "off,cow,stage", "--tp", "2", "--run-dir", str(tmp_path), "--name", "tp2"]
+    more = ["--mode", "off,stage", "--tp", "2", "--run-dir", str(tmp_path), "--name", "tp2"]
     assert bench.main([*small, "--repeats", "1", *more]) == 0
     report = json.loads((tmp_path / "tp2.json").read_text())
-    for mode in ("cow", "stage"):
-        ranks = report["ranks"][mode]
-        assert [rank["rank"] for rank in ranks] == [0, 1]
-        assert all(rank["serving"] == mode and rank["target_layers"] == 3 for rank in ranks)
-        assert ranks[0]["counters"] == ranks[1]["counters"]
-        assert ranks[0]["counters"]["committed_tokens"] > 0
-        assert report["parity"][mode]["equal"] == report["parity"][mode]["requests"]
-        assert report["metrics"][mode]["nwor_scheduler_mismatches"] == 0
-        for rank in ranks:
-            assert AuditReport(**rank["audit"]).clean
+    ranks = report["ranks"]["stage"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert all(rank["serving"] == "stage" and rank["target_layers"] == 3 for rank in ranks)
+    assert ranks[0]["counters"] == ranks[1]["counters"]
+    assert ranks[0]["counters"]["committed_tokens"] > 0
+    assert report["parity"]["stage"]["equal"] == report["parity"]["stage"]["requests"]
+    assert report["metrics"]["stage"]["nwor_scheduler_mismatches"] == 0
+    assert all(AuditReport(**rank["audit"]).clean for rank in ranks)
     assert all(rank["audit"]["dirty_layer_steps"] for rank in report["ranks"]["off"])
     table = pd.read_parquet(tmp_path / "tp2.parquet")
     assert {"step_ms", "accepted_at", "equal_requests", "counters.staged_tokens"} <= set(table.metric)
