@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in vLLM's workers: the runner's go on before it is made, and what a worker's life does to the cache is told."""
+"""Hooks in vLLM's workers: those of the runner are put on, and the auditor follows start-up, sleep and shutdown."""
 
 from __future__ import annotations
 
