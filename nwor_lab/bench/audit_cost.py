@@ -125,20 +125,7 @@ def host_time(batch: int, audit: str, folder: Path) -> dict[str, float]:
 
     served = Served(spec)
     prompts = served.encode(pair.load_prompts())
-    steps = 0
-    for repeat in range(4):
-        served.add_requests([prompts[i % len(prompts)][:256] for i in range(batch)], TOKENS)
-        done = 0
-        while served.engine.has_unfinished_requests():
-            done += 1
-            clock.is_on = repeat > 0 and done > WARM_UP and served.engine.get_num_unfinished_requests() == batch
-            steps += clock.is_on
-            served.engine.step()
-    clock.is_on = False
-    own, calls = dict(clock.own), dict(clock.calls)
-    each = clock.overhead()
-    served.engine.engine_core.shutdown()
-    return {name: max(0.0, own[name] - each * calls[name]) / steps / 1e3 for name in own}
+    return clock.decode_times(served, [prompts[i % len(prompts)][:256] for i in range(batch)], TOKENS)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -67,6 +67,27 @@ class Clock:
         self.is_on = False
         return self.own.pop("empty") / self.calls.pop("empty")
 
+    def decode_times(self, served: Any, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, float]:
+        """Microseconds of a decode step by name, where all prompts decode together, and end the engine.
+
+        served: a `child.Served` of this process, whose hooks are timed by this clock.
+        """
+        steps = 0
+        for repeat in range(REPEATS + 1):  # one before, for what is compiled
+            served.add_requests(prompts, max_tokens)
+            done = 0
+            while served.engine.has_unfinished_requests():
+                done += 1
+                decode_alone = served.engine.get_num_unfinished_requests() == len(prompts)
+                self.is_on = repeat > 0 and WARM_UP <= done < WARM_UP + STEPS and decode_alone
+                steps += self.is_on
+                served.engine.step()
+        self.is_on = False
+        own, calls = dict(self.own), dict(self.calls)
+        each = self.overhead()
+        served.engine.engine_core.shutdown()
+        return {name: max(0.0, own[name] - each * calls[name]) / steps / 1e3 for name in own}
+
 
 def hook_times(spec: EngineSpec, mode: str, requests: int) -> dict[str, float]:
     """Microseconds of a decode step by hook, of an engine made in this very process.
@@ -84,24 +105,7 @@ def hook_times(spec: EngineSpec, mode: str, requests: int) -> dict[str, float]:
     if rank != mode:
         raise RuntimeError(f"mode {mode} is not active: {rank} is")
     prompts = [[(7 * i + 13 * j) % 300 + 3 for j in range(24)] for i in range(requests)]
-    steps = 0
-    for repeat in range(REPEATS + 1):
-        served.add_requests(prompts, (spec.k + 1) * (WARM_UP + STEPS))
-        done = 0
-        while served.engine.has_unfinished_requests():
-            done += 1
-            clock.is_on = repeat > 0 and WARM_UP <= done < WARM_UP + STEPS and _decode_alone(served, requests)
-            steps += clock.is_on
-            served.engine.step()
-    clock.is_on = False
-    own, calls = dict(clock.own), dict(clock.calls)
-    each = clock.overhead()
-    served.engine.engine_core.shutdown()
-    return {name: max(0.0, own[name] - each * calls[name]) / steps / 1e3 for name in own}
-
-
-def _decode_alone(served: Any, requests: int) -> bool:
-    return served.engine.get_num_unfinished_requests() == requests
+    return clock.decode_times(served, prompts, (spec.k + 1) * (WARM_UP + STEPS))
 
 
 def _serving(worker: Any) -> str:
