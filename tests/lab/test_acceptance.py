@@ -49,16 +49,16 @@ def test_all_engines_start_before_one_is_waited_for(engines, counts, tmp_path) -
 
 
 def test_the_command_alone_counts_at_scale() -> None:
-    """More than 100,000 windows, by the acceptance that was recorded at k=8."""
+    """Its plan is the one whose record holds more than 100,000 windows."""
     given = options.flat(parse(acceptance.Acceptance, [], "acceptance", ""))
-    spec, plan, prompts = options.parse_config(given | acceptance.COUNTING)
-    recorded = results.read_table("acceptance", paths.RECORDED)
+    spec, plan, _ = options.parse_config(given | acceptance.COUNTING)
     assert plan.ks == tuple(range(1, 9)) and (spec.batch, plan.num_prompts) == (64, len(pair.load_prompts()))
     assert [temperature for temperature, _, _ in plan.passes(0)].count(0.0) == 1
     assert len({seed for temperature, _, seed in plan.passes(0) if temperature}) == plan.repeats
-    longest = {t: value(recorded, "acceptance_length", k=8, temperature=t) for t in plan.temperatures}
-    tokens = len(prompts) * plan.max_tokens
-    assert sum(len(plan.ks) * tokens / longest[temperature] for temperature, _, _ in plan.passes(0)) > 100_000
+    windows = results.read_table("gpu_acceptance", paths.RECORDED).query("metric == 'windows'")
+    assert set(windows["k"]) == set(plan.ks)
+    assert windows.groupby("temperature")["repeat"].nunique().to_dict() == {0.0: 1, 1.0: plan.repeats}
+    assert windows["value"].sum() > 100_000
 
 
 def test_tables_hold_counts_alone(counts) -> None:
