@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import marks as on_cpu
-from .marks import Batch, Marks, Outcome, Sample
+from .marks import Batch, Marks, Outcome, Sample, mix, new_ring
 from .pages import Pages
 from .report import Reporter
 from .settings import Settings
@@ -51,7 +50,7 @@ class Auditor:
         self.settings, self.device, self.adopts = settings, device, adopts
         self.marks = [Marks.of(each, index) for index, each in enumerate(pages)]
         self.expected = torch.zeros(max_requests, max_positions, dtype=torch.int32, device=device)
-        self.ring = on_cpu.new_ring(device)
+        self.ring = new_ring(device)
         self.reporter = Reporter(rank, [each.names for each in pages])
         self._on_gpu = device.type == "cuda"
         self._copied = torch.zeros_like(self.ring, device="cpu", pin_memory=self._on_gpu)
@@ -65,9 +64,10 @@ class Auditor:
         self._tables: Sequence[Tensor] = ()
         self.perturb: Perturb | None = None
         if self._on_gpu:
-            from .kernels import Launches
-
-            self._launches = [Launches(marks, self.expected, self.ring) for marks in self.marks]
+            from .kernels import Launches as Form
+        else:
+            from .cpu import OnCpu as Form  # type: ignore[assignment]
+        self.forms = [Form(marks, self.expected, self.ring) for marks in self.marks]
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class Auditor:
         """A request joins under `row`, with all tokens that are known of it."""
         self.reporter.name(row, name, self._step)
         known = torch.as_tensor(np.asarray(tokens[: self.expected.shape[1]], dtype=np.int64))
-        identities = on_cpu.mix(known, torch.arange(len(known))).cumsum(0).int()
+        identities = mix(known, torch.arange(len(known))).cumsum(0).int()
         if self._on_gpu:
             identities = identities.pin_memory()
         self.expected[row, : len(known)].copy_(identities, non_blocking=True)
@@ -145,8 +145,8 @@ class Auditor:
         batch, self._batch = self._batch, None
         if batch is None:
             return  # a step that was not prepared
-        for index, marks in enumerate(self.marks):
-            self.mark_pages(index, batch, slot_mappings[marks.pages.group], outcome)
+        for form, marks in zip(self.forms, self.marks, strict=True):
+            form.mark(batch, slot_mappings[marks.pages.group], outcome)
         if self._joiners:
             requests = self._upload(np.asarray(self._joiners, dtype=np.int64))
             self._check(batch, Sample(requests, 0, self._most_joined, self._step), adopt=self.adopts)
@@ -156,24 +156,10 @@ class Auditor:
             self.reporter.read(self._copied, self._step)  # as it was some steps ago: nothing waits
             self._copied.copy_(self.ring, non_blocking=True)
 
-    def mark_pages(self, index: int, batch: Batch, slot_mapping: Tensor, outcome: Outcome) -> None:
-        """`marks.mark`, by the form for this device."""
-        if self._on_gpu:
-            self._launches[index].mark(batch, slot_mapping, outcome)
-        else:
-            on_cpu.mark(self.marks[index], self.expected, batch, slot_mapping, outcome)
-
-    def check_pages(self, index: int, batch: Batch, table: Tensor, sample: Sample, adopt: bool = False) -> None:
-        """`marks.check`, by the form for this device."""
-        if self._on_gpu:
-            self._launches[index].check(batch, table, sample, adopt)
-        else:
-            on_cpu.check(self.marks[index], self.expected, self.ring, batch, table, sample, adopt)
-
     def _check(self, batch: Batch, sample: Sample, adopt: bool = False) -> None:
         if sample.most:
-            for index, marks in enumerate(self.marks):
-                self.check_pages(index, batch, self._tables[marks.pages.group], sample, adopt)
+            for form, marks in zip(self.forms, self.marks, strict=True):
+                form.check(batch, self._tables[marks.pages.group], sample, adopt)
 
     def look(self) -> Reporter:
         """What was found up to now; waits for the device."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`marks.mark` and `marks.check` for a GPU: a kernel each, one launch of it a step and `Pages`.
+"""`cpu.OnCpu` for a GPU: a kernel to mark and one to check, one launch of each a step and `Pages`.
 
-A program hashes a few slots in one layer; those of layer 0 see to identities too. Launched outside CUDA graphs on
-vLLM's stream. The first launch of a signature goes through Triton's own binding; later ones call what it compiled.
+A program hashes a few slots, each in one layer; those of one layer see to identities, too. Launched outside CUDA graphs
+on vLLM's stream. The first launch of a signature goes through Triton's own binding; later ones call what it compiled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _content(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
     SLOTS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """int32 [SLOTS], the hash of what lies in the slots in this layer."""
+    """int32 [SLOTS], the hash of what lies in the slots in this layer, or in one of each."""
     base = tl.load(offsets + layer) + (slot // BLOCK_SIZE) * block_stride
     offset = slot % BLOCK_SIZE
     total = tl.zeros([SLOTS], dtype=tl.int64)
@@ -150,17 +150,17 @@ def _report(ring, wrong, kind, step, row, position, pages, layer, slot):
     do_not_specialize=[
         "units", "offsets", "packing", "keys", "state", "identity", "content", "expected", "ring", "rows",
         "query_start_loc", "seq_lens", "table", "requests", "num_slots", "positions", "table_stride", "size", "seed",
-        "pages", "adopt", "window", "chunk", "table_block_size", "block_stride", "head_stride", "slot_stride",
+        "everywhere", "pages", "adopt", "window", "chunk", "table_block_size", "block_stride", "head_stride",
+        "slot_stride",
     ]
 )  # fmt: skip
 def _check(
     units, offsets, packing, keys, state, identity, content, expected, ring, rows, query_start_loc, seq_lens, table,
-    requests, num_slots, positions, table_stride, size, seed, pages, adopt, window, chunk,
+    requests, num_slots, positions, table_stride, size, seed, everywhere, pages, adopt, window, chunk,
     table_block_size, block_stride, head_stride, slot_stride,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
     SLOTS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    layer = tl.program_id(2)
     request = tl.load(requests + tl.program_id(0)).to(tl.int32)
     begin, end = tl.load(query_start_loc + request), tl.load(query_start_loc + 1 + request)
     computed = tl.load(seq_lens + request) - (end - begin)
@@ -169,9 +169,11 @@ def _check(
     count = computed - first
     place = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     most = tl.where((size > 0) & (size < count), size, count)
-    if tl.program_id(1) * SLOTS >= most:
+    if (tl.program_id(1) * SLOTS >= most) | ((tl.program_id(1) * SLOTS >= everywhere) & (tl.program_id(2) > 0)):
         return
-    valid = place < most
+    in_every_layer = place < everywhere
+    layer = tl.where(in_every_layer, tl.program_id(2), (place + seed) % tl.num_programs(2))
+    valid = (place < most) & (in_every_layer | (tl.program_id(2) == 0))
     row = tl.load(rows + request).to(tl.int64)
     seeded = seed.to(tl.int64) * 1024 + place
     newest = size // 2
@@ -179,8 +181,8 @@ def _check(
     start = part * older // parts
     span = tl.maximum((part + 1) * older // parts - start, 1)
     drawn = first + start + ((_mix(seeded, tl.zeros_like(seeded) + row) & 0x7FFFFFFF) % span).to(tl.int32)
-    drawn = tl.where(place < newest, computed - 1 - place, drawn)
-    position = tl.where((size > 0) & (count > size), drawn, first + place)
+    drawn = tl.where((place < newest) | (count <= size), computed - 1 - place, drawn)
+    position = tl.where(size > 0, drawn, first + place)
     block = tl.load(table + request.to(tl.int64) * table_stride + position // table_block_size, mask=valid, other=0)
     valid = valid & (block > 0)
     slot = block.to(tl.int64) * table_block_size + position % table_block_size
@@ -196,7 +198,7 @@ def _check(
     changed = whole & (tl.load(own, mask=valid, other=0) != found)
     if adopt != 0:
         tl.store(own, found, mask=valid)
-        if layer == 0:
+        if tl.program_id(2) == 0:
             strange = valid & ~whole
             tl.store(state + slot, tl.full([SLOTS], KEPT, tl.int32), mask=strange)
             tl.store(identity + slot, wanted, mask=strange)
@@ -204,7 +206,7 @@ def _check(
     else:
         tl.store(own, found, mask=changed)
         _report(ring, changed, tl.zeros_like(slot), seed, row, position, pages, layer, slot)
-        if layer == 0:
+        if tl.program_id(2) == 0:
             wrong = valid & ~whole & ((was & REPORTED) == 0)
             kind = tl.where(kept, TOKEN, tl.where((was & 3) == REJECTED, REJECTED_ROW, UNWRITTEN))
             tl.store(state + slot, was | REPORTED, mask=wrong)
@@ -227,7 +229,7 @@ class Launches:
         self._compiled: dict[tuple, Any] = {}
 
     def mark(self, batch: Batch, slot_mapping: Tensor, outcome: Outcome) -> None:
-        """As `marks.mark`."""
+        """As `cpu.OnCpu.mark`."""
         pages, sampled = self._marks.pages, outcome.sampled
         grid = triton.cdiv(batch.num_tokens, SLOTS), len(pages.names), 1
         step = batch.rows, batch.query_start_loc, batch.seq_lens, batch.input_ids, slot_mapping, *outcome[:2], sampled
@@ -235,12 +237,12 @@ class Launches:
         self._launch(_mark, grid, (*self._fixed, *step, *numbers, *pages.strides, *self._constants, 64), step)
 
     def check(self, batch: Batch, table: Tensor, sample: Sample, adopt: bool = False) -> None:
-        """As `marks.check`."""
+        """As `cpu.OnCpu.check`."""
         pages = self._marks.pages
         grid = len(sample.requests), triton.cdiv(sample.most, SLOTS), len(pages.names)
         step = batch.rows, batch.query_start_loc, batch.seq_lens, table, sample.requests
-        numbers = pages.num_slots, self._positions, table.stride(0), sample.size, sample.seed, self._marks.index
-        more = int(adopt), pages.window, pages.chunk, pages.table_block_size
+        numbers = pages.num_slots, self._positions, table.stride(0), sample.size, sample.seed
+        more = sample.everywhere, self._marks.index, int(adopt), pages.window, pages.chunk, pages.table_block_size
         everything = *self._fixed, self._ring, *step, *numbers, *more, *pages.strides, *self._constants
         self._launch(_check, grid, everything, step)
 

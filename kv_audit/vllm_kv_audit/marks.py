@@ -12,14 +12,13 @@ Beside each slot lie 8 + 4 * layers bytes, beside each position of each running 
 have by the request's own tokens. A row's identity is that of the tokens which vLLM fed to the model; a request's comes
 from its prompt and from what was sampled for it. Nothing here waits for the device.
 
-`mark` and `check` in torch serve on a CPU, and are what their Triton forms (`kernels`) are held to, bit for bit.
+`cpu` and `kernels` have what marks and what checks, for each kind of device; they are held to each other bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +32,8 @@ COUNTERS, RING, FIELDS = 8, 64, 8  # a finding: step, row, position, pages, laye
 A, B, C, D = 0x2545F4914F6CDD1D, -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # odd: of `mix`
 
 
-def mix(token: Tensor, position: Tensor) -> Tensor:
-    """int64, each of 32 bits, of two int64 tensors; shifts keep the sign, as everywhere here."""
+def mix(token: Any, position: Any) -> Any:
+    """int64, each of 32 bits, of two int64 tensors or arrays; shifts keep the sign, as everywhere here."""
     x = token * A + position * B
     x = (x ^ (x >> 31)) * C
     x = (x ^ (x >> 29)) * D
@@ -56,8 +55,7 @@ def new_ring(device: torch.device) -> Tensor:
 class Marks:
     """The marks of some `Pages`.
 
-    state, identity: int32 [slots]. content: int32 [layers, slots]. keys: int64 [heads * width]. offsets: the pages', on
-    the host.
+    state, identity: int32 [slots]. content: int32 [layers, slots]. keys: int64 [heads * width].
     """
 
     pages: Pages
@@ -66,7 +64,6 @@ class Marks:
     identity: Tensor
     content: Tensor
     keys: Tensor
-    offsets: Sequence[int]
 
     @classmethod
     def of(cls, pages: Pages, index: int) -> Marks:
@@ -78,7 +75,6 @@ class Marks:
             identity=torch.zeros(slots, dtype=torch.int32, device=device),
             content=torch.zeros(len(pages.names), slots, dtype=torch.int32, device=device),
             keys=content_keys(pages.heads * pages.width, device),
-            offsets=pages.offsets.tolist(),
         )
 
     @property
@@ -87,12 +83,8 @@ class Marks:
 
     def contents(self, slots: Tensor) -> Tensor:
         """int32 [layers, n], the hash of what lies in the slots now."""
-        places, units = self.pages.addresses(slots).flatten(), self.pages.units
-        found = torch.empty(len(self.offsets), len(slots), dtype=torch.int64, device=slots.device)
-        for layer, offset in enumerate(self.offsets):  # a layer at a time stays in a CPU's cache
-            values = units[offset:].index_select(0, places).view(len(slots), len(self.keys)).long()
-            found[layer] = values @ self.keys if slots.device.type == "cpu" else (values * self.keys).sum(1)
-        return (found >> 32).int()
+        places = self.pages.addresses(slots) + self.pages.offsets[:, None, None]
+        return ((self.pages.units[places] * self.keys).sum(2) >> 32).int()
 
 
 class Batch(NamedTuple):
@@ -125,6 +117,10 @@ class Outcome(NamedTuple):
 class Sample(NamedTuple):
     """Which slots to check: the newest half of them, and one of each of as many parts of what is older.
 
+    The bytes of the newest quarter, and of all where all are asked for, are looked at in every layer; those of any
+    other slot in one, another for the next slot and in the next step: a row that is wrong in all layers, or a layer
+    that is wrong in many rows, is met at once.
+
     size: of each request, at most; 0 for all. seed: changes from step to step.
 
     requests: int64 [n], those of the batch to look at. most: no request has more slots to look at.
@@ -135,117 +131,7 @@ class Sample(NamedTuple):
     most: int
     seed: int
 
-
-def mark(marks: Marks, expected: Tensor, batch: Batch, slot_mapping: Tensor, outcome: Outcome) -> None:
-    """Mark the step's rows, after sampling and before anything else is written.
-
-    Of a query the rows [0, query_len - num_rejected) are kept, the rule by which vLLM itself counts them as computed.
-
-    Args:
-        expected: int32 [requests, positions], the identities that requests must have; goes on with what was sampled.
-        slot_mapping: int64 [T] or longer, the slots of the pages' cache group; -1 for a row that is not written.
-    """
-    requests, rows = batch.num_requests, batch.rows[: batch.num_requests].long()
-    starts = batch.query_start_loc[: requests + 1].long()
-    request = torch.repeat_interleave(torch.arange(requests, device=starts.device), starts.diff())
-    within = torch.arange(len(request), device=starts.device) - starts[request]
-    computed, kept = batch.computed(), starts.diff() - outcome.num_rejected[:requests]
-    running = mix(batch.input_ids[: len(request)].long(), computed[request] + within).cumsum(0)
-    running = torch.nn.functional.pad(running, (1, 0))
-    before = torch.where(computed > 0, expected[rows, (computed - 1).clamp(min=0)].long(), 0) - running[starts[:-1]]
-    identity = (running[1:] + before[request]).int()
-
-    slots, is_kept = slot_mapping[: len(request)].long(), within < kept[request]
-    marks.state[slots[(slots >= 0) & ~is_kept]] = REJECTED
-    is_kept &= slots >= 0
-    slots = slots[is_kept]
-    marks.state[slots], marks.identity[slots] = KEPT, identity[is_kept]
-    marks.content[:, slots] = marks.contents(slots)
-
-    counts, width = outcome.num_sampled[:requests].long(), outcome.sampled.shape[1]
-    place = torch.arange(width, device=starts.device)
-    position = (computed + kept - counts + 1)[:, None] + place
-    values = mix(outcome.sampled.long(), position)
-    values = torch.where(place < counts[:, None], values, 0).cumsum(1) + expected[rows, position[:, 0] - 1][:, None]
-    stays = (place < counts[:, None]) & (position < expected.shape[1])
-    expected[rows[:, None].expand_as(position)[stays], position[stays]] = values[stays].int()
-
-
-def check(
-    marks: Marks, expected: Tensor, ring: Tensor, batch: Batch, table: Tensor, sample: Sample, adopt: bool = False
-) -> None:
-    """Check slots of rows that are in the pages before the step, and put what is wrong with them into `ring`.
-
-    A fault of a slot is found once: the slot's mark says that it was reported, or what its bytes are now.
-
-    Args:
-        table: int32 [R, blocks], the block table of the pages' cache group.
-        adopt: mark the slots anew as what is expected, for rows that may come from elsewhere.
-    """
-    pages = marks.pages
-    chosen = sample.requests
-    row, computed = batch.rows[chosen].long()[:, None], batch.computed()[chosen][:, None]
-    first = torch.zeros_like(computed)
-    if pages.window:
-        first = (computed - pages.window + 1).clamp(min=0)
-    elif pages.chunk:
-        first = computed // pages.chunk * pages.chunk
-    count, place = computed - first, torch.arange(sample.most, device=table.device)[None]
-    position, valid = first + place, place < count
-    if sample.size:
-        newest = sample.size // 2
-        older, part, parts = count - newest, (place - newest).clamp(min=0), sample.size - newest
-        begin, end = part * older // parts, (part + 1) * older // parts
-        drawn = first + begin + (mix(sample.seed * 1024 + place, row) & 0x7FFFFFFF) % (end - begin).clamp(min=1)
-        drawn = torch.where(place < newest, computed - 1 - place, drawn)
-        position, valid = torch.where(count > sample.size, drawn, position), valid & (place < sample.size)
-    block = table[chosen[:, None], torch.where(valid, position, 0) // pages.table_block_size].long()
-    valid &= block > 0  # 0 is in the place of blocks that a window has left
-    size = pages.table_block_size
-    slots, where = (block * size + position % size)[valid], valid.nonzero()
-    request, position = chosen[where[:, 0]], position[valid]
-    wanted = expected[batch.rows[request].long(), position]
-
-    state, found = marks.state[slots], marks.contents(slots)
-    kept = (state & 3) == KEPT
-    whole = kept & (marks.identity[slots] == wanted)
-    changed = (marks.content[:, slots] != found) & whole
-    if adopt:
-        strange = ~whole
-        marks.state[slots[strange]], marks.identity[slots[strange]] = KEPT, wanted[strange]
-        marks.content[:, slots] = found
-        ring[ADOPTED_AT] += strange.sum()
-        return
-    ring[CHECKED_AT] += len(slots)
-    wrong = ~whole & ((state & REPORTED) == 0)
-    if not (wrong.any() or changed.any()):
-        return
-    kind = torch.where(kept, TOKEN, torch.where((state & 3) == REJECTED, REJECTED_ROW, UNWRITTEN))
-    marks.state[slots[wrong]] |= REPORTED
-    marks.content[:, slots] = torch.where(changed, found, marks.content[:, slots])
-    layers, at = changed.nonzero(as_tuple=True)
-    _report(marks, ring, batch.rows[request], position, slots, sample.seed, wrong.nonzero()[:, 0], kind, None)
-    _report(marks, ring, batch.rows[request], position, slots, sample.seed, at, torch.zeros_like(kind), layers)
-
-
-def _report(
-    marks: Marks,
-    ring: Tensor,
-    row: Tensor,
-    position: Tensor,
-    slots: Tensor,
-    step: int,
-    at: Tensor,
-    kind: Tensor,
-    layers: Tensor | None,
-) -> None:
-    """Put findings at the entries `at` into the ring, of one layer each, or of all."""
-    if not len(at):
-        return
-    entry = torch.zeros(len(at), FIELDS, dtype=torch.int64, device=ring.device)
-    entry[:, 0], entry[:, 3], entry[:, 4] = step, marks.index, -1 if layers is None else layers
-    entry[:, 1], entry[:, 2], entry[:, 5], entry[:, 6] = row[at], position[at], kind[at], slots[at]
-    place = (ring[FINDINGS_AT] + torch.arange(len(at), device=ring.device)) % RING
-    ring[COUNTERS:].view(RING, FIELDS)[place] = entry
-    ring[FINDINGS_AT] += len(at)
-    ring[KINDS_AT : KINDS_AT + 4] += torch.bincount(kind[at], minlength=4)
+    @property
+    def everywhere(self) -> int:
+        """So many of the newest slots of a request are looked at in every layer."""
+        return (self.size + 3) // 4 if self.size else self.most

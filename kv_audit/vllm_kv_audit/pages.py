@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,15 +49,21 @@ class Pages:
         """Slots of each layer, those of the block that vLLM never hands out included."""
         return self.num_blocks * self.block_size
 
+    @functools.cached_property
+    def inside(self) -> Tensor:
+        """int64 [block_size, heads * width]: where in its block the units of each slot lie."""
+        device = self.units.device
+        if self.packing is None:
+            run = torch.arange(self.width, device=device)
+            within = torch.arange(self.block_size, device=device)[:, None] * self.strides[2] + run
+        else:
+            within = self.packing.long()
+        head = torch.arange(self.heads, device=device) * self.strides[1]
+        return (head[None, :, None] + within[:, None]).flatten(1)
+
     def addresses(self, slots: Tensor) -> Tensor:
         """int64 [n, heads * width]: the units of the slots, int64 [n], in the first of the layers less its offset."""
-        block, offset = slots // self.block_size, slots % self.block_size
-        if self.packing is None:
-            within = (offset * self.strides[2])[:, None] + torch.arange(self.width, device=slots.device)
-        else:
-            within = self.packing[offset].long()
-        head = torch.arange(self.heads, device=slots.device) * self.strides[1]
-        return (block[:, None, None] * self.strides[0] + head[:, None] + within[:, None]).flatten(1)
+        return self.inside[slots % self.block_size] + (slots // self.block_size * self.strides[0])[:, None]
 
 
 def find_pages(runner: Any) -> tuple[list[Pages], list[str]]:

@@ -95,14 +95,14 @@ def self_check(auditor: Auditor, index: int, sampled_dtype: torch.dtype) -> None
 
     def look() -> list[tuple[str, int, str]]:
         batch = Batch(rows, ints(0, 1), ints(fed), tokens, num_requests=1, num_tokens=1)
-        auditor.check_pages(index, batch, table, sample)
+        auditor.forms[index].check(batch, table, sample)
         found = auditor.look().found
         return sorted((finding.kind, finding.position, finding.layer) for finding in found)
 
     try:
         pages.units[places] = noise.to(pages.units.dtype)
         batch = Batch(rows, ints(0, fed), ints(fed), tokens, num_requests=1, num_tokens=fed)
-        auditor.mark_pages(index, batch, slots, outcome)
+        auditor.forms[index].mark(batch, slots, outcome)
         if (found := look()) or auditor.reporter.counts["checked"] != fed - 1:
             raise RuntimeError(f"kv audit: the self-check found {found} where nothing was wrong; unset {AUDIT}")
         pages.units[places[last, 0, -1]] ^= 1

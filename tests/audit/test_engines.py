@@ -150,9 +150,9 @@ def test_an_auditor_that_does_not_see_refuses_to_start(engines, fault):
 
 def blind(patch) -> None:
     """Rows are not marked, or every slot has the same hash."""
-    from vllm_kv_audit import marks
+    from vllm_kv_audit.cpu import OnCpu
 
     if os.environ["TEST_FAULT"] == "mark":
-        patch.setattr(marks, "mark", lambda *args: None)
+        patch.setattr(OnCpu, "mark", lambda *args: None)
     else:
-        patch.setattr(marks.Marks, "contents", lambda self, slots: 0 * self.content[:, slots])
+        patch.setattr(OnCpu, "_hash", lambda self, units, places: 0 * places[:, 0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's kernels against their torch form, bit for bit.
+"""The GPU's kernels against their form for a CPU, bit for bit.
 
 Runs on an NVIDIA GPU, or anywhere with Triton's interpreter (``TRITON_INTERPRET=1``), as `make test` does.
 """
@@ -24,7 +24,7 @@ if not INTERPRETED:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_kernels_are_the_torch_form(layout):
+def test_kernels_are_the_form_for_a_cpu(layout):
     """State, identities, contents, what is expected next, counts and findings of the same traffic and faults."""
     device = "cpu" if INTERPRETED else "cuda"
     both = [Served(small_pages(**layout), where, triton) for where, triton in (("cpu", False), (device, True))]

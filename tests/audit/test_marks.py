@@ -83,6 +83,29 @@ def test_a_draft_too_many_that_counts_as_accepted_is_found():
     assert found == [(REJECTED_ROW, row) for row in sorted(rows)]
 
 
+def test_a_sample_looks_at_the_newest_slots_in_all_layers_and_at_others_in_one_after_the_other():
+    served = Served(small_pages())
+    for _ in range(6):
+        served.step(6)
+    pages, slot = served.pages, torch.tensor([served.slot(0, served.computed[0] - 3)])
+
+    def look(steps: int) -> list[int]:
+        seen = len(served.findings())
+        found = []
+        for _ in range(steps):
+            served.look(served.computed, size=6)
+            found.append(len(served.findings()) - seen)
+        return found
+
+    pages.units[pages.offsets[1] + pages.addresses(slot)[:, 3]] ^= 1
+    assert look(3)[-1] == 1, "one layer is wrong"
+    newest = torch.tensor([served.slot(0, served.computed[0] - back) for back in (1, 2)])
+    pages.units[pages.offsets[1] + pages.addresses(newest)[:, 3]] ^= 1
+    assert look(1) == [2]
+    pages.units[pages.offsets[:, None] + pages.addresses(slot)] ^= 1
+    assert look(3) == [1, 2, 3], "each layer is wrong: met at once"
+
+
 def test_a_sample_comes_to_every_slot_in_time():
     served = Served(small_pages())
     for _ in range(6):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small cache and requests that prefill and decode in it, for the auditor's marks and checks without an engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def small_pages(
 class Served:
     """Requests with drafts that are accepted or not, step by step, and whatever marks and checks them.
 
-    forms: `mark` and `check` in torch, or a `kernels.Launches`.
+    triton: by `kernels.Launches`, else by `cpu.OnCpu`.
     """
 
     pages: Pages
@@ -49,7 +49,7 @@ class Served:
         if self.device != "cpu":
             tensors = {name: getattr(self.pages, name).to(self.device) for name in ("units", "offsets")}
             packing = None if self.pages.packing is None else self.pages.packing.to(self.device)
-            self.pages = Pages(**{**vars(self.pages), **tensors, "packing": packing})
+            self.pages = replace(self.pages, **tensors, packing=packing)
         self.marks, self.ring = Marks.of(self.pages, 2), definitions.new_ring(torch.device(self.device))
         self.expected = torch.zeros(6, POSITIONS, dtype=torch.int32, device=self.device)
         self.table = torch.arange(1, 1 + 3 * 7, dtype=torch.int32, device=self.device).view(3, 7)
@@ -59,9 +59,11 @@ class Served:
             self.expected[row, : len(prompt)] = known.to(self.device)
         self.computed, self.rejected, self.steps = [0, 0, 0], [0, 0, 0], 0
         if self.triton:
-            from vllm_kv_audit.kernels import Launches
-
-            self.launches = Launches(self.marks, self.expected, self.ring)
+            from vllm_kv_audit.kernels import Launches as Form
+        else:
+            from vllm_kv_audit.cpu import OnCpu as Form
+        form = Form(self.marks, self.expected, self.ring)
+        self.mark, self.check = form.mark, form.check
 
     def _draw(self, count: int, below: int = 200) -> list[int]:
         return torch.randint(0, below, (count,), generator=self.generator).tolist()
@@ -120,26 +122,15 @@ class Served:
             self.computed[request] += length - rejected[request]
         return self.findings()
 
-    def look(self, computed: list[int]) -> list[tuple]:
-        """Check all slots as if so many rows of each request were computed; findings as from `step`."""
+    def look(self, computed: list[int], size: int = 0) -> list[tuple]:
+        """Check slots as if so many rows of each request were computed; findings as from `step`."""
+        self.steps += 1
         rows = self.on_device(list(self.rows), torch.int64)
         lengths = self.on_device([done + 1 for done in computed])
         batch = Batch(rows, self.on_device([0, 1, 2, 3]), lengths, lengths, num_requests=3, num_tokens=3)
         everyone = torch.arange(3, device=self.device)
-        self.check(batch, self.table, Sample(everyone, 0, max(computed), self.steps + 1))
+        self.check(batch, self.table, Sample(everyone, size, size or max(computed), self.steps))
         return self.findings()
-
-    def mark(self, *step) -> None:
-        if self.triton:
-            self.launches.mark(*step)
-        else:
-            definitions.mark(self.marks, self.expected, *step)
-
-    def check(self, *step) -> None:
-        if self.triton:
-            self.launches.check(*step)
-        else:
-            definitions.check(self.marks, self.expected, self.ring, *step)
 
     def findings(self) -> list[tuple]:
         total = int(self.ring[definitions.FINDINGS_AT])
