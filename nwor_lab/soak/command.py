@@ -7,6 +7,8 @@ An episode starts vanilla and the modes in one configuration, by its seed, and h
 and aborts that they serve. The first fault ends the soak: hypothesis looks for a smaller script that still shows it,
 and `--seed` with the seed of its episode runs the same again.
 
+With ``VLLM_KV_AUDIT`` set, vanilla too is under the sampled auditor (`kv_audit/`), and any finding is a fault.
+
 A run is clean if it has no fault and drafts were accepted, rejected, and both in one window, under each mode; one in
 which some of that did not occur is incomplete, and ends with a status of its own.
 """
@@ -74,6 +76,9 @@ class Episode:
                 verdict.blame("died", 1, str(error))
                 self.close()
             self.verdicts[mode].add(verdict)
+            ranks = served[mode].result().ranks if not verdict.faults["died"] else []
+            if sampled := [rank["sampled"]["counts"]["checked"] for rank in ranks if rank.get("sampled")]:
+                self.verdicts[mode].counts["slots sampled"] = sum(sampled)  # since the engine's start
             faults += [f"{mode}: {example}" for example in verdict.examples]
         if faults:
             raise AssertionError("\n".join(faults))

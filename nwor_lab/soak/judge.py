@@ -79,6 +79,12 @@ def judge(events: Sequence[Event], vanilla: ScriptResult, traffic: ScriptResult,
         for name, value in audit.items():
             if name not in NO_FAULTS:
                 verdict.blame(name, value, example)
+    for name, served in (("vanilla", vanilla), (mode, traffic)):
+        for rank in served.ranks:
+            if sampled := rank.get("sampled"):
+                first = f"{name}, rank {rank['rank']}: {sampled['findings'][:1]}"
+                verdict.blame("sampled audit", len(sampled["findings"]), first)
+                verdict.blame("unaudited", not sampled["counts"]["checked"], f"{name}: no slot was sampled")
     for name in ("fallbacks", "scheduler_mismatches"):
         verdict.blame(name, metrics[f"nwor_{name}"], "see the engine's log")
     for ours, theirs in SAME.items():

@@ -117,6 +117,8 @@ def test_tokens_must_be_vanillas_or_under_stage_a_near_tie():
         ("dirty_slots", lambda made: made.ranks[0]["audit"].update(dirty_slots=2)),
         ("stray_slots", lambda made: made.ranks[0]["audit"].update(stray_slots=1)),
         ("unaudited", lambda made: made.ranks[0]["audit"].update(steps=0)),
+        ("sampled audit", lambda made: made.ranks[0].update(sampled={"counts": {"checked": 9}, "findings": [{}]})),
+        ("unaudited", lambda made: made.ranks[0].update(sampled={"counts": {"checked": 0}, "findings": []})),
         ("scheduler_mismatches", lambda made: made.metrics.update(nwor_scheduler_mismatches=1)),
         ("fallbacks", lambda made: made.metrics.update(nwor_fallbacks=1)),
         ("counts", lambda made: made.metrics.update(nwor_committed_tokens=4)),
