@@ -84,7 +84,7 @@ def judge(events: Sequence[Event], vanilla: ScriptResult, traffic: ScriptResult,
             if sampled := rank.get("sampled"):
                 first = f"{name}, rank {rank['rank']}: {sampled['findings'][:1]}"
                 verdict.blame("sampled audit", len(sampled["findings"]), first)
-                verdict.blame("unaudited", not sampled["counts"]["checked"], f"{name}: no slot was sampled")
+                verdict.blame("unaudited", not sampled["steps"], f"{name}: the sampled auditor saw no step")
     for name in ("fallbacks", "scheduler_mismatches"):
         verdict.blame(name, metrics[f"nwor_{name}"], "see the engine's log")
     for ours, theirs in SAME.items():
