@@ -6,7 +6,19 @@ from types import SimpleNamespace
 import pytest
 
 from nwor.vllm.batch import finds_rows_of_this_step, make_schedule, reads_rows_of_this_step
-from tests.nwor.stepping import scheduled
+
+
+def scheduled(new: dict[str, int], resumed: dict[str, int], running: dict[str, int], rows: dict[str, int]):
+    """A `SchedulerOutput`: computed tokens of requests by id, and the rows of each."""
+    cached = {**resumed, **running}
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=tokens) for name, tokens in new.items()],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[*cached], num_computed_tokens=[*cached.values()], resumed_req_ids={*resumed}
+        ),
+        num_scheduled_tokens=rows,
+        total_num_scheduled_tokens=sum(rows.values()),
+    )
 
 
 class Scheduler:
