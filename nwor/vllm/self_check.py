@@ -109,20 +109,26 @@ class _Window:
         self.block_table = order.to(device, torch.int32)
         slots = (order[..., None] * n + torch.arange(n)).flatten(1)
         self.slots = torch.cat([of[:length] for of, length in zip(slots, self.lengths, strict=True)]).to(device)
-        # A block more than there are requests for: where nothing may be read, it is NaN in every dtype.
+        self.generator = torch.Generator().manual_seed(0)
+        # A block more than there are requests for: where nothing may be read, it is NaN in every dtype. What is to be
+        # logged differs from slot to slot and from layer to layer.
         some = replace(layout, layer_offsets=layout.layer_offsets[: len(layers)])
         self.pages = some.new_rows((order.numel() + 1) * n).fill_(0xFF)
+        if not way.attends:
+            self.pages.copy_(self._random_bytes(*self.pages.shape))
         self.layout = CacheLayout.from_kv_caches(self._caches(self.pages), layout.packing)
         self.manager = DraftCommitManager(
             self.layout, manager.mode, len(numbers), manager.max_drafts, sum(self.tails),
             attends=manager.attends, attention=manager.attention,
         )  # fmt: skip
-        self.generator = torch.Generator().manual_seed(0)
         if way.attends:
             self.rows = [self._random_rows(layer) for layer in layers]
         else:
             shape = len(layers), len(self.slots), layout.num_heads, layout.row_bytes
-            self.bytes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator).to(device)
+            self.bytes = self._random_bytes(*shape).to(device)
+
+    def _random_bytes(self, *shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator)
 
     def _last(self, counts: Sequence[int]) -> Tensor:
         """bool [P]: of each request's positions so many of the last."""
