@@ -157,14 +157,14 @@ def test_a_source_that_cannot_be_read_is_no_known_body(known, environment, monke
 def test_every_hook_fits_the_installed_vllm_and_the_known_releases():
     """Each function is known, as it is installed; and each wrapper takes what the function does in every release."""
     from nwor.settings import Settings
-    from nwor.vllm import attention_cpu, batch, metrics, runner_v1, runner_v2, stats, worker
+    from nwor.vllm import attention_cpu, batch, runner_v1, runner_v2, stats, worker
     from nwor.vllm.workarounds import cpu_sampling, eagle_bias
 
     settings = Settings(mode="stage", audit=True, debug_sync=True)
     for module in (worker, stats, runner_v1, runner_v2):
         module.install(settings)
     worker.require_on_every_rank(settings)
-    for module in (attention_cpu, batch, cpu_sampling, metrics):
+    for module in (attention_cpu, batch, cpu_sampling):
         module.install()
     for on_cpu in (True, False):
         worker._watch_memory("stage", on_cpu)
