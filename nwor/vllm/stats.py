@@ -162,8 +162,8 @@ def _compare(commits: _Commits, windows: int, kept: int, vllms: Any, stop: bool)
         raise AssertionError(f"{kept} drafts of a step were committed, but vLLM accepted {vllms.num_accepted_tokens}")
     if commits.mismatches == 1:
         init_logger("vllm.nwor").warning(
-            "NWOR: %d drafts of a step were committed, but vLLM accepted %d: wrong rows are in the cache. Said once, and "
-            "counted (nwor_scheduler_mismatches): run with VLLM_NWOR_MODE=off, and report this",
+            "NWOR: %d drafts of a step were committed, but vLLM accepted %d: wrong rows are in the cache. Said "
+            "once, and counted (nwor_scheduler_mismatches): run with VLLM_NWOR_MODE=off, and report this",
             kept, vllms.num_accepted_tokens,
         )  # fmt: skip
 
