@@ -62,11 +62,8 @@ def _take_off(settings: Settings) -> None:
     from nwor.vllm import batch, patch, stats, worker
 
     if patch.modules() - {module.__name__ for module in (batch, stats, worker)}:
-        then, now = _settings.environ(), settings.environ()
-        changed = [name for name in then | now if then.get(name) != now.get(name)]
-        hooks, asked = (", ".join(f"{name}={of.get(name, '')}" for name in changed) for of in (then, now))
         raise RuntimeError(
-            f"an engine with {hooks} was made in this process: make one with {asked} in another "
+            f"an engine with {_settings} was made in this process: make one with {settings} in another "
             "(in a notebook, restart the kernel)"
         )
     patch.undo_all()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor import ops
 from nwor.vllm import write_bypass
-from nwor.vllm.patch import wrap_attention
+from nwor.vllm.patch import wrap
 
 _DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 included
 
@@ -24,7 +24,8 @@ _DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 in
 def install() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    wrap_attention(CPUAttentionBackendImpl, _make_update, _make_forward)
+    wrap(CPUAttentionBackendImpl, "do_kv_cache_update", _make_update)
+    wrap(CPUAttentionBackendImpl, "forward", _make_forward)
     write_bypass.watch(CPUAttentionBackendImpl)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nwor.attention.configs import HEAD_SIZES
-from nwor.vllm.patch import wrap, wrap_attention
+from nwor.vllm.patch import wrap
 
 if TYPE_CHECKING:
     from nwor.attention.verify import LayerAttention
@@ -32,7 +32,8 @@ CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 def install(layers: Iterable[Any]) -> None:
     """Wrap the attention backends of these layers; no other is imported."""
     for implementation in {type(layer.impl) for layer in layers}:
-        wrap_attention(implementation, _make_update, _make_forward)
+        wrap(implementation, "do_kv_cache_update", _make_update)
+        wrap(implementation, "forward", _make_forward)
         if implementation.__name__ == "FlashInferImpl":
             from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
 

@@ -189,7 +189,7 @@ def test_what_is_left_out_is_seen(engines, model, mode, fault, seen):
         (faults.broken_extension, "operators do not load"),
         (faults.plugin_missing_in_worker, "not active on ranks"),
         (faults.unknown_vllm, "0.99.0"),
-        (faults.changed_v2_signature, "sample takes"),
+        (faults.changed_v2_signature, "GPUModelRunner.sample"),
         (faults.gpu_layer_without_hook, "staged nothing"),
         (faults.v2_scheduler_disagrees, "accepted"),
     ],
