@@ -14,7 +14,7 @@ from nwor.vllm.context import RunnerContext
 from nwor_lab import faults
 from nwor_lab.engines.child import Served
 from nwor_lab.faults import wrong
-from tests.nwor.host_offload import ship_last_slots
+from tests.nwor.offloading import ship_last_slots
 
 no_commit, commit_one_layer = faults.FAULTS["commit: nothing"], faults.FAULTS["commit: one layer"]
 no_log, no_restore = faults.FAULTS["log: nothing"], faults.FAULTS["restore: nothing"]
@@ -85,18 +85,6 @@ def unknown_vllm(patch: pytest.MonkeyPatch) -> None:
     import vllm
 
     patch.setattr(vllm, "__version__", "0.99.0")
-
-
-def changed_body(patch: pytest.MonkeyPatch) -> None:
-    """A vLLM that someone has changed: the same parameters, another function."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    sample = GPUModelRunner._sample
-
-    def changed(self, logits, spec_decode_metadata):  # type: ignore[no-untyped-def]
-        return sample(self, logits, spec_decode_metadata)
-
-    patch.setattr(GPUModelRunner, "_sample", changed)
 
 
 def layer_without_hook(patch: pytest.MonkeyPatch) -> None:

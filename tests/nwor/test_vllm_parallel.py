@@ -97,11 +97,10 @@ def serve_data_parallel(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     return asyncio.run(serve())
 
 
-def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines, model):
+def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(vanilla, model):
     """Every engine has windows, an audit and metrics of its own, which the one front end keeps apart."""
-    plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
     found = in_child(serve_data_parallel, spec_of(model), settings_of("stage"))
-    assert found["tokens"] == plain.tokens
+    assert found["tokens"] == [tokens[:24] for tokens in vanilla().tokens[:6]]
     assert len(found["ranks"]) == 2
     for engine, [rank] in enumerate(found["ranks"]):
         assert_clean(rank, "stage")
@@ -134,15 +133,14 @@ def serve_on_ray(spec: EngineSpec, settings: Settings) -> Outcome:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install nwor[ray]")
-def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, monkeypatch):
+def test_the_mode_reaches_every_worker_of_rays_executor(vanilla, model, monkeypatch):
     """TP=2 on one machine. vLLM refuses Ray on a CPU for want of a resource's name, which `ray_on_cpu` gives it."""
-    plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
     places = [str(Path(__file__).parent / "ray_on_cpu"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
     spec = With(**vars(spec_of(model, tp=2)), arguments={"distributed_executor_backend": "ray"})
     outcome = in_child(serve_on_ray, spec, settings_of("stage"))
     assert len(outcome.libraries) == 2, "each rank is an actor"
-    assert outcome.tokens == plain.tokens
+    assert outcome.tokens == [tokens[:24] for tokens in vanilla().tokens[:6]]
     assert [rank["rank"] for rank in outcome.ranks] == [0, 1]
     for rank in outcome.ranks:
         assert_clean(rank, "stage")
@@ -205,25 +203,17 @@ def splits_every_batch(patch: Any) -> None:
     patch.setattr(GPUModelRunner, "_model_forward", _model_forward)
 
 
-def served_in_two(model: Path, settings: Settings) -> Outcome:
-    """In a process that has split nothing before."""
-    with closing(Engines()) as engines:
-        return engines.run(in_two(spec_of(model)), settings, splits_every_batch)
-
-
-@pytest.fixture(scope="module")
-def plain_in_two(model):
-    return served_in_two(model, Settings(audit=True))
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_a_batch_in_two_halves(model, plain_in_two, mode):
+def test_a_batch_in_two_halves(model):
     """The split falls into windows, too: their slots are logged and restored whole, whichever half writes them."""
-    plain, outcome = plain_in_two, served_in_two(model, settings_of(mode))
+    with closing(Engines()) as engines:  # a process that has split nothing before
+        plain, outcome = (
+            engines.run(in_two(spec_of(model)), settings, splits_every_batch)
+            for settings in (Settings(audit=True), settings_of("stage"))
+        )
     assert plain.audit["dirty_slots"] > 0, "without a mode rejected rows stay"
     assert outcome.libraries.count("a query") > 5, "the split falls into a window"
     assert outcome.tokens == plain.tokens
     [rank] = outcome.ranks
-    assert_clean(rank, mode)
-    assert rank["ways"] == ["logged"] and ("micro-batches" in rank["reason"]) == (mode == "stage")
+    assert_clean(rank, "stage")
+    assert rank["ways"] == ["logged"] and "micro-batches" in rank["reason"]
     assert outcome.metrics["nwor_scheduler_mismatches"] == 0
