@@ -16,8 +16,7 @@ from nwor_lab.engines.child import Served
 from nwor_lab.faults import wrong
 from tests.nwor.offloading import ship_last_slots
 
-no_commit, commit_one_layer = faults.FAULTS["commit: nothing"], faults.FAULTS["commit: one layer"]
-no_log, no_restore = faults.FAULTS["log: nothing"], faults.FAULTS["restore: nothing"]
+no_commit, no_restore = faults.FAULTS["commit: nothing"], faults.FAULTS["restore: nothing"]
 blind_attention = faults.FAULTS["attention: drafts hidden"]
 
 

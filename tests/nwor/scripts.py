@@ -17,11 +17,21 @@ from nwor_lab import pair, paths
 from nwor_lab.engines.child import Served, status
 from nwor_lab.engines.spec import EngineSpec
 from nwor_lab.engines.traffic import sampling_params
-from tests.nwor.request_kinds import REGEX, SCHEMA
 from tests.nwor.specs import With
 
 K, BLOCK, LONGEST = 4, 32, 192
 BAD = "very"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "public": {"type": "boolean"},
+        "kind": {"enum": ["class", "function", "module"]},
+    },
+    "required": ["name", "public", "kind"],
+    "additionalProperties": False,
+}
+REGEX = r"(\n|[ -~]){12,60}"
 
 
 def spec() -> EngineSpec:

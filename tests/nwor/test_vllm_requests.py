@@ -10,8 +10,7 @@ from nwor.settings import Settings
 from tests.engines import Outcome
 from tests.nwor import scripts
 from tests.nwor.on_cpu import ROUNDING
-from tests.nwor.request_kinds import REGEX
-from tests.nwor.scripts import SCRIPTS, Answer, Found
+from tests.nwor.scripts import REGEX, SCRIPTS, Answer, Found
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 FAULTS = ("dirty_layer_steps", "dirty_slots", "unwritten_rows", "wrong_rows", "stray_slots")

@@ -169,21 +169,6 @@ def test_no_step_waits_for_the_device(model, monkeypatch, mode):
 
 
 @pytest.mark.parametrize(
-    ("mode", "fault", "seen"),
-    [
-        ("cow", faults.no_restore, "dirty_layer_steps"),
-        ("stage", faults.no_commit, "unwritten_rows"),
-        ("stage", faults.commit_one_layer, "unwritten_rows"),
-        ("stage", faults.no_log, "dirty_layer_steps"),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_what_is_left_out_is_seen(engines, model, mode, fault, seen):
-    outcome = engines.run(spec_of(model, "v2 FA eager"), Settings(mode=mode, audit=True), fault)
-    assert outcome.audit[seen] > 0
-
-
-@pytest.mark.parametrize(
     ("fault", "says"),
     [
         (faults.broken_extension, "operators do not load"),
