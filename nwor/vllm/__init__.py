@@ -47,7 +47,6 @@ def _put_on(settings: Settings) -> None:
         ops.load()
     try:
         worker.install(settings)
-        worker.require_on_every_rank(settings)
         if settings.mode != "off":
             stats.install(settings)
             if settings.mode in ATTENDING:

@@ -27,7 +27,7 @@ def install(settings: Settings) -> None:
 
     if settings.mode in ATTENDING:
         wrap(GPUModelRunner, "load_model", make_load)
-    wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(GPUModelRunner, "initialize_kv_cache", lambda original: make_initialize(original, settings))
     wrap(GPUModelRunner, "_cleanup_profiling_kv_cache", make_releasing)  # `shutdown` calls it too
     wrap(GPUModelRunner, "execute_model", make_cancelling)
     wrap(GPUModelRunner, "_prepare_inputs", _make_prepare)
@@ -45,7 +45,7 @@ def _make_prepare(original: Callable) -> Callable:
         metadata = result[1]
         num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
         context.metadata = metadata if num_drafts else None  # vLLM makes it for steps without drafts too
-        context.requests = list(self.input_batch.req_ids)
+        context.requests = self.input_batch.req_ids
         drafts_alone = scheduler_output.total_num_scheduled_tokens == num_drafts + len(num_scheduled_tokens)
         context.log_holds = drafts_alone and not admits_requests(scheduler_output)
         context.windows_alone = drafts_alone and not reads_rows_of_this_step(context.manager, scheduler_output)

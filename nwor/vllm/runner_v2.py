@@ -29,7 +29,7 @@ def install(settings: Settings) -> None:
 
     if settings.mode in ATTENDING:
         wrap(GPUModelRunner, "load_model", make_load)
-    wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(GPUModelRunner, "initialize_kv_cache", lambda original: make_initialize(original, settings))
     wrap(cudagraph_utils, "_teardown_profiling_state", make_releasing)
     wrap(GPUModelRunner, "shutdown", make_releasing)
     wrap(GPUModelRunner, "gather_batch_req_state", _make_gather)

@@ -166,7 +166,7 @@ def test_where_our_attention_fails_its_check_every_step_is_logged(case, monkeypa
         layer.kv_cache, layer.number = cache, number
     runner = make_runner(compilation_config__static_forward_context=layers)
     runner.vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64)
-    made = initialize.make_initialize(Settings(mode=mode))(lambda self, *arguments, **more: None)
+    made = initialize.make_initialize(lambda self, *arguments, **more: None, Settings(mode=mode))
     made(runner, is_profiling=True)
     said = worker.status(SimpleNamespace(rank=0, model_runner=runner))
     assert said["serving"] == ("off" if serving is None else mode) and said["ways"] == (serving or [])

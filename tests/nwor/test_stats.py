@@ -4,7 +4,6 @@
 import gc
 import weakref
 from contextlib import nullcontext
-from dataclasses import asdict
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -29,7 +28,7 @@ BOTH, LOGGED = ["staged", "logged"], ["logged"]
 
 
 def rank(number: int, mode: str = "stage", serving: str = "stage", ways=(), reason: str = "") -> dict:
-    return asdict(worker.Status(number, mode, serving, list(ways), reason))
+    return {"rank": number, "mode": mode, "serving": serving, "ways": [*ways], "reason": reason}
 
 
 RANKS = {
@@ -67,7 +66,9 @@ def test_a_mode_that_is_not_active_stops_the_run(case):
 )
 def test_counts_are_asked_for_where_somebody_takes_them(settings, log_stats, sent):
     """Of every rank, which knows whether its output is the one that is read."""
-    workers = [SimpleNamespace(is_driver_worker=first, model_runner=SimpleNamespace()) for first in (True, False)]
+    managers = [SimpleNamespace(counters=SimpleNamespace()) for _ in range(2)]
+    runners = [SimpleNamespace(nwor=SimpleNamespace(manager=manager)) for manager in managers]
+    workers = [SimpleNamespace(is_driver_worker=n == 0, model_runner=runner) for n, runner in enumerate(runners)]
 
     class Executor:
         def collective_rpc(self, function, args=()):
@@ -77,10 +78,10 @@ def test_counts_are_asked_for_where_somebody_takes_them(settings, log_stats, sen
 
     core = SimpleNamespace(model_executor=Executor(), log_stats=log_stats)
     at_start = []
-    start = worker.make_initialize(settings)(lambda self, config: (at_start.append(self.log_stats), "caches")[1])
+    start = worker.make_initialize(lambda self, config: (at_start.append(self.log_stats), "caches")[1], settings)
     assert start(core, None) == "caches"
     assert at_start == [log_stats or settings.debug_sync], "the scheduler counts too, which is made behind this"
-    assert [one.model_runner.nwor.copies_counts for one in workers] == [sent, False]
+    assert [manager.counters.publishes for manager in managers] == [sent, False]
 
 
 # -- from a worker to the scheduler ------------------------------------------------------------------------------------

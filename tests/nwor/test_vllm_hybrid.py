@@ -10,8 +10,8 @@ from nwor.settings import Settings
 from nwor_lab.faults import GROUPS, injectable
 from tests import checkpoints, hybrids
 from tests.engines import Outcome
-from tests.injected import check_each_is_seen
 from tests.nwor import faults
+from tests.nwor.faults import check_each_is_seen
 from tests.nwor.on_cpu import assert_clean_and_counted, planned_is_held, spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
