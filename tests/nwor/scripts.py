@@ -8,13 +8,12 @@ same in every mode: `Answer` by request, and whatever else vLLM said.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nwor_lab import pair, paths
-from nwor_lab.engines.child import Served, status
+from nwor_lab.engines.child import Served
 from nwor_lab.engines.spec import EngineSpec
 from nwor_lab.engines.traffic import sampling_params
 from tests.nwor.specs import With
@@ -85,15 +84,11 @@ class Answer:
 
 @dataclass
 class Found:
-    """What a script found: answers in the order of its requests, preemptions, events of the prefix cache.
-
-    other: what `child.status` says of a second engine.
-    """
+    """What a script found: answers in the order of its requests, preemptions, events of the prefix cache."""
 
     answers: list[Answer]
     preemptions: int
     events: list[tuple[str, tuple[int, ...]]]
-    other: dict[str, Any] = field(default_factory=dict)
 
 
 Act = Callable[[Served], Any]
@@ -254,49 +249,6 @@ def _abort(name: int) -> Act:
     return lambda served: served.engine.abort_request([str(name)])
 
 
-def new_weights(served: Served) -> Found:
-    """The target's weights change under running requests, which keep what they have in the cache, and change back."""
-    acts: dict[int, Act] = {
-        5: _fall_asleep(0),
-        6: _load(served, louder=1.5),
-        7: _wake_up,
-        12: _fall_asleep(0),
-        13: _load(served),
-        14: _wake_up,
-    }
-    return drive(served, [Ask(text[:50], {"max_tokens": 40}) for text in texts()[:4]], acts)
-
-
-def _load(served: Served, louder: float = 1.0) -> Act:
-    from safetensors.torch import load_file
-
-    weights = load_file(Path(served.spec.model, "model.safetensors"))
-    every = [(name, weight * louder if "mlp" in name else weight) for name, weight in weights.items()]
-    return lambda served: served.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(every)})
-
-
-def two_engines(served: Served) -> Found:
-    """A second engine of this process steps in turn with the first."""
-    other = Served(served.spec)
-    try:
-        asked = [Ask(text[:40]) for text in texts()[:4]]
-        for name, text in enumerate(texts()[4:8]):
-            _add(other.engine, name, Ask(text[:40], {"max_tokens": 60}))
-        latest: dict[str, Any] = {}
-
-        def step(_: Served) -> None:
-            latest.update((output.request_id, output) for output in other.engine.step())
-
-        found = drive(served, asked, dict.fromkeys(range(200), step))
-        while other.engine.has_unfinished_requests():
-            step(served)
-        found.answers += [_answer(latest[name], -1) for name in sorted(latest)]
-        [found.other] = other.on_every_rank(status)
-        return found
-    finally:
-        other.engine.engine_core.shutdown()
-
-
 SCRIPTS = (
     lengths,
     penalties,
@@ -304,6 +256,4 @@ SCRIPTS = (
     grammars,
     resets_and_pauses,
     aborts_beside_a_stem,
-    new_weights,
-    two_engines,
 )

@@ -122,7 +122,7 @@ CASES = [
     (LOGS, ON_A_GPU, {"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
     (LOGS, ON_A_GPU, {"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
     (LOGS, ON_A_GPU, {"scale_of": 8}, "scale"),
-    (LOGS, {}, {"kv_cache_update_bypass": True}, "kv_cache_update_bypass"),  # vLLM 0.33's mark
+    (LOGS, {}, {"kv_cache_update_bypass": True}, "itself"),  # vLLM 0.33's mark
     # 16 drafts and a token for four query heads of a KV head: more rows than the tensor cores take at a time.
     (SERVES, ON_A_GPU | {DRAFTS: 15}, FLASH, ""),
     *((LOGS, ON_A_GPU | {DRAFTS: 16}, {"vllm_flash_attn_version": version}, "faster") for version in (3, 4)),

@@ -12,7 +12,7 @@ from nwor_lab.soak.scripts import worst_drafter
 from tests.engines import PROMPTS, Outcome
 from tests.nwor import scripts
 from tests.nwor.on_cpu import spec_of
-from tests.nwor.specs import LENGTHS, SCHEDULES, ByBatch
+from tests.nwor.specs import LENGTHS, SCHEDULES, by_batch
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -64,7 +64,7 @@ def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate, modes)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_draft_lengths_that_follow_the_batch(engines, model, schedule):
     """Windows grow from two drafts to four as the batch shrinks, or there are none before."""
-    spec = ByBatch(**vars(spec_of(model, batch=4)), schedule=SCHEDULES[schedule])
+    spec = by_batch(spec_of(model, batch=4), SCHEDULES[schedule])
     call = {"prompts": PROMPTS[:4], "sampling": LENGTHS}
     [(windows, staged, committed)] = clean_like_vanilla(engines, spec, "stage", **call)
     assert 0 < committed < staged

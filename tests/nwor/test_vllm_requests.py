@@ -44,8 +44,6 @@ def test_a_feature_gives_what_it_gives_in_vanilla(serve, vanilla, mode, script):
         pairs = zip(our.logprobs, their.logprobs, strict=True)
         assert all(_close(*pair, 0.0 if mode == "cow" else ROUNDING) for pair in pairs)
     assert (ours.preemptions, ours.events) == (theirs.preemptions, theirs.events)
-    if ours.other:
-        assert ours.other["serving"] == mode and not any(ours.other["audit"][fault] for fault in FAULTS)
 
 
 def _without_logprobs(answer: Answer) -> dict[str, object]:
@@ -89,10 +87,3 @@ def test_the_scripts_do_what_they_are_for(vanilla):
 
     heard = {name for found in vanilla.values() for name, _ in found.events}
     assert heard == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
-
-
-def test_weights_change_under_running_requests_and_change_back(vanilla):
-    changed = [answer.tokens for answer in vanilla["new_weights"].answers]
-    steady = [answer.tokens[: len(changed[0])] for answer in vanilla["resets_and_pauses"].answers]
-    assert all(ours[0] == theirs[0] and ours != theirs for ours, theirs in zip(changed, steady, strict=True))
-    assert vanilla["two_engines"].answers[0].tokens == vanilla["penalties"].answers[0].tokens

@@ -146,11 +146,6 @@ def test_the_doctor_finds_all_there(installed):
     assert all(re.search(rf"ok +{name} +CPU", said) for name in OPERATORS)
 
 
-def test_its_tuning_is_found(installed):
-    code = "from nwor.attention.configs import H200, tuned; print(len(tuned(H200)))"
-    assert int(run([installed, "-c", code], installed.parent)) > 50
-
-
 @pytest.mark.engine
 def test_vllm_serves_the_pair_with_a_mode_on(installed, tmp_path):
     """The plugin is found by its entry point alone, and the modules of the rank are those of the environment."""
