@@ -15,7 +15,7 @@ import tests.engines
 from nwor.settings import Settings
 from nwor_lab.engines.child import status
 from nwor_lab.engines.spec import EngineSpec
-from tests.engines import PROMPTS, Engines, Outcome, in_child, serve_and_end, serve_in_turn
+from tests.engines import PROMPTS, Engines, Outcome, in_child, serve_and_end
 from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import With
 
@@ -41,11 +41,6 @@ def assert_clean(rank: dict[str, Any], mode: str) -> None:
 
 def test_an_engine_that_ends_gives_its_caches_back(model):
     assert in_child(serve_and_end, spec_of(model), Settings(mode="stage")) == (True, False)
-
-
-def test_engines_of_one_script_have_their_own_modes(model):
-    modes = ["off", "stage"]
-    assert in_child(serve_in_turn, spec_of(model), modes) == [(mode, mode != "off") for mode in modes]
 
 
 # -- data-parallel engines ---------------------------------------------------------------------------------------------
