@@ -105,15 +105,7 @@ def _make_sample(original: Callable) -> Callable:
 
 
 def count_rejected(sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> Tensor:
-    """Rejected drafts of each request.
-
-    Args:
-        sampled_token_ids: int [num_reqs, k + 1], accepted drafts and one more token, then -1.
-        cu_num_draft_tokens: int32 [num_reqs], drafts of the requests up to each one.
-
-    Returns:
-        int32 [num_reqs].
-    """
+    """int32 [num_reqs]: of [num_reqs, k + 1], accepted drafts and one more token, then -1, and of drafts up to each."""
     drafts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
     accepted = (sampled_token_ids != -1).sum(dim=1, dtype=torch.int32) - 1
     return torch.minimum((drafts - accepted).clamp_(min=0), drafts)

@@ -114,24 +114,6 @@ def test_calls_out_of_order(way, device):
     step.assert_pool()
 
 
-@ways
-def test_what_a_captured_graph_reads_is_not_left_from_the_last_step(way, device):
-    """A dummy run writes nowhere; a step without drafts goes by vLLM's slots, and is known to be no capture."""
-    step = Step("HND", way, device)
-    manager, tokens = step.manager, step.batch.num_tokens
-    assert manager.is_dummy_or_capture
-    step.begin()
-    assert not manager.is_dummy_or_capture
-    manager.cancel()
-    for slots in (tokens * [-1], step.batch.slots):
-        is_dummy = slots != step.batch.slots
-        manager.hold_nothing() if is_dummy else manager.write_all(step.batch.slot_mapping)
-        assert manager.is_dummy_or_capture == is_dummy
-        if step.mode == "stage":
-            assert manager.page_slots[:tokens].tolist() == slots
-            assert manager.page_slots[tokens:].eq(-1).all() and manager.staging_rows.eq(-1).all()
-
-
 @pytest.mark.parametrize("way", [*WAYS, "direct"])
 def test_a_batch_beyond_the_capacity_is_vllms_own(way, device, caplog):
     """Counted, nothing changed, and the real write is not skipped; one that just fits is served."""

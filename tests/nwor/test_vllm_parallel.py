@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-import tests.engines
 from nwor.settings import Settings
 from nwor_lab.engines.child import status
 from nwor_lab.engines.spec import EngineSpec
-from tests.engines import PROMPTS, Engines, Outcome, in_child, serve_and_end
+from tests.engines import NOTES, PROMPTS, Engines, Outcome, in_child, serve_and_end
 from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import With
 
@@ -121,7 +120,7 @@ def serve_on_ray(spec: EngineSpec, settings: Settings) -> Outcome:
     try:
         generation = served.generate(PROMPTS[:6], 24)
         actors = ray.util.list_named_actors()
-        return Outcome([generation], served.on_every_rank(status), metrics=served.metrics(), libraries=actors)
+        return Outcome([generation], served.on_every_rank(status), metrics=served.metrics(), notes=actors)
     finally:
         served.engine.engine_core.shutdown()
         ray.shutdown()
@@ -134,7 +133,7 @@ def test_the_mode_reaches_every_worker_of_rays_executor(vanilla, model, monkeypa
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
     spec = With(**vars(spec_of(model, tp=2)), arguments={"distributed_executor_backend": "ray"})
     outcome = in_child(serve_on_ray, spec, settings_of("stage"))
-    assert len(outcome.libraries) == 2, "each rank is an actor"
+    assert len(outcome.notes) == 2, "each rank is an actor"
     assert outcome.tokens == [tokens[:24] for tokens in vanilla().tokens[:6]]
     assert [rank["rank"] for rank in outcome.ranks] == [0, 1]
     for rank in outcome.ranks:
@@ -163,7 +162,6 @@ def splits_every_batch(patch: Any) -> None:
 
     allow, forward = GPUModelRunner._allow_microbatching, GPUModelRunner._model_forward
     decide = GPUModelRunner._determine_batch_execution_and_padding
-    inside: list[str] = []
 
     @functools.wraps(allow)
     def _allow_microbatching(self: Any, num_reqs: int, num_scheduled_tokens: Any) -> bool:
@@ -189,10 +187,9 @@ def splits_every_batch(patch: Any) -> None:
             with override_forward_context(context):
                 outputs.append(forward(self, input_ids=input_ids[rows], positions=positions[rows], **kwargs))
         first, second = (part.request_slice for part in whole.ubatch_slices)
-        inside.append("a query" if first.stop > second.start else "between queries")
+        NOTES.append("a query" if first.stop > second.start else "between queries")
         return _cat_ubatch_outputs(outputs)
 
-    patch.setattr(tests.engines, "_loaded", lambda: inside)  # the one list of words that an outcome brings back
     patch.setattr(GPUModelRunner, "_allow_microbatching", _allow_microbatching)
     patch.setattr(GPUModelRunner, "_determine_batch_execution_and_padding", _determine_batch_execution_and_padding)
     patch.setattr(GPUModelRunner, "_model_forward", _model_forward)
@@ -206,7 +203,7 @@ def test_a_batch_in_two_halves(model):
             for settings in (Settings(audit=True), settings_of("stage"))
         )
     assert plain.audit["dirty_slots"] > 0, "without a mode rejected rows stay"
-    assert outcome.libraries.count("a query") > 5, "the split falls into a window"
+    assert outcome.notes.count("a query") > 5, "the split falls into a window"
     assert outcome.tokens == plain.tokens
     [rank] = outcome.ranks
     assert_clean(rank, "stage")
