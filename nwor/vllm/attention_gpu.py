@@ -159,39 +159,22 @@ def _make_forward(original: Callable) -> Callable:
             and ((manager := context.manager).serves_attention or manager.is_dummy_or_capture)
             and _serves(manager, attn_metadata)
         ):
-            _attend(self, layer, manager, context.index, query, key, value, kv_cache, attn_metadata, output)
+            if (attention := context.attention) is None:
+                attention = context.attention = _layer_attention(self, layer, manager, context.index, kv_cache)
+            # In mode direct, which stages no row, vLLM's own slots say where each goes.
+            slots = attn_metadata.slot_mapping if manager.page_slots is None else manager.page_slots
+            rows, all_rows = slots.shape[0], output
+            if query.shape[0] > rows:  # vLLM pads queries further than its own slots
+                query, output = query[:rows], output[:rows]
+            starts, lengths, table = attn_metadata.query_start_loc, attn_metadata.seq_lens, attn_metadata.block_table
+            attention(query, key, value, kv_cache, output, starts, lengths, table, slots)
             manager.mark_staged(context.index)
-            return output
+            return all_rows
         return original(
             self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )
 
     return forward
-
-
-def _attend(
-    self: Any,
-    layer: Any,
-    manager: "DraftCommitManager",
-    index: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    attn_metadata: Any,
-    output: Tensor,
-) -> None:
-    """Our kernel over the windows of a batch; self: vLLM's attention, as it calls it."""
-    attention = layer.nwor.attention
-    if attention is None:
-        attention = layer.nwor.attention = _layer_attention(self, layer, manager, index, kv_cache)
-    # In mode direct, which stages no row, vLLM's own slots say where each goes.
-    slots = attn_metadata.slot_mapping if manager.page_slots is None else manager.page_slots
-    rows = slots.shape[0]
-    if query.shape[0] > rows:  # vLLM pads queries further than its own slots
-        query, output = query[:rows], output[:rows]
-    starts, lengths, table = attn_metadata.query_start_loc, attn_metadata.seq_lens, attn_metadata.block_table
-    attention(query, key, value, kv_cache, output, starts, lengths, table, slots)
 
 
 def _layer_attention(self: Any, layer: Any, manager: Any, index: int, kv_cache: Tensor) -> "LayerAttention":

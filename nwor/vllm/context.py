@@ -146,6 +146,16 @@ def make_cancelling(original: Callable) -> Callable:
     return cancelling
 
 
+def make_holding_nothing(original: Callable) -> Callable:
+    """A wrapper of a runner's dummy runs and captures: a replayed graph must not write where the last real step did."""
+
+    def holding_nothing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context_of(self).hold_nothing()
+        return original(self, *args, **kwargs)
+
+    return holding_nothing
+
+
 def make_releasing(original: Callable) -> Callable:
     """A wrapper of what gives a runner's caches back: nothing of ours keeps their memory, or what is held beside it."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import admits_requests, reads_rows_of_this_step
-from nwor.vllm.context import context_of, make_cancelling, make_releasing
+from nwor.vllm.context import context_of, make_cancelling, make_holding_nothing, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 from nwor.vllm.stats import make_sample_tokens
@@ -33,7 +33,7 @@ def install(settings: Settings) -> None:
     wrap(GPUModelRunner, "_prepare_inputs", _make_prepare)
     wrap(GPUModelRunner, "_determine_batch_execution_and_padding", _make_batch)
     wrap(GPUModelRunner, "_model_forward", _make_forward)
-    wrap(GPUModelRunner, "_dummy_run", _make_dummy)
+    wrap(GPUModelRunner, "_dummy_run", make_holding_nothing)
     wrap(GPUModelRunner, "_sample", _make_sample)
     wrap(GPUModelRunner, "sample_tokens", make_sample_tokens)
 
@@ -83,14 +83,6 @@ def _make_forward(original: Callable) -> Callable:
         return original(self, *args, **kwargs)
 
     return _model_forward
-
-
-def _make_dummy(original: Callable) -> Callable:
-    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context_of(self).hold_nothing()  # a replayed graph must not write where the last real step did
-        return original(self, *args, **kwargs)
-
-    return _dummy_run
 
 
 def _make_sample(original: Callable) -> Callable:

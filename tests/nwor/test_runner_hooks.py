@@ -16,7 +16,14 @@ from nwor.counters import Counters
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import runner_v1, runner_v2, worker
-from nwor.vllm.context import RunnerContext, ServedGroup, context_of, make_cancelling, set_served_groups
+from nwor.vllm.context import (
+    RunnerContext,
+    ServedGroup,
+    context_of,
+    make_cancelling,
+    make_holding_nothing,
+    set_served_groups,
+)
 from nwor.vllm.initialize import _log, held_bytes
 from tests.nwor import faults
 from tests.nwor.paged import Batch, Paged
@@ -117,10 +124,10 @@ def test_v2_steps_without_drafts_and_dummy_runs_hold_nothing():
     assert not made.manager.is_open
     assert made.manager.page_slots[: made.batch.num_tokens].tolist() == made.batch.slots
     assert made.manager.staging_rows.eq(-1).all()
-    runner_v2._make_dummy(lambda self, input_batch, valid_state_slots: "dummy")(made, None)
+    make_holding_nothing(lambda self, input_batch, valid_state_slots: "dummy")(made, None)
     assert made.manager.page_slots.eq(-1).all()
     made.prepare(0)
-    capture = runner_v2._make_capture(lambda self, *, profile_only: (self.manager.is_dummy_or_capture, profile_only))
+    capture = make_holding_nothing(lambda self, *, profile_only: (self.manager.is_dummy_or_capture, profile_only))
     assert capture(made, profile_only=True) == (True, True)
     assert made.manager.page_slots.eq(-1).all()
 
@@ -159,7 +166,7 @@ def test_the_v1_runner_replays_a_graph_of_decodes_for_windows_alone(case, way):
     batch = runner_v1._make_batch(lambda self, *arguments, **options: (arguments, options))
     forced = {"force_uniform_decode": False} if attends and not windows_alone else {}
     assert batch(made, 8, num_reqs=3) == ((8,), {"num_reqs": 3} | forced)
-    dummy = runner_v1._make_dummy(lambda self, number, **options: batch(self, number, **options))
+    dummy = make_holding_nothing(lambda self, number, **options: batch(self, number, **options))
     for uniform in (True, False, None):
         assert dummy(made, 8, force_uniform_decode=uniform) == ((8,), {"force_uniform_decode": uniform})
 
