@@ -124,7 +124,7 @@ def test_v2_steps_without_drafts_and_dummy_runs_hold_nothing():
     assert not made.manager.is_open
     assert made.manager.page_slots[: made.batch.num_tokens].tolist() == made.batch.slots
     assert made.manager.staging_rows.eq(-1).all()
-    make_holding_nothing(lambda self, input_batch, valid_state_slots: "dummy")(made, None)
+    make_holding_nothing(lambda self, input_batch: "dummy")(made, None)
     assert made.manager.page_slots.eq(-1).all()
     made.prepare(0)
     capture = make_holding_nothing(lambda self, *, profile_only: (self.manager.is_dummy_or_capture, profile_only))
