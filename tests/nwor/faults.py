@@ -57,10 +57,12 @@ def held_in_block_0(patch: pytest.MonkeyPatch) -> None:
 
 
 def small_capacity(patch: pytest.MonkeyPatch) -> None:
+    """Rows for half the drafts that a request may have."""
+    _behind_the_check(patch)
     init = DraftCommitManager.__init__
 
-    def small(self, layout, mode, max_requests, *rest, **named):  # type: ignore[no-untyped-def]
-        init(self, layout, mode, 3, *rest, **named)
+    def small(self, *arguments, max_drafts, **named):  # type: ignore[no-untyped-def]
+        init(self, *arguments, max_drafts=max_drafts // 2, **named)
 
     patch.setattr(DraftCommitManager, "__init__", small)
 
