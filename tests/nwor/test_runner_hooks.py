@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks in vLLM's model runners as far as engines on a CPU do not go through them: V2's, failing steps, memory."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +24,7 @@ from nwor.vllm.context import (
     context_of,
     make_cancelling,
     make_holding_nothing,
+    make_releasing,
     set_served_groups,
 )
 from nwor.vllm.initialize import _log, held_bytes
@@ -282,6 +285,17 @@ def test_all_groups_are_cancelled_though_one_fails():
 
 
 # -- memory, and the line at start-up ----------------------------------------------------------------------------------
+
+
+def test_a_runner_that_gives_its_caches_back_keeps_no_view_of_them():
+    """The target's layers may be in hand longer."""
+    made, layers = Runner(), [SimpleNamespace()]
+    set_served_groups(made, [ServedGroup(0, layers, made.manager)])
+    made.nwor.counts, manager = made.manager.counters.published, weakref.ref(made.manager)
+    assert make_releasing(lambda runner: "released")(made) == "released"
+    del made.manager, made.step
+    gc.collect()
+    assert manager() is None and layers[0].nwor is None
 
 
 def test_what_is_held_beside_the_cache_is_counted_once():

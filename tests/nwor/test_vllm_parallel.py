@@ -14,7 +14,7 @@ import pytest
 from nwor.settings import Settings
 from nwor_lab.engines.child import status
 from nwor_lab.engines.spec import EngineSpec
-from tests.engines import NOTES, PROMPTS, Engines, Outcome, in_child, serve_and_end
+from tests.engines import NOTES, PROMPTS, Engines, Outcome, in_child
 from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import With
 
@@ -33,13 +33,6 @@ def assert_clean(rank: dict[str, Any], mode: str) -> None:
     assert counters["fallbacks"] == counters["cancelled"] == 0
     assert audit["layer_steps"] > 20
     assert audit["dirty_layer_steps"] == audit["wrong_rows"] == audit["unwritten_rows"] == audit["stray_slots"] == 0
-
-
-# -- an engine that ends in a process that goes on ---------------------------------------------------------------------
-
-
-def test_an_engine_that_ends_gives_its_caches_back(model):
-    assert in_child(serve_and_end, spec_of(model), Settings(mode="stage")) == (True, False)
 
 
 # -- data-parallel engines ---------------------------------------------------------------------------------------------
