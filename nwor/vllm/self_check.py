@@ -160,7 +160,8 @@ class _Window:
         self._write(expected, self.drafted if all_stay else self.drafted & ~self.rejected)
         if self.way.leaves == "zeros":
             for cache in self._caches(expected):
-                self._put(cache, self.slots[self.rejected], cache.new_zeros(()))
+                view, places = self._at(cache, self.slots[self.rejected])
+                view[places] = 0
         outputs = self._step()
         if not self._same_pages(expected):
             return f"the pages that {self.manager.mode} left are not those with the rows it is to write"
@@ -179,16 +180,16 @@ class _Window:
                 layer.nwor = None
                 layer.impl.do_kv_cache_update(layer, key[rows], value[rows], cache, slots)
             else:
-                self._put(cache, slots, self.bytes[number][rows].view(cache.dtype))
+                view, places = self._at(cache, slots)
+                view[places] = self.bytes[number][rows].view(cache.dtype)
 
-    def _put(self, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-        """rows: [P, H, elements of a slot and head]."""
+    def _at(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """A view of the cache, and where in it [P, H, elements of a slot and head] lie."""
         blocks, offsets, packing = slots // self.layout.block_size, slots % self.layout.block_size, self.layout.packing
         if packing is None:
-            cache[blocks, :, offsets] = rows
-        else:
-            heads = torch.arange(cache.shape[1], device=self.device)[None, :, None]
-            cache.flatten(2)[blocks[:, None, None], heads, packing[offsets].long()[:, None]] = rows
+            return cache, (blocks, slice(None), offsets)
+        heads = torch.arange(cache.shape[1], device=self.device)[None, :, None]
+        return cache.flatten(2), (blocks[:, None, None], heads, packing[offsets].long()[:, None])
 
     def _step(self) -> list[Tensor]:
         """The step as a runner takes it; returns each layer's attention, none where vLLM's own attends."""
@@ -284,12 +285,8 @@ class _Window:
 
     def _read(self, layer: Any, cache: Tensor) -> Tensor:
         """float64 [P, H, 2 * D], keys and values of all positions as the cache holds them."""
-        slots, n, packing = self.slots, self.layout.block_size, self.layout.packing
-        if packing is None:
-            found = cache[slots // n, :, slots % n]
-        else:
-            chunks = cache[slots // n].flatten(2)
-            found = chunks.gather(2, packing[slots % n].long()[:, None].expand(-1, cache.shape[1], -1))
+        view, places = self._at(cache, self.slots)
+        found = view[places]
         if cache.dtype != torch.uint8:
             return found.double()
         found = found.contiguous().view(_fp8_of(layer))

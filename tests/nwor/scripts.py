@@ -19,7 +19,6 @@ from nwor_lab.engines.traffic import sampling_params
 from tests.nwor.specs import With
 
 K, BLOCK, LONGEST = 4, 32, 192
-BAD = "very"
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -183,12 +182,6 @@ def lengths(served: Served) -> Found:
     return drive(served, by_limit + by_room)
 
 
-def penalties(served: Served) -> Found:
-    every = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.5}
-    kinds = [{}, every, {"bad_words": [BAD]}, {"min_tokens": 24, "stop_token_ids": list(range(0, 4096, 2))}]
-    return drive(served, [Ask(text[:40], sampling) for text in texts()[:2] for sampling in kinds])
-
-
 def priorities(served: Served) -> Found:
     """Urgent requests take the blocks and the places of those that run."""
     patient = [Ask(text[:70], {"max_tokens": 80}, priority=5) for text in texts()[:4]]
@@ -251,7 +244,6 @@ def _abort(name: int) -> Act:
 
 SCRIPTS = (
     lengths,
-    penalties,
     priorities,
     grammars,
     resets_and_pauses,
