@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nwor.attention.verify import LayerAttention
     from nwor.manager import DraftCommitManager
 
-SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl")
 FP8_SINCE = (8, 9)  # Triton's fp8e4nv
 FASTER_ROWS = 64  # packed rows of a window; with more our kernel loses to FlashAttention 3 at long contexts
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
@@ -68,8 +67,6 @@ def captured_writes(config: Any) -> str:
 def cannot_attend(layer: Any) -> str:
     """Why our attention cannot serve this layer, or an empty string."""
     impl = layer.impl
-    if type(impl).__name__ not in SERVED:
-        return f"the attention backend {type(impl).__name__}: stage has a hook in {', '.join(SERVED)}"
     if impl.head_size not in HEAD_SIZES:
         return f"heads of size {impl.head_size}"
     if impl.kv_cache_dtype not in CACHE_DTYPES:

@@ -27,19 +27,17 @@ from nwor.vllm.context import (
     target_groups,
     target_layers,
 )
-from nwor.vllm.support import why_not_attending, why_unsupported
+from nwor.vllm.support import BACKENDS, why_not_attending, why_unsupported
 
 
 def make_load(original: Callable) -> Callable:
     """A wrapper of a GPU runner's `load_model`, for modes that attend: it watches their layers' first run."""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        from nwor.vllm import attention_gpu
-
         original(self, *args, **kwargs)
-        for implementation in {type(layer.impl) for layer in target_layers(self).values()}:
-            if implementation.__name__ in attention_gpu.SERVED:
-                write_bypass.watch(implementation)
+        for layer in target_layers(self).values():
+            if layer.attn_backend.__name__ in BACKENDS:
+                write_bypass.watch(type(layer.impl))
 
     return load_model
 

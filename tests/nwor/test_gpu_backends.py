@@ -58,7 +58,6 @@ def test_every_hook_on_a_gpu_fits_the_installed_vllm(stood_in, backend, implemen
     layer = layer_of(backend, implementation)
     attention_gpu.install([layer, layer])
     assert {*patch.wrapped()} == {f"{implementation}.{name}" for name in ("do_kv_cache_update", "forward")} | more
-    assert implementation in attention_gpu.SERVED
     assert (BACKENDS + "flashinfer" in sys.modules) == (backend == "flashinfer")
 
 

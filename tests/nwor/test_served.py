@@ -116,7 +116,6 @@ CASES = [
     # Backends, heads and caches that a kernel knows.
     (SERVES, ON_A_GPU, FLASHINFER, ""),
     (LOGS, ON_A_GPU, {"implementation": "FlexAttentionImpl"}, "FlexAttentionBackend"),
-    (LOGS, ON_A_GPU, {"implementation": "FlexAttentionImpl", "attn_backend": FLASH_BACKEND}, "FlexAttentionImpl"),
     (LOGS, ON_A_GPU, {"head_size": 80}, "heads of size 80"),
     (LOGS, {}, {"kv_cache_torch_dtype": torch.float16}, "torch.float16"),
     (LOGS, ON_A_GPU, {"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
