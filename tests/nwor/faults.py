@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from nwor import ops
 from nwor.manager import DraftCommitManager
 from nwor.settings import Settings
 from nwor.vllm import self_check
@@ -73,23 +72,10 @@ def unreadable_packing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention_cpu, "find_packing", lambda layer: None)
 
 
-def broken_extension(patch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise OSError("the operators do not load")
-
-    patch.setattr(ops, "load", fail)
-
-
 def plugin_missing_in_worker(patch: pytest.MonkeyPatch) -> None:
     from nwor.vllm import worker
 
     patch.setattr(worker, "install", lambda settings: None)
-
-
-def unknown_vllm(patch: pytest.MonkeyPatch) -> None:
-    import vllm
-
-    patch.setattr(vllm, "__version__", "0.99.0")
 
 
 def layer_without_hook(patch: pytest.MonkeyPatch) -> None:
@@ -104,12 +90,6 @@ def scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:
 
     count = runner_v1.count_rejected
     patch.setattr(runner_v1, "count_rejected", lambda sampled, drafts: count(sampled, drafts) + 1)
-
-
-def changed_v2_signature(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    patch.setattr(GPUModelRunner, "sample", lambda self, hidden_states: None)
 
 
 def gpu_layer_without_hook(patch: pytest.MonkeyPatch) -> None:
