@@ -3,7 +3,6 @@
 
 import inspect
 import re
-from types import ModuleType
 
 import pytest
 
@@ -65,20 +64,6 @@ def test_patches_go_on_once_and_come_off_together(known):
     assert dict(vars(Runner)) == ORIGINALS and patch.wrapped() == []
     patch.wrap(Runner, "step", adding(5))
     assert Runner().step(3) == 8, "what was undone can be put on again"
-
-
-def sample(logits: int) -> int:
-    return logits + 1
-
-
-def test_functions_of_a_module(monkeypatch):
-    module = ModuleType("some.sampler")
-    module.sample = sample
-    monkeypatch.setitem(releases.KNOWN, "some.sampler.sample", {"0.32.0": releases.of_object(sample)})
-    patch.wrap(module, "sample", lambda sample: lambda logits: 10 * sample(logits))
-    assert module.sample(1) == 20 and patch.wrapped() == ["sampler.sample"]
-    patch.undo_all()
-    assert module.sample is sample
 
 
 @pytest.mark.parametrize(
