@@ -85,6 +85,8 @@ class DraftCommitManager:
         keeps_blocks: bool = True,
         attention: "Workspace | None" = None,
     ) -> None:
+        if mode not in POLICIES:
+            raise ValueError(f"a manager serves {', '.join(POLICIES)}, not {mode!r}")
         policy = POLICIES[mode] if attends else POLICIES[mode].without_attention()
 
         def minus_ones(*shape: int) -> Tensor:
