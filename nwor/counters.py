@@ -23,22 +23,7 @@ class Counters:
     """What one rank has done since start-up, in tokens, rows or bytes; drafts only, where it says tokens.
 
     A held row is counted once, whatever the number of layers; `stage_operations` counts it once a layer.
-    `staged_steps` and `logged_steps` tell how steps with drafts kept the pages clean; tokens and windows are of both.
-    `restored_tokens` are the rejected ones of logged steps.
-
-    Bytes are those of windows' rows in all layers, as the cache holds them: what must be moved, once each. The context
-    and what the model computes, which every mode reads once, are left out. With W rows, D of them drafts, A of these
-    accepted and R rejected, bytes are a row's times
-
-        step        bytes_written   bytes_read   bytes_avoided
-        vanilla     W               W
-        logged      W + D + R       W + D + R    -2 (D + R)
-        staged      W + A           A            W - 2 A
-        on a CPU    W + A           W + A        -2 A
-
-    Vanilla's attention reads the window's rows back from the pages. That of a staged step has them at hand; on a CPU
-    alone it reads them back, drafts from staging. `bytes_avoided` is vanilla's bytes less the mode's, below 0 where the
-    mode moves more. ``cow`` logs D rows at most: in a batch that stays the same most are logged already.
+    `docs/metrics.md` has a line on each of them, and a table of the bytes.
     """
 
     windows: int = 0

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nwor import ops
 from nwor.counters import DeviceCounters
 from nwor.layout import CacheLayout
 from nwor.step import Step
@@ -50,7 +49,7 @@ class DraftCommitManager:
     Args:
         layout: where the layers' slots lie.
         mode: one of `nwor.ways.POLICIES`.
-        max_requests: the most requests of a batch; a larger batch falls back to vLLM's own write.
+        max_requests: the most requests of a batch.
         max_drafts: W, the most drafts of a request; a request with more falls back.
         max_tokens: the most rows of a batch.
         attends: NWOR's attention can serve the layers; ``stage`` logs every step where it cannot.
@@ -93,7 +92,7 @@ class DraftCommitManager:
         def minus_ones(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int64, device=layout.pool.device)
 
-        self.layout, self.mode, self.max_requests, self.max_drafts = layout, mode, max_requests, max_drafts
+        self.layout, self.mode, self.max_drafts = layout, mode, max_drafts
         self.uses_full_cudagraphs, self.attention = uses_full_cudagraphs, attention
         self.slots = minus_ones(max_requests, max_drafts)
         log_outlives_step = policy.ways == [Logged] and keeps_blocks
@@ -172,44 +171,31 @@ class DraftCommitManager:
         if self.way is not None:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
         self.is_dummy_or_capture = False
-        num_requests = cu_num_logits.numel() - 1
-        fits = num_requests <= self.max_requests
-        if not fits or most_drafts > self.max_drafts:
+        if most_drafts > self.max_drafts:
             windows_alone = False
-            self._warn(num_requests, most_drafts)
+            self._warn(most_drafts)
         way = self.ways[0] if windows_alone else self._others
-        if way is None or not fits:
+        if way is None:
             self.write_all(slot_mapping)
-            if way is not None and way.holds:
-                self._count_fallbacks(query_start_loc, cu_num_logits, slot_mapping, way.totals)
             return False
         way.begin(query_start_loc, cu_num_logits, slot_mapping, requests)
         if way.attends and not self.uses_full_cudagraphs:
             self._staged = self.layout.num_layers * [False]
-        self.way, self._num_requests, self._slot_mapping = way, num_requests, slot_mapping
+        self.way, self._num_requests, self._slot_mapping = way, cu_num_logits.numel() - 1, slot_mapping
         self.serves_attention = way.attends
         return True
 
     def _close(self) -> None:
         self.way, self.serves_attention = None, False
 
-    def _count_fallbacks(
-        self, query_start_loc: Tensor, cu_num_logits: Tensor, slot_mapping: Tensor, counts: Tensor
-    ) -> None:
-        """Of a batch with more requests than there is room for: with no columns, every window falls back."""
-        requests = cu_num_logits.numel() - 1
-        targets = self.slots.new_empty(requests, 0), self.num_drafts.new_empty(requests), None, None
-        ops.open_window(query_start_loc, cu_num_logits, slot_mapping, *targets, counts)
-
-    def _warn(self, num_requests: int, most_drafts: int) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        logger.warning(
-            "NWOR: %d requests with up to %d drafts each do not fit %d with %d; vLLM's own write serves what does not "
-            "fit, and leaves its rejected drafts in the cache: counted as fallbacks, and said once",
-            num_requests, max(most_drafts, 1), *self.slots.shape,
-        )  # fmt: skip
+    def _warn(self, most_drafts: int) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "NWOR: a request with %d drafts does not fit where each may have %d; vLLM's own write serves it, and "
+                "leaves its rejected drafts in the cache: counted as a fallback, and said once",
+                most_drafts, self.max_drafts,
+            )  # fmt: skip
 
     def hold_nothing(self) -> None:
         """The next forward is a dummy run or a capture, whose rows go nowhere.

@@ -104,11 +104,7 @@ def load() -> None:
         operator = getattr(torch.ops._C_cache_ops, name, None)
         if operator is None or [argument.name for argument in operator.default._schema.arguments] != parameters:
             raise ImportError(f"{path} was built from other sources, whose {name} is another; run `make kernels`")
-        torch.library.register_fake(f"_C_cache_ops::{name}", _writes_in_place)
-
-
-def _writes_in_place(*args: object, **kwargs: object) -> None:
-    """The fake of every operator: it makes no tensor."""
+        torch.library.register_fake(f"_C_cache_ops::{name}", lambda *args, **kwargs: None)
 
 
 def _operator(declaration: F) -> F:

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from nwor_lab import paths
 from nwor_lab.bench.parity import tolerance
 from nwor_lab.pair.model import load_weights
 
-END_OF_TEXT = "<|endoftext|>"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -76,12 +75,12 @@ def random_pair(out: Path, architecture: str = "llama", noise: float = 0.5, **sh
     head = random_weights({"fc.weight": (hidden, 2 * hidden), **own}, noise, generator)
     head["fc.weight"] = torch.cat((torch.eye(hidden), 0.1 * head["fc.weight"][:, hidden:]), 1)
 
-    paths = out / "target", out / "eagle"
+    folders = out / "target", out / "eagle"
     named = {"architectures": [ARCHITECTURES[architecture]], "model_type": architecture}
-    save_checkpoint(paths[0], {**config, **named}, target)
-    save_checkpoint(paths[1], {**_of_head(config), "num_hidden_layers": 1}, head)
-    save_byte_tokenizer(paths[0], config)
-    return paths
+    save_checkpoint(folders[0], {**config, **named}, target)
+    save_checkpoint(folders[1], {**_of_head(config), "num_hidden_layers": 1}, head)
+    copy_tokenizer(folders[0])
+    return folders
 
 
 def _of_head(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,24 +129,10 @@ def save_checkpoint(path: Path, config: Mapping[str, Any], weights: dict[str, Te
     (path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
 
 
-def save_byte_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
-    """Write a tokenizer of single bytes that transformers' `AutoTokenizer` loads; ids above 256 are reserved names."""
-    names = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    names += [f"<|reserved_{i}|>" for i in range(config["vocab_size"] - len(names))]
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END_OF_TEXT])
-    tokenizer.save(str(path / "tokenizer.json"))
-    options = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
-        "model_max_length": config["max_position_embeddings"],
-        "clean_up_tokenization_spaces": False,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(options))
+def copy_tokenizer(path: Path) -> None:
+    """The shipped pair's, of more tokens than these models have: vLLM wants one."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(paths.PAIR_TARGET / name, path)
 
 
 def write_biased_copy(src: Path, dst: Path, bias: Tensor, name: str = "fc.bias") -> Path:
@@ -290,5 +275,5 @@ def random_deepseek(out: Path) -> Path:
     weights[mtp + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     weights[mtp + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_checkpoint(out, config, weights)
-    save_byte_tokenizer(out, config)
+    copy_tokenizer(out)
     return out

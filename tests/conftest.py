@@ -8,7 +8,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Of helpers' assertions too pytest says what was compared.
-pytest.register_assert_rewrite("tests.injected", "tests.nwor.gpu.on_gpu", "tests.nwor.offloading", "tests.nwor.on_cpu")
+pytest.register_assert_rewrite(
+    "tests.nwor.faults", "tests.nwor.gpu.on_gpu", "tests.nwor.offloading", "tests.nwor.on_cpu"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

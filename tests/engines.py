@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from nwor.settings import Settings
@@ -19,6 +18,8 @@ from nwor_lab.engines import pause
 from nwor_lab.engines.child import Generation, Served, status
 from nwor_lab.engines.spec import EngineSpec
 
+ASKED = ("prompts", "max_tokens", "temperature", "seed", "logprobs", "sampling")
+NOTES: list[str] = []
 PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(10 + 23 * i % 150)] for i in range(13)]
 
 
@@ -28,7 +29,7 @@ class Outcome:
 
     scripts: what each call's `script` returned.
     audits: what the audit found on rank 0 during each call with a `fault` or a `script` of its own.
-    libraries: vLLM's own compiled libraries that its process had loaded, by file name.
+    notes: what its process added to `NOTES`.
     """
 
     generations: list[Generation] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Outcome:
     scripts: list[Any] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     counters_after_start: dict[str, int] = field(default_factory=dict)
-    libraries: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def generation(self) -> Generation:
@@ -133,6 +134,7 @@ def _run(
     set_cudagraph_capturing_enabled(True)  # an engine of the V1 runner leaves it off, and the V2 runner as it is
     environ = {**spec.environ(), **settings.environ(), "VLLM_CPU_KVCACHE_SPACE": "1"}
     outcome, served, error = Outcome(), None, ""
+    NOTES.clear()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
@@ -161,21 +163,13 @@ def _run(
                 with pytest.MonkeyPatch.context() as for_this_call:
                     if "fault" in call:
                         call["fault"](for_this_call)
-                    outcome.generations.append(
-                        served.generate(
-                            call["prompts"],
-                            call["max_tokens"],
-                            call.get("temperature", 0.0),
-                            call.get("seed", 0),
-                            call.get("logprobs", 0),
-                            call.get("sampling", ()),
-                        )
-                    )
+                    asked = {name: call[name] for name in ASKED if name in call}
+                    outcome.generations.append(served.generate(**asked))
                 if "fault" in call:
                     outcome.audits.append(served.on_every_rank(_end_audit)[0])
                 if call.get("paused"):
                     served.on_every_rank(pause.resume)
-            outcome.libraries = _loaded()
+            outcome.notes = [*NOTES]
             outcome.ranks, outcome.metrics = served.on_every_rank(status), served.metrics()
         except BaseException:  # noqa: BLE001  (a test may look for it)
             error = traceback.format_exc()
@@ -199,15 +193,6 @@ def _end_audit(worker: Any) -> dict[str, Any]:
     found = hooks.report(worker)
     worker.model_runner.cache_audit.reset()
     return found
-
-
-def _loaded() -> list[str]:
-    """Names of vLLM's compiled libraries in this process, those of its operators."""
-    import vllm
-
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    found = [Path(path) for path in mapped if path.startswith(str(Path(vllm.__file__).resolve().parent))]
-    return sorted(path.name for path in found if path.name.startswith("_C"))
 
 
 def _compile_grammars_at_once(patch: Any) -> None:

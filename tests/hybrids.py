@@ -5,7 +5,7 @@ Bloom's has one group; it is here for its attention, which has ALiBi as gpt-oss'
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +118,10 @@ def hybrid_pair(path: Path, **more: Any) -> Path:
     return path
 
 
-def shape(name: str, path: Path, dtype: str = "float32", config: Mapping[str, Any] = {}, **more: Any) -> EngineSpec:
-    """An engine's configuration for one of `SHAPES`, random weights, drafts by n-gram.
-
-    config: entries of the shape to replace. more: fields of the engine's.
-    """
+def shape(name: str, path: Path, dtype: str = "float32", **more: Any) -> EngineSpec:
+    """An engine's configuration for one of `SHAPES`, random weights, drafts by n-gram; more: fields of the engine's."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps({**_SHAPE, **SHAPES[name], **config, "dtype": dtype}))
+    (path / "config.json").write_text(json.dumps({**_SHAPE, **SHAPES[name], "dtype": dtype}))
     fields = {"num_blocks": 96, "max_num_batched_tokens": 96, "method": "ngram", **more}
     return EngineSpec(str(path), load_format=FORMAT, dtype=dtype, **fields)
 

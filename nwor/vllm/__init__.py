@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NWOR inside vLLM 0.32 and 0.33: one file a patch, applied by the plugin in each process that needs it.
 
-Where the patches go: `metrics` into the front end, `stats` and `batch` into the engine core, where they count and look;
+Where the patches go: `stats` into the front end and the engine core, and `batch` into the latter, to count and look;
 `worker` into every worker, where it applies `runner_v1` or `runner_v2`, and `attention_cpu`, at device initialisation.
 `attention_gpu` goes into the attention backends in use, once the caches are there and a mode can serve.
 With ``VLLM_NWOR_MODE=off`` and nothing else asked for, nothing of vLLM's engine is patched; its list of variables gets
@@ -40,20 +40,17 @@ def register() -> None:
 def _put_on(settings: Settings) -> None:
     """Wrap what this process needs, all of it or nothing."""
     from nwor import ops
-    from nwor.vllm import batch, metrics, patch, stats, worker
+    from nwor.vllm import batch, patch, stats, worker
 
     patch.check_version()
     if settings.mode != "off":
         ops.load()
     try:
         worker.install(settings)
-        worker.require_on_every_rank(settings)
         if settings.mode != "off":
             stats.install(settings)
             if settings.mode in ATTENDING:
                 batch.install()
-            if settings.emit_metrics:
-                metrics.install()
     except BaseException:
         patch.undo_all()
         raise
@@ -61,14 +58,11 @@ def _put_on(settings: Settings) -> None:
 
 def _take_off(settings: Settings) -> None:
     """Take this process's hooks off, for an engine of other settings; not where a worker runs with them."""
-    from nwor.vllm import batch, metrics, patch, stats, worker
+    from nwor.vllm import batch, patch, stats, worker
 
-    if patch.modules() - {module.__name__ for module in (batch, metrics, stats, worker)}:
-        then, now = _settings.environ(), settings.environ()
-        changed = [name for name in then | now if then.get(name) != now.get(name)]
-        hooks, asked = (", ".join(f"{name}={of.get(name, '')}" for name in changed) for of in (then, now))
+    if patch.modules() - {module.__name__ for module in (batch, stats, worker)}:
         raise RuntimeError(
-            f"an engine with {hooks} was made in this process: make one with {asked} in another "
+            f"an engine with {_settings} was made in this process: make one with {settings} in another "
             "(in a notebook, restart the kernel)"
         )
     patch.undo_all()

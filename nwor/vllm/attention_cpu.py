@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor import ops
 from nwor.vllm import write_bypass
-from nwor.vllm.patch import wrap_attention
+from nwor.vllm.patch import wrap
 
 _DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 included
 
@@ -24,7 +24,8 @@ _DIGITS = 8  # whole numbers up to 8 are exact in every cache dtype, fp8 e5m2 in
 def install() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    wrap_attention(CPUAttentionBackendImpl, _make_update, _make_forward)
+    wrap(CPUAttentionBackendImpl, "do_kv_cache_update", _make_update)
+    wrap(CPUAttentionBackendImpl, "forward", _make_forward)
     write_bypass.watch(CPUAttentionBackendImpl)
 
 
@@ -98,40 +99,29 @@ def find_packing(layer: Any) -> Tensor | None:
         int32 [N, 2 * head_size], each element's place in its (block, head) chunk of ``N * 2 * head_size`` elements;
         None when the places are no permutation, that is, when this packing is one we cannot read.
     """
+    from vllm import _custom_ops
+
     cache = layer.kv_cache
-    block_size, width = cache.shape[2:]
+    heads, block_size, width = cache.shape[1:]
     count = block_size * width
     place = torch.zeros(count, dtype=torch.int64)
-    seen = torch.zeros(count, dtype=torch.int64)
     value_dtype = {"fp8_e5m2": torch.float8_e5m2}.get(layer.impl.kv_cache_dtype, torch.float8_e4m3fn)
     model_dtype = cache.dtype if cache.dtype != torch.uint8 else torch.bfloat16
-    index = torch.arange(count).view(block_size, 1, width).expand(-1, cache.shape[1], -1)
+    index = torch.arange(count).view(block_size, 1, width).expand(-1, heads, -1)
     weight = 1
     while weight < count:
         digits = (index // weight % _DIGITS + 1).to(model_dtype)
-        key, value = digits.chunk(2, dim=-1)
+        key, value = (half.contiguous() for half in digits.chunk(2, dim=-1))
         scratch = torch.zeros_like(cache[:1])
-        _write_unscaled(layer, key.contiguous(), value.contiguous(), scratch)
+        caches = scratch.view(1, heads, block_size * 2, -1).chunk(2, dim=2)
+        _custom_ops.cpu_attn_reshape_and_cache(
+            key, value, *caches, torch.arange(block_size), layer.isa, kv_cache_dtype=layer.impl.kv_cache_dtype
+        )
         chunk = scratch[0, 0].reshape(-1)
         found = (chunk.view(value_dtype) if cache.dtype == torch.uint8 else chunk).float()
         if not bool(((found >= 1) & (found <= _DIGITS)).all()):
             return None
         place += (found.long() - 1) * weight
         weight *= _DIGITS
-    seen.scatter_add_(0, place.clamp(max=count - 1), torch.ones_like(place))
-    if not bool((seen == 1).all()):
-        return None
-    packing = torch.empty(count, dtype=torch.int32)
-    packing[place] = torch.arange(count, dtype=torch.int32)
-    return packing.view(block_size, width)
-
-
-def _write_unscaled(layer: Any, key: Tensor, value: Tensor, cache: Tensor) -> None:
-    from vllm import _custom_ops
-
-    blocks, heads, block_size, _ = cache.shape
-    key_cache, value_cache = cache.view(blocks, heads, block_size * 2, -1).chunk(2, dim=2)
-    slots = torch.arange(block_size)
-    _custom_ops.cpu_attn_reshape_and_cache(
-        key, value, key_cache, value_cache, slots, layer.isa, kv_cache_dtype=layer.impl.kv_cache_dtype
-    )
+    packing = place.argsort()
+    return packing.int().view(block_size, width) if torch.equal(place[packing], torch.arange(count)) else None

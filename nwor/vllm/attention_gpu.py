@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from nwor.attention.configs import HEAD_SIZES
-from nwor.vllm.patch import wrap, wrap_attention
+from nwor.vllm.patch import wrap
 
 if TYPE_CHECKING:
     from nwor.attention.verify import LayerAttention
     from nwor.manager import DraftCommitManager
 
-SERVED = ("FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl")
 FP8_SINCE = (8, 9)  # Triton's fp8e4nv
 FASTER_ROWS = 64  # packed rows of a window; with more our kernel loses to FlashAttention 3 at long contexts
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
@@ -32,7 +31,8 @@ CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 def install(layers: Iterable[Any]) -> None:
     """Wrap the attention backends of these layers; no other is imported."""
     for implementation in {type(layer.impl) for layer in layers}:
-        wrap_attention(implementation, _make_update, _make_forward)
+        wrap(implementation, "do_kv_cache_update", _make_update)
+        wrap(implementation, "forward", _make_forward)
         if implementation.__name__ == "FlashInferImpl":
             from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
 
@@ -67,8 +67,6 @@ def captured_writes(config: Any) -> str:
 def cannot_attend(layer: Any) -> str:
     """Why our attention cannot serve this layer, or an empty string."""
     impl = layer.impl
-    if type(impl).__name__ not in SERVED:
-        return f"the attention backend {type(impl).__name__}: stage has a hook in {', '.join(SERVED)}"
     if impl.head_size not in HEAD_SIZES:
         return f"heads of size {impl.head_size}"
     if impl.kv_cache_dtype not in CACHE_DTYPES:
@@ -158,39 +156,22 @@ def _make_forward(original: Callable) -> Callable:
             and ((manager := context.manager).serves_attention or manager.is_dummy_or_capture)
             and _serves(manager, attn_metadata)
         ):
-            _attend(self, layer, manager, context.index, query, key, value, kv_cache, attn_metadata, output)
+            if (attention := context.attention) is None:
+                attention = context.attention = _layer_attention(self, layer, manager, context.index, kv_cache)
+            # In mode direct, which stages no row, vLLM's own slots say where each goes.
+            slots = attn_metadata.slot_mapping if manager.page_slots is None else manager.page_slots
+            rows, all_rows = slots.shape[0], output
+            if query.shape[0] > rows:  # vLLM pads queries further than its own slots
+                query, output = query[:rows], output[:rows]
+            starts, lengths, table = attn_metadata.query_start_loc, attn_metadata.seq_lens, attn_metadata.block_table
+            attention(query, key, value, kv_cache, output, starts, lengths, table, slots)
             manager.mark_staged(context.index)
-            return output
+            return all_rows
         return original(
             self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )
 
     return forward
-
-
-def _attend(
-    self: Any,
-    layer: Any,
-    manager: "DraftCommitManager",
-    index: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    attn_metadata: Any,
-    output: Tensor,
-) -> None:
-    """Our kernel over the windows of a batch; self: vLLM's attention, as it calls it."""
-    attention = layer.nwor.attention
-    if attention is None:
-        attention = layer.nwor.attention = _layer_attention(self, layer, manager, index, kv_cache)
-    # In mode direct, which stages no row, vLLM's own slots say where each goes.
-    slots = attn_metadata.slot_mapping if manager.page_slots is None else manager.page_slots
-    rows = slots.shape[0]
-    if query.shape[0] > rows:  # vLLM pads queries further than its own slots
-        query, output = query[:rows], output[:rows]
-    starts, lengths, table = attn_metadata.query_start_loc, attn_metadata.seq_lens, attn_metadata.block_table
-    attention(query, key, value, kv_cache, output, starts, lengths, table, slots)
 
 
 def _layer_attention(self: Any, layer: Any, manager: Any, index: int, kv_cache: Tensor) -> "LayerAttention":

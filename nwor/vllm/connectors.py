@@ -28,28 +28,19 @@ AFTER_THE_VERDICT = {
 
 def why_not_beside(config: Any) -> str:
     """Why no mode serves beside the connector of this `KVTransferConfig`, or an empty string."""
+    from vllm.distributed import kv_transfer
+
     children = config.kv_connector_extra_config.get("connectors", [])
     beside = config.kv_connector == "MultiConnector" and not config.kv_connector_module_path
     for given in children if beside else [vars(config)]:
         name = given.get("kv_connector")
         if given.get("kv_connector_module_path") or name not in AFTER_THE_VERDICT:
             return f"the KV connector {name}: it is not known to read pages only when rejected drafts are out of them"
-    if any(map(_reads_by_layers, _loaded())):
-        return "the KV connector LMCacheConnectorV1 with use_layerwise: it reads pages within the forward pass"
+    if kv_transfer.has_kv_transfer_group():  # not before vLLM has made it, as when it measures what graphs cost
+        connector = kv_transfer.get_kv_transfer_group()
+        for one in getattr(connector, "_connectors", [connector]):
+            # LMCache's own files and variables decide, not vLLM's: one that does not say may be layerwise.
+            layerwise = getattr(getattr(one, "_lmcache_engine", None), "use_layerwise", True)
+            if type(one).__name__ == "LMCacheConnectorV1" and layerwise:
+                return "the KV connector LMCacheConnectorV1 with use_layerwise: it reads pages within the forward pass"
     return ""
-
-
-def _loaded() -> list[Any]:
-    """This worker's connectors; none before vLLM has made them, as when it measures what graphs cost."""
-    from vllm.distributed import kv_transfer
-
-    if not kv_transfer.has_kv_transfer_group():
-        return []
-    connector = kv_transfer.get_kv_transfer_group()
-    return getattr(connector, "_connectors", [connector])
-
-
-def _reads_by_layers(connector: Any) -> bool:
-    """Whether it is an LMCache that is layerwise, or does not say: its own files and variables decide, not vLLM's."""
-    engine = getattr(connector, "_lmcache_engine", None)
-    return type(connector).__name__ == "LMCacheConnectorV1" and getattr(engine, "use_layerwise", True)

@@ -30,7 +30,6 @@ class RunnerContext:
     groups: the cache groups that hold target layers; none where vLLM's own write serves. They open and close their
         windows together, and since each holds the same tokens, the first one's manager counts for all.
     reason: why vLLM's own write serves, where a mode was asked for.
-    copies_counts: whether each commit's counts go to the scheduler, from this rank.
 
     Of the step under way:
     metadata: vLLM's `SpecDecodeMetadata` (V1), None without drafts. requests: the ids of the batch's requests.
@@ -42,7 +41,6 @@ class RunnerContext:
 
     groups: Sequence[ServedGroup] = ()
     reason: str = ""
-    copies_counts: bool = False
     metadata: Any = None
     requests: Sequence[str] = ()
     log_holds: bool = False
@@ -99,7 +97,6 @@ class RunnerContext:
         groups = self.groups
         if not groups or (manager := groups[0].manager).way is None:
             return
-        manager.counters.publishes = self.copies_counts
         for group in groups:
             group.manager.commit(num_rejected)
         self.counts = manager.counters.published()
@@ -147,6 +144,16 @@ def make_cancelling(original: Callable) -> Callable:
             raise
 
     return cancelling
+
+
+def make_holding_nothing(original: Callable) -> Callable:
+    """A wrapper of a runner's dummy runs and captures: a replayed graph must not write where the last real step did."""
+
+    def holding_nothing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context_of(self).hold_nothing()
+        return original(self, *args, **kwargs)
+
+    return holding_nothing
 
 
 def make_releasing(original: Callable) -> Callable:

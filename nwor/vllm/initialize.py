@@ -27,52 +27,47 @@ from nwor.vllm.context import (
     target_groups,
     target_layers,
 )
-from nwor.vllm.support import why_not_attending, why_unsupported
+from nwor.vllm.support import BACKENDS, why_not_attending, why_unsupported
 
 
 def make_load(original: Callable) -> Callable:
     """A wrapper of a GPU runner's `load_model`, for modes that attend: it watches their layers' first run."""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        from nwor.vllm import attention_gpu
-
         original(self, *args, **kwargs)
-        for implementation in {type(layer.impl) for layer in target_layers(self).values()}:
-            if implementation.__name__ in attention_gpu.SERVED:
-                write_bypass.watch(implementation)
+        for layer in target_layers(self).values():
+            if layer.attn_backend.__name__ in BACKENDS:
+                write_bypass.watch(type(layer.impl))
 
     return load_model
 
 
-def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
+def make_initialize(original: Callable, settings: Settings) -> Callable:
     """A wrapper of `initialize_kv_cache`, which vLLM calls twice on a GPU: once to learn what graphs cost."""
 
-    def make(original: Callable) -> Callable:
-        def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-            release(self)
-            original(self, *args, **kwargs)
-            context, layers = context_of(self), target_layers(self)
-            attends, context.reason = what_serves(self, layers, settings.mode)
-            served: Sequence[ServedGroup] = ()
-            if attends and self.device.type == "cuda":
-                from nwor.vllm import attention_gpu
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+        release(self)
+        original(self, *args, **kwargs)
+        context, layers = context_of(self), target_layers(self)
+        attends, context.reason = what_serves(self, layers, settings.mode)
+        served: Sequence[ServedGroup] = ()
+        if attends and self.device.type == "cuda":
+            from nwor.vllm import attention_gpu
 
-                attention_gpu.install(layers.values())
-            if attends is not None:
-                groups = target_groups(self, layers)
-                with torch.inference_mode(False):
-                    served, failure = build_managers(self, settings.mode, groups, attends)
-                    if failure and attends and settings.mode in CLEAN:
-                        served, also = build_managers(self, settings.mode, groups, False)
-                        failure = also or failure
-                context.reason = failure or context.reason
-            set_served_groups(self, served)
-            if not kwargs.get("is_profiling"):
-                _log(settings.mode, context)
+            attention_gpu.install(layers.values())
+        if attends is not None:
+            groups = target_groups(self, layers)
+            with torch.inference_mode(False):
+                served, failure = build_managers(self, settings.mode, groups, attends)
+                if failure and attends and settings.mode in CLEAN:
+                    served, also = build_managers(self, settings.mode, groups, False)
+                    failure = also or failure
+            context.reason = failure or context.reason
+        set_served_groups(self, served)
+        if not kwargs.get("is_profiling"):
+            _log(settings.mode, context)
 
-        return initialize_kv_cache
-
-    return make
+    return initialize_kv_cache
 
 
 def what_serves(runner: Any, layers: dict[str, Any], mode: str) -> tuple[bool | None, str]:

@@ -45,39 +45,18 @@ def wrap(owner: type | ModuleType, name: str, make: Callable[[Callable], Callabl
     if name not in vars(owner):
         raise IncompatibleVLLM(f"{_name(owner)} defines no {name}; {_WAY_OUT}")
     original = vars(owner)[name]
-    _check(owner, name, original)
-    replacement = functools.wraps(original)(make(original))
-    setattr(owner, name, replacement)
-    _originals[key] = original
-
-
-def _check(owner: type | ModuleType, name: str, original: Callable) -> None:
-    """Raise `IncompatibleVLLM` unless this function is one of a known release."""
     known, found = releases.KNOWN.get(full_name(owner, name), {}), releases.of_object(original)
-    if not any(found.parameters == function.parameters for function in known.values()):
-        differences = [
-            f"vLLM {release}'s {function.parameters} ({releases.difference(found.parameters, function.parameters)})"
-            for release, function in known.items()
-        ]
-        raise IncompatibleVLLM(
-            f"{_name(owner)}.{name} takes {found.parameters}; NWOR knows {', '.join(differences) or 'none'}; {_WAY_OUT}"
-        )
     if found not in known.values():
         import vllm
 
-        state = "has a body that is none of" if found.body else "has no source to compare with"
+        changes = [f"{releases.compare(found, function)} beside {release}" for release, function in known.items()]
+        reason = ", ".join(changes) or "it is not among the known functions"
         raise IncompatibleVLLM(
-            f"{_name(owner)}.{name} of vLLM {vllm.__version__} {state} {', '.join(known)}'s; {_WAY_OUT}"
-            ", or have this vLLM's functions taken as known, once you have read them: nwor doctor --vllm --record"
+            f"{_name(owner)}.{name} of vLLM {vllm.__version__} is of no known release: {reason}; {_WAY_OUT}, or have "
+            "this vLLM's functions taken as known, once you have read them: nwor doctor --vllm --record"
         )
-
-
-def wrap_attention(
-    implementation: type, make_update: Callable[[Callable], Callable], make_forward: Callable[[Callable], Callable]
-) -> None:
-    """Wrap an attention backend's cache write and its attention, the same in all of vLLM's backends."""
-    wrap(implementation, "do_kv_cache_update", make_update)
-    wrap(implementation, "forward", make_forward)
+    setattr(owner, name, functools.wraps(original)(make(original)))
+    _originals[key] = original
 
 
 def undo_all() -> None:

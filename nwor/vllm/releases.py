@@ -43,13 +43,15 @@ def in_known_series(version: str) -> bool:
     return version.startswith(tuple(f"{series}." for series in SERIES))
 
 
-def difference(found: str, known: str) -> str:
-    """What `found` parameters have that `known` ones have not, and the other way round, in words."""
-    new, gone = (
-        [n for n in ours.split() if n not in theirs.split()] for ours, theirs in ((found, known), (known, found))
-    )
-    words = [f"{what} {', '.join(names)}" for what, names in (("new:", new), ("gone:", gone)) if names]
-    return "; ".join(words) or "in another order"
+def compare(found: Function | None, known: Function | None) -> str:
+    """In words, how a function differs from the one that a release has."""
+    if found is None or known is None:
+        return "missing" if found is None else "new"
+    if found.parameters == known.parameters:
+        return "unchanged" if found == known else "changed body" if found.body else "no source to compare with"
+    new, gone = found.parameters.split(), known.parameters.split()
+    words = [f"new: {name}" for name in new if name not in gone] + [f"gone: {name}" for name in gone if name not in new]
+    return f"changed signature ({'; '.join(words) or 'in another order'})"
 
 
 def of_node(node: ast.FunctionDef) -> Function:

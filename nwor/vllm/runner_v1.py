@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import admits_requests, reads_rows_of_this_step
-from nwor.vllm.context import context_of, make_cancelling, make_releasing
+from nwor.vllm.context import context_of, make_cancelling, make_holding_nothing, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 from nwor.vllm.stats import make_sample_tokens
@@ -27,13 +27,13 @@ def install(settings: Settings) -> None:
 
     if settings.mode in ATTENDING:
         wrap(GPUModelRunner, "load_model", make_load)
-    wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(GPUModelRunner, "initialize_kv_cache", lambda original: make_initialize(original, settings))
     wrap(GPUModelRunner, "_cleanup_profiling_kv_cache", make_releasing)  # `shutdown` calls it too
     wrap(GPUModelRunner, "execute_model", make_cancelling)
     wrap(GPUModelRunner, "_prepare_inputs", _make_prepare)
     wrap(GPUModelRunner, "_determine_batch_execution_and_padding", _make_batch)
     wrap(GPUModelRunner, "_model_forward", _make_forward)
-    wrap(GPUModelRunner, "_dummy_run", _make_dummy)
+    wrap(GPUModelRunner, "_dummy_run", make_holding_nothing)
     wrap(GPUModelRunner, "_sample", _make_sample)
     wrap(GPUModelRunner, "sample_tokens", make_sample_tokens)
 
@@ -45,7 +45,7 @@ def _make_prepare(original: Callable) -> Callable:
         metadata = result[1]
         num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
         context.metadata = metadata if num_drafts else None  # vLLM makes it for steps without drafts too
-        context.requests = list(self.input_batch.req_ids)
+        context.requests = self.input_batch.req_ids
         drafts_alone = scheduler_output.total_num_scheduled_tokens == num_drafts + len(num_scheduled_tokens)
         context.log_holds = drafts_alone and not admits_requests(scheduler_output)
         context.windows_alone = drafts_alone and not reads_rows_of_this_step(context.manager, scheduler_output)
@@ -85,14 +85,6 @@ def _make_forward(original: Callable) -> Callable:
     return _model_forward
 
 
-def _make_dummy(original: Callable) -> Callable:
-    def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context_of(self).hold_nothing()  # a replayed graph must not write where the last real step did
-        return original(self, *args, **kwargs)
-
-    return _dummy_run
-
-
 def _make_sample(original: Callable) -> Callable:
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         context = context_of(self)
@@ -105,15 +97,7 @@ def _make_sample(original: Callable) -> Callable:
 
 
 def count_rejected(sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> Tensor:
-    """Rejected drafts of each request.
-
-    Args:
-        sampled_token_ids: int [num_reqs, k + 1], accepted drafts and one more token, then -1.
-        cu_num_draft_tokens: int32 [num_reqs], drafts of the requests up to each one.
-
-    Returns:
-        int32 [num_reqs].
-    """
+    """int32 [num_reqs]: of [num_reqs, k + 1], accepted drafts and one more token, then -1, and of drafts up to each."""
     drafts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
     accepted = (sampled_token_ids != -1).sum(dim=1, dtype=torch.int32) - 1
     return torch.minimum((drafts - accepted).clamp_(min=0), drafts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nwor.settings import ATTENDING, Settings
 from nwor.vllm.batch import admits_requests, reads_rows_of_this_step
-from nwor.vllm.context import context_of, make_cancelling, make_releasing
+from nwor.vllm.context import context_of, make_cancelling, make_holding_nothing, make_releasing
 from nwor.vllm.initialize import make_initialize, make_load
 from nwor.vllm.patch import wrap
 from nwor.vllm.stats import make_sample_tokens
@@ -29,13 +29,13 @@ def install(settings: Settings) -> None:
 
     if settings.mode in ATTENDING:
         wrap(GPUModelRunner, "load_model", make_load)
-    wrap(GPUModelRunner, "initialize_kv_cache", make_initialize(settings))
+    wrap(GPUModelRunner, "initialize_kv_cache", lambda original: make_initialize(original, settings))
     wrap(cudagraph_utils, "_teardown_profiling_state", make_releasing)
     wrap(GPUModelRunner, "shutdown", make_releasing)
     wrap(GPUModelRunner, "gather_batch_req_state", _make_gather)
     wrap(GPUModelRunner, "prepare_attn", _make_prepare)
-    wrap(GPUModelRunner, "prepare_dummy_attn", _make_dummy)
-    wrap(GPUModelRunner, "capture_model", _make_capture)
+    wrap(GPUModelRunner, "prepare_dummy_attn", make_holding_nothing)
+    wrap(GPUModelRunner, "capture_model", make_holding_nothing)  # vLLM warms up with real steps before
     wrap(GPUModelRunner, "execute_model", make_cancelling)
     wrap(GPUModelRunner, "sample", _make_sample)
     wrap(GPUModelRunner, "sample_tokens", make_sample_tokens)
@@ -75,22 +75,6 @@ def _make_prepare(original: Callable) -> Callable:
         return block_tables, slot_mappings
 
     return prepare_attn
-
-
-def _make_dummy(original: Callable) -> Callable:
-    def prepare_dummy_attn(self: Any, input_batch: Any, valid_state_slots: bool = False) -> Any:
-        context_of(self).hold_nothing()
-        return original(self, input_batch, valid_state_slots)
-
-    return prepare_dummy_attn
-
-
-def _make_capture(original: Callable) -> Callable:
-    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context_of(self).hold_nothing()  # vLLM warms up with real steps before
-        return original(self, *args, **kwargs)
-
-    return capture_model
 
 
 def _make_sample(original: Callable) -> Callable:

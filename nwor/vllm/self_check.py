@@ -109,20 +109,26 @@ class _Window:
         self.block_table = order.to(device, torch.int32)
         slots = (order[..., None] * n + torch.arange(n)).flatten(1)
         self.slots = torch.cat([of[:length] for of, length in zip(slots, self.lengths, strict=True)]).to(device)
-        # A block more than there are requests for: where nothing may be read, it is NaN in every dtype.
+        self.generator = torch.Generator().manual_seed(0)
+        # A block more than there are requests for: where nothing may be read, it is NaN in every dtype. What is to be
+        # logged differs from slot to slot and from layer to layer.
         some = replace(layout, layer_offsets=layout.layer_offsets[: len(layers)])
         self.pages = some.new_rows((order.numel() + 1) * n).fill_(0xFF)
+        if not way.attends:
+            self.pages.copy_(self._random_bytes(*self.pages.shape))
         self.layout = CacheLayout.from_kv_caches(self._caches(self.pages), layout.packing)
         self.manager = DraftCommitManager(
             self.layout, manager.mode, len(numbers), manager.max_drafts, sum(self.tails),
             attends=manager.attends, attention=manager.attention,
         )  # fmt: skip
-        self.generator = torch.Generator().manual_seed(0)
         if way.attends:
             self.rows = [self._random_rows(layer) for layer in layers]
         else:
             shape = len(layers), len(self.slots), layout.num_heads, layout.row_bytes
-            self.bytes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator).to(device)
+            self.bytes = self._random_bytes(*shape).to(device)
+
+    def _random_bytes(self, *shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator)
 
     def _last(self, counts: Sequence[int]) -> Tensor:
         """bool [P]: of each request's positions so many of the last."""
@@ -154,7 +160,8 @@ class _Window:
         self._write(expected, self.drafted if all_stay else self.drafted & ~self.rejected)
         if self.way.leaves == "zeros":
             for cache in self._caches(expected):
-                self._put(cache, self.slots[self.rejected], cache.new_zeros(()))
+                view, places = self._at(cache, self.slots[self.rejected])
+                view[places] = 0
         outputs = self._step()
         if not self._same_pages(expected):
             return f"the pages that {self.manager.mode} left are not those with the rows it is to write"
@@ -173,16 +180,16 @@ class _Window:
                 layer.nwor = None
                 layer.impl.do_kv_cache_update(layer, key[rows], value[rows], cache, slots)
             else:
-                self._put(cache, slots, self.bytes[number][rows].view(cache.dtype))
+                view, places = self._at(cache, slots)
+                view[places] = self.bytes[number][rows].view(cache.dtype)
 
-    def _put(self, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-        """rows: [P, H, elements of a slot and head]."""
+    def _at(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """A view of the cache, and where in it [P, H, elements of a slot and head] lie."""
         blocks, offsets, packing = slots // self.layout.block_size, slots % self.layout.block_size, self.layout.packing
         if packing is None:
-            cache[blocks, :, offsets] = rows
-        else:
-            heads = torch.arange(cache.shape[1], device=self.device)[None, :, None]
-            cache.flatten(2)[blocks[:, None, None], heads, packing[offsets].long()[:, None]] = rows
+            return cache, (blocks, slice(None), offsets)
+        heads = torch.arange(cache.shape[1], device=self.device)[None, :, None]
+        return cache.flatten(2), (blocks[:, None, None], heads, packing[offsets].long()[:, None])
 
     def _step(self) -> list[Tensor]:
         """The step as a runner takes it; returns each layer's attention, none where vLLM's own attends."""
@@ -278,12 +285,8 @@ class _Window:
 
     def _read(self, layer: Any, cache: Tensor) -> Tensor:
         """float64 [P, H, 2 * D], keys and values of all positions as the cache holds them."""
-        slots, n, packing = self.slots, self.layout.block_size, self.layout.packing
-        if packing is None:
-            found = cache[slots // n, :, slots % n]
-        else:
-            chunks = cache[slots // n].flatten(2)
-            found = chunks.gather(2, packing[slots % n].long()[:, None].expand(-1, cache.shape[1], -1))
+        view, places = self._at(cache, self.slots)
+        found = view[places]
         if cache.dtype != torch.uint8:
             return found.double()
         found = found.contiguous().view(_fp8_of(layer))

@@ -1,38 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of the engine core's scheduler: hold each step's commits to its own count, and let the counts go on.
+"""Patches of scheduler and front end: hold each step's commits to vLLM's own count, and show the counters.
 
 Why: worker counts have no way into vLLM's metrics of their own, and a commit that differs from what vLLM has accepted
-leaves wrong rows in the cache.
+leaves wrong rows in the cache; vLLM asks plugins for a logger of statistics in a server alone
+(``vllm.stat_logger_plugins``), not in an `LLM`.
 How: a commit's counts come on the model runner's output, which vLLM sends anyway, and are there once vLLM has the
 step's tokens. The drafts that were committed are compared with those that the scheduler counts as accepted, in all, in
-steps where it counts the windows that were held: a difference is a warning, at most one a minute, and under
+steps where it counts the windows that were held: the first difference is a warning, and under
 ``VLLM_NWOR_DEBUG_SYNC`` an error. Twice a second what the counters rose by goes on with the scheduler's statistics, to
-one front end of perhaps several (`metrics`). What is added to a message of vLLM's is taken off before vLLM meets it.
-When it can go: when vLLM carries a plugin's worker metrics.
+one front end of perhaps several. There a logger of ours, of vLLM's own kind, comes before all others, takes it off
+again, and shows it as ``vllm:nwor_*``; whenever vLLM logs its statistics, it says how many drafts were committed.
+When it can go: when vLLM carries a plugin's worker metrics, and asks plugins for loggers in an `LLM` too.
 """
 
+import collections
 import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.utils import create_metric_per_engine
+
 from nwor.counters import Totals
 from nwor.settings import Settings
 from nwor.vllm.context import context_of, make_cancelling
 from nwor.vllm.patch import wrap
 
-_SECONDS_BETWEEN_WARNINGS = 60.0
 _SECONDS_BETWEEN_STATISTICS = 0.5
 _PREFIX = "nwor:"
-UNSEEN = {"cancelled"}
-"""Counters that no front end shows: a step without a commit has failed, and with it a server's engine."""
+COUNTERS = {
+    "windows": "Verify windows opened, one a request and step.",
+    "staged_tokens": "Draft tokens held back.",
+    "committed_tokens": "Draft tokens accepted and kept.",
+    "rejected_tokens": "Draft tokens rejected, whose slots hold what they held before.",
+    "restored_tokens": "Rejected draft tokens that had been written, and whose slots were restored.",
+    "stage_operations": "Rows held back, counted once a layer.",
+    "bytes_written": "Bytes of windows' rows written to pages, staging and log, on one rank.",
+    "bytes_read": "Bytes of windows' rows read from pages, staging and log, on one rank.",
+    "fallbacks": "Windows that vLLM's own write served.",
+    "cancelled": "Steps that failed before their commit, and left no row of a draft.",
+    "staged_steps": "Steps with drafts whose rows waited outside the pages until they were accepted.",
+    "logged_steps": "Steps with drafts that were written, and restored where they were rejected.",
+    "scheduler_checks": "Steps in which commits were held against the scheduler's accepted drafts.",
+    "scheduler_mismatches": "Steps whose commits and accepted drafts differed.",
+}
+GAUGES = {  # each with how several front ends are one
+    "bytes_avoided": ("sum", "Bytes vanilla would have read and written for windows' rows, less the mode's; may fall."),
+    "unique_tokens": ("mostrecent", "Draft tokens held back in the last step that had drafts."),
+    "acceptance_rate": ("mostrecent", "Committed over staged draft tokens since start-up, as this front end saw them."),
+}
 
 
 def install(settings: Settings) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     wrap(Scheduler, "update_from_output", lambda original: _make_update(original, settings))
+    if settings.emit_metrics:
+        wrap(StatLoggerManager, "__init__", _make_init)
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------------
@@ -82,7 +109,6 @@ class _Commits:
 
     last: what the rank had counted by then. held: drafts of the last step. carried: the counters when statistics last
     took them, and carried_at: when, in seconds. checks, mismatches: steps that were compared, and that differed.
-    warned: when.
     """
 
     last: Totals | None = None
@@ -91,7 +117,6 @@ class _Commits:
     carried_at: float = -math.inf
     checks: int = 0
     mismatches: int = 0
-    warned: float = -math.inf
 
 
 def _make_update(original: Callable, settings: Settings) -> Callable:
@@ -135,15 +160,11 @@ def _compare(commits: _Commits, windows: int, kept: int, vllms: Any, stop: bool)
     commits.mismatches += 1
     if stop:
         raise AssertionError(f"{kept} drafts of a step were committed, but vLLM accepted {vllms.num_accepted_tokens}")
-    now = time.monotonic()
-    if now - commits.warned >= _SECONDS_BETWEEN_WARNINGS:
-        commits.warned = now
-        from vllm.logger import init_logger
-
+    if commits.mismatches == 1:
         init_logger("vllm.nwor").warning(
-            "NWOR: %s drafts of a step were committed, but vLLM accepted %d; %d such steps since start-up, each of "
-            "which leaves wrong rows in the cache: run with VLLM_NWOR_MODE=off, and report this",
-            kept, vllms.num_accepted_tokens, commits.mismatches,
+            "NWOR: %d drafts of a step were committed, but vLLM accepted %d: wrong rows are in the cache. Said "
+            "once, and counted (nwor_scheduler_mismatches): run with VLLM_NWOR_MODE=off, and report this",
+            kept, vllms.num_accepted_tokens,
         )  # fmt: skip
 
 
@@ -170,3 +191,65 @@ def take_from_statistics(scheduler_stats: Any) -> dict[str, int]:
         return {}
     names = [name for name in carried if name.startswith(_PREFIX)]
     return {name.removeprefix(_PREFIX): carried.pop(name) for name in names}
+
+
+# -- in the front end --------------------------------------------------------------------------------------------------
+
+
+def _make_init(original: Callable) -> Callable:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        vllms = [logger for logger in self.stat_loggers if isinstance(logger, PrometheusStatLogger)]
+        self.stat_loggers.insert(0, CountsLogger(vllms[0]))  # else others would read what it takes off
+
+    return __init__
+
+
+class CountsLogger(AggregateStatLoggerBase):
+    """Metrics of the kind of vLLM's Prometheus logger, with its labels; it has been made, and removed those of before.
+
+    sums: of each engine, what this front end was told.
+    """
+
+    def __init__(self, vllms: PrometheusStatLogger) -> None:
+        labels, values = {"labelnames": ["model_name", "engine"]}, vllms.per_engine_labelvalues
+        made = {
+            name: vllms._counter_cls(name=f"vllm:nwor_{name}", documentation=text, **labels)
+            for name, text in COUNTERS.items()
+        } | {
+            name: vllms._gauge_cls(name=f"vllm:nwor_{name}", documentation=text, multiprocess_mode=mode, **labels)
+            for name, (mode, text) in GAUGES.items()
+        }
+        self.metrics = {name: create_metric_per_engine(metric, values) for name, metric in made.items()}
+        self.sums: dict[int, collections.Counter[str]] = {engine: collections.Counter() for engine in values}
+        self._logged = 0, 0
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        risen = {} if scheduler_stats is None else take_from_statistics(scheduler_stats)
+        if not risen:
+            return
+        (sums := self.sums[engine_idx]).update(risen)
+        for name in COUNTERS.keys() & risen.keys():
+            if risen[name] > 0:  # one that fell is a fault that the scheduler's check reports: no server must die of it
+                self.metrics[name][engine_idx].inc(risen[name])
+        self.metrics["bytes_avoided"][engine_idx].set(sums["bytes_avoided"])
+        self.metrics["unique_tokens"][engine_idx].set(risen.get("unique_tokens", 0))
+        if sums["staged_tokens"]:
+            self.metrics["acceptance_rate"][engine_idx].set(sums["committed_tokens"] / sums["staged_tokens"])
+
+    def log(self) -> None:
+        """A line of what was committed since the last one, of all engines behind this front end, if it was any."""
+        committed, drafts = (
+            sum(of[name] for of in self.sums.values()) for name in ("committed_tokens", "staged_tokens")
+        )
+        before, self._logged = self._logged, (committed, drafts)
+        if (drafts := drafts - before[1]) > 0:
+            committed -= before[0]
+            init_logger("vllm.nwor").info(
+                "NWOR: committed %d of %d drafts (acceptance %.1f %%)", committed, drafts, 100 * committed / drafts
+            )
+
+    def log_engine_initialized(self) -> None:
+        """There is nothing to say yet."""

@@ -6,7 +6,10 @@ from typing import Any
 from nwor.vllm import write_bypass
 from nwor.vllm.connectors import why_not_beside
 from nwor.vllm.context import draft_layers, is_latent, recurrent_layers, sharing_layers
-from nwor.vllm.masks import unknown_mask
+
+BACKENDS = ("CPUAttentionBackend", "FlashAttentionBackend", "TritonAttentionBackend", "FlashInferBackend")
+NEUTRAL = {"chunk_lookback": -1, "use_alibi_sqrt": False}
+"""Masks of vLLM's implementations, each with the value at which it changes no score."""
 
 
 def why_unsupported(runner: Any, layers: dict[str, Any]) -> str:
@@ -57,10 +60,8 @@ def why_not_attending(runner: Any, layers: dict[str, Any]) -> str:
     for layer in layers.values():
         if layer.kv_cache_torch_dtype.is_floating_point and layer.kv_cache_torch_dtype != layer.dtype:
             return f"a cache of {layer.kv_cache_torch_dtype} beside a model of {layer.dtype}"
-        if reason := unknown_mask(layer, config):
+        if reason := _unknown_mask(layer, config):
             return reason
-    if any(getattr(layer, "kv_cache_update_bypass", False) for layer in layers.values()):  # vLLM's flag, from 0.33 on
-        return "the model writes keys and values itself (kv_cache_update_bypass)"
     if write_bypass.some_layer_does(runner, layers.values()):
         return "the model writes keys and values itself, or reads them once more: they never reach the attention hook"
     if runner.device.type == "cuda":
@@ -73,6 +74,42 @@ def why_not_attending(runner: Any, layers: dict[str, Any]) -> str:
             if reason := attention_gpu.cannot_attend(layer) or attention_gpu.why_slower(layer, query_len):
                 return reason
     return ""
+
+
+def _unknown_mask(layer: Any, config: Any) -> str:
+    """Why a target layer's attention is none that stage knows, or an empty string.
+
+    It knows causal attention, with a sliding window and a soft cap, and ALiBi and sinks by name. What a backend can do
+    beside that grows from release to release: it changes the bodies of the functions that are wrapped, which are then
+    those of no known release.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    kind, impl, backend, model = type(layer), layer.impl, layer.attn_backend.__name__, config.model_config
+    masked = [name for name, value in NEUTRAL.items() if getattr(impl, name, value) != value]
+    attended = {layer.attn_type, getattr(impl, "attn_type", "decoder")} - {"decoder"}
+    if kind is not Attention:
+        return f"attention of class {kind.__name__}: its mask is not known to be causal"
+    if backend not in BACKENDS:
+        return f"the attention backend {backend}: stage knows {', '.join(BACKENDS)}"
+    if masked or attended:
+        return f"attention of kind {', '.join([*masked, *attended])}, which stage does not know"
+    if model.rswa_window is not None:
+        return f"a window of {model.rswa_window} that spares the prompt (R-SWA)"
+    if layer.use_mm_prefix or model.is_mm_prefix_lm:
+        return "multimodal prefixes that are attended to in both directions"
+    if layer.head_size_v != layer.head_size:
+        return f"values of size {layer.head_size_v} beside keys of size {layer.head_size}"
+    # The cache has a class for each kind of attention; subclasses (R-SWA, sinks, MLA) mean other masks. (w - 1, 0) on a
+    # GPU and w on a CPU are a window of w positions.
+    spec, window = layer.get_kv_cache_spec(config), impl.sliding_window
+    seen = window[0] + 1 if isinstance(window, tuple) else max(window, 0)
+    if type(spec) is FullAttentionSpec:
+        known = not (spec.non_causal or spec.attention_chunk_size or spec.sliding_window or seen)
+    else:
+        known = type(spec) is SlidingWindowSpec and spec.sliding_window == seen and window in ((seen - 1, 0), seen)
+    return "" if known and spec.tokens_per_state == 1 else f"a cache of kind {spec}: its mask is not known to be causal"
 
 
 def why_not_whole(runner: Any, layers: dict[str, Any]) -> str:

@@ -6,12 +6,12 @@ which has to leave room for what a mode holds beside it; and vLLM logs and skips
 clean baseline would then carry the treatment's name.
 How: `WorkerWrapperBase.init_device` runs once per worker, before either is instantiated; of what
 `determine_available_memory` finds, the mode's share is taken. When the caches are initialised the engine core asks
-every rank for its `Status`.
+every rank for its `status`.
 When it can go: when vLLM offers a hook between loading and initialising a worker, and makes a failing plugin an error.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from nwor.settings import ATTENDING, CLEAN, Settings
@@ -24,25 +24,8 @@ class ModeNotActive(RuntimeError):
     """A rank does not serve the mode that was asked for."""
 
 
-@dataclass
-class Status:
-    """One rank's answer to: what is active here, and what has it done?
-
-    mode is what was asked for; serving is what is active, ``off`` where vLLM's own write is; ways are those of its
-    steps. reason says why they are not the mode's own.
-    """
-
-    rank: int
-    mode: str
-    serving: str
-    ways: list[str] = field(default_factory=list)
-    reason: str = ""
-    target_layers: int = 0
-    hooks: list[str] = field(default_factory=list)
-    counters: dict[str, int] = field(default_factory=dict)
-
-
 def install(settings: Settings) -> None:
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def make(original: Callable) -> Callable:
@@ -65,6 +48,7 @@ def install(settings: Settings) -> None:
         return init_device
 
     wrap(WorkerWrapperBase, "init_device", make)
+    wrap(EngineCore, "_initialize_kv_caches", lambda original: make_initialize(original, settings))
 
 
 def _watch_memory(mode: str, on_cpu: bool) -> None:
@@ -107,27 +91,18 @@ def _make_available(original: Callable, mode: str) -> Callable:
     return determine_available_memory
 
 
-def require_on_every_rank(settings: Settings) -> None:
-    from vllm.v1.engine.core import EngineCore
-
-    wrap(EngineCore, "_initialize_kv_caches", make_initialize(settings))
-
-
-def make_initialize(settings: Settings) -> Callable[[Callable], Callable]:
+def make_initialize(original: Callable, settings: Settings) -> Callable:
     """A wrapper of the engine core's start: every rank has to serve the mode, and learns whether counts are wanted."""
 
-    def make(original: Callable) -> Callable:
-        def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
-            self.log_stats |= settings.debug_sync  # before the scheduler is made, whose own counts commits are held to
-            result = original(self, vllm_config)
-            require_mode(settings.mode, self.model_executor.collective_rpc(status))
-            wanted = settings.debug_sync or (settings.emit_metrics and self.log_stats)
-            self.model_executor.collective_rpc(send_counts, args=(wanted and settings.mode in CLEAN,))
-            return result
+    def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+        self.log_stats |= settings.debug_sync  # before the scheduler is made, whose own counts commits are held to
+        result = original(self, vllm_config)
+        require_mode(settings.mode, self.model_executor.collective_rpc(status))
+        wanted = settings.debug_sync or (settings.emit_metrics and self.log_stats)
+        self.model_executor.collective_rpc(send_counts, args=(wanted and settings.mode in CLEAN,))
+        return result
 
-        return _initialize_kv_caches
-
-    return make
+    return _initialize_kv_caches
 
 
 def require_mode(mode: str, ranks: Sequence[dict[str, Any]]) -> None:
@@ -152,24 +127,25 @@ def require_mode(mode: str, ranks: Sequence[dict[str, Any]]) -> None:
 
 def send_counts(worker: Any, wanted: bool) -> None:
     """Let each commit's counts go to the scheduler, from the one rank whose output the engine asks for."""
-    context_of(worker.model_runner).copies_counts = wanted and worker.is_driver_worker
+    if (manager := manager_of(worker.model_runner)) is not None:
+        manager.counters.publishes = wanted and worker.is_driver_worker
 
 
 def status(worker: Any) -> dict[str, Any]:
-    """This worker's `Status` as a dict; sent to every rank through vLLM's ``collective_rpc``."""
-    settings = Settings.from_env()
+    """What is active on this rank, and what it has done; sent to every rank through vLLM's ``collective_rpc``.
+
+    mode is what was asked for; serving is what is active, ``off`` where vLLM's own write is; ways are those of its
+    steps. reason says why they are not the mode's own. counters: as `nwor.counters.Counters`.
+    """
     context = context_of(worker.model_runner)
     manager = context.manager
-    serving = "off" if manager is None else manager.mode
-    return asdict(
-        Status(
-            rank=worker.rank,
-            mode=settings.mode,
-            serving=serving,
-            ways=[] if manager is None else [way.name for way in manager.ways],
-            reason=context.reason,
-            target_layers=0 if manager is None else manager.counters.num_layers,
-            hooks=wrapped(),
-            counters={} if manager is None else asdict(manager.counters.read()),
-        )
-    )
+    return {
+        "rank": worker.rank,
+        "mode": Settings.from_env().mode,
+        "serving": "off" if manager is None else manager.mode,
+        "ways": [] if manager is None else [way.name for way in manager.ways],
+        "reason": context.reason,
+        "target_layers": 0 if manager is None else manager.counters.num_layers,
+        "hooks": wrapped(),
+        "counters": {} if manager is None else asdict(manager.counters.read()),
+    }

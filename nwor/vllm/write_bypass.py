@@ -32,6 +32,8 @@ def _make_forward(original: Callable) -> Callable:
 
 def some_layer_does(runner: Any, layers: Collection[Any]) -> bool:
     """Whether the model calls one of these layers without keys and values; on a CPU it is run if it has not been."""
+    if any(getattr(layer, "kv_cache_update_bypass", False) for layer in layers):  # vLLM's own mark, from 0.33 on
+        return True
     if runner.device.type == "cpu" and any(_NOTE not in vars(layer) for layer in layers):
         runner._dummy_run(1)
     return not all(vars(layer).get(_NOTE, True) for layer in layers)

@@ -69,7 +69,7 @@ def serve(spec: EngineSpec, environ: dict[str, str], pipe: Connection, log: str)
 
 
 def status(worker: Any) -> dict[str, Any]:
-    """A rank's `nwor.vllm.worker.Status` as a dict, with what its audit found (`nwor_lab.audit.hooks.report`).
+    """A rank's `nwor.vllm.worker.status`, with what its audit found (`nwor_lab.audit.hooks.report`).
 
     And, as ``sampled``, with what the sampled auditor (`kv_audit/`) reports where ``VLLM_KV_AUDIT`` is set.
     """

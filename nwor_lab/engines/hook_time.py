@@ -117,7 +117,7 @@ def _serving(worker: Any) -> str:
 def _time_hooks(clock: Clock) -> None:
     """Let every hook that this process puts on be timed."""
     from nwor import counters
-    from nwor.vllm import batch, metrics, patch, runner_v1, runner_v2, stats, worker
+    from nwor.vllm import batch, patch, runner_v1, runner_v2, stats, worker
 
     wrap = patch.wrap
 
@@ -128,9 +128,9 @@ def _time_hooks(clock: Clock) -> None:
         made.__module__ = make.__module__
         wrap(owner, name, made)
 
-    for module in (patch, batch, metrics, runner_v1, runner_v2, stats, worker):
+    for module in (patch, batch, runner_v1, runner_v2, stats, worker):
         module.wrap = timing  # type: ignore[attr-defined]
-    for owner, name in ((counters.DeviceCounters, "read_published"), (metrics.CountsLogger, "record")):
+    for owner, name in ((counters.DeviceCounters, "read_published"), (stats.CountsLogger, "record")):
         setattr(owner, name, clock.timed(name, getattr(owner, name)))
 
 

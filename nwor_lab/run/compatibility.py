@@ -59,22 +59,13 @@ def _parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
-def compare(found: Function | None, known: Function | None) -> str:
-    """In words, how a function differs from the one that a release has."""
-    if found is None or known is None:
-        return "missing" if found is None else "new"
-    if found.parameters != known.parameters:
-        return f"changed signature ({releases.difference(found.parameters, known.parameters)})"
-    return "unchanged" if found == known else "changed body"
-
-
 def report(root: Path) -> int:
     """Print a line a function, and return how many are as in no known release: those are refused."""
     print(f"vLLM {version(root)}, beside each known release\n")
     print("  " + "".join(f"{release:19}" for release in releases.RELEASES))
     unknown, every = 0, list[list[str]]()
     for name, known in releases.KNOWN.items():
-        said = [compare(find(root, name), known.get(release)) for release in releases.RELEASES]
+        said = [releases.compare(find(root, name), known.get(release)) for release in releases.RELEASES]
         every.append([word.partition(" (")[0] for word in said])
         unknown += "unchanged" not in said
         details = "".join(sorted({word[word.index(" (") :] for word in said if " (" in word}))

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from nwor import ops
 from nwor.manager import DraftCommitManager
+from nwor.settings import Settings
 from nwor.vllm import self_check
 from nwor.vllm.context import RunnerContext
 from nwor_lab import faults
+from nwor_lab.audit.auditor import FAULTS as FIELDS
 from nwor_lab.engines.child import Served
+from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.faults import wrong
-from tests.nwor.host_offload import ship_last_slots
+from tests.engines import PROMPTS, Engines
+from tests.nwor.offloading import ship_last_slots
 
-no_commit, commit_one_layer = faults.FAULTS["commit: nothing"], faults.FAULTS["commit: one layer"]
-no_log, no_restore = faults.FAULTS["log: nothing"], faults.FAULTS["restore: nothing"]
+no_commit, no_restore = faults.FAULTS["commit: nothing"], faults.FAULTS["restore: nothing"]
 blind_attention = faults.FAULTS["attention: drafts hidden"]
 
 
@@ -54,10 +56,12 @@ def held_in_block_0(patch: pytest.MonkeyPatch) -> None:
 
 
 def small_capacity(patch: pytest.MonkeyPatch) -> None:
+    """Rows for half the drafts that a request may have."""
+    _behind_the_check(patch)
     init = DraftCommitManager.__init__
 
-    def small(self, layout, mode, max_requests, *rest, **named):  # type: ignore[no-untyped-def]
-        init(self, layout, mode, 3, *rest, **named)
+    def small(self, *arguments, max_drafts, **named):  # type: ignore[no-untyped-def]
+        init(self, *arguments, max_drafts=max_drafts // 2, **named)
 
     patch.setattr(DraftCommitManager, "__init__", small)
 
@@ -68,35 +72,10 @@ def unreadable_packing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention_cpu, "find_packing", lambda layer: None)
 
 
-def broken_extension(patch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise OSError("the operators do not load")
-
-    patch.setattr(ops, "load", fail)
-
-
 def plugin_missing_in_worker(patch: pytest.MonkeyPatch) -> None:
     from nwor.vllm import worker
 
     patch.setattr(worker, "install", lambda settings: None)
-
-
-def unknown_vllm(patch: pytest.MonkeyPatch) -> None:
-    import vllm
-
-    patch.setattr(vllm, "__version__", "0.99.0")
-
-
-def changed_body(patch: pytest.MonkeyPatch) -> None:
-    """A vLLM that someone has changed: the same parameters, another function."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    sample = GPUModelRunner._sample
-
-    def changed(self, logits, spec_decode_metadata):  # type: ignore[no-untyped-def]
-        return sample(self, logits, spec_decode_metadata)
-
-    patch.setattr(GPUModelRunner, "_sample", changed)
 
 
 def layer_without_hook(patch: pytest.MonkeyPatch) -> None:
@@ -111,12 +90,6 @@ def scheduler_disagrees(patch: pytest.MonkeyPatch) -> None:
 
     count = runner_v1.count_rejected
     patch.setattr(runner_v1, "count_rejected", lambda sampled, drafts: count(sampled, drafts) + 1)
-
-
-def changed_v2_signature(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    patch.setattr(GPUModelRunner, "sample", lambda self, hidden_states: None)
 
 
 def gpu_layer_without_hook(patch: pytest.MonkeyPatch) -> None:
@@ -195,3 +168,21 @@ def commits_behind_the_save(ships: Callable[[pytest.MonkeyPatch], None], patch: 
     """Every commit comes in the next step, when a connector has shipped what this one completed."""
     faults.FAULTS["commit: in the next step"](patch)
     ships(patch)
+
+
+def red(audit: dict[str, int]) -> set[str]:
+    return {field for field in FIELDS if audit[field]}
+
+
+def check_each_is_seen(engines: Engines, spec: EngineSpec, mode: str, needs: str = "") -> None:
+    """One engine, a call for each fault between two without: those are clean."""
+    injected = {fault.name: fault for fault in faults.injectable(mode, needs)}
+    calls = [{"fault": fault} for fault in (none, *injected.values(), none)]
+    outcome = engines.run(spec, Settings(mode=mode, audit=True), calls=calls, prompts=PROMPTS[:6], max_tokens=24)
+    names = ["none", *injected, "none any more"]
+    found = {name: red(audited["audit"]) for name, audited in zip(names, outcome.audits, strict=True)}
+    wanted = {"none": set(), **{name: set(fault.red) for name, fault in injected.items()}, "none any more": set()}
+    assert found == wanted and len(injected) > 0
+    for audited in outcome.audits:
+        assert audited["audit"]["steps"] > 5
+        assert audited["audit"]["content_checked"] == audited["audit"]["kept_rows"] > 0

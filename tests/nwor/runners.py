@@ -68,6 +68,7 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Atte
         "attn_backend": type(implementation.replace("Impl", "Backend"), (), {}),
         "head_size_v": changes.get("head_size", 128),
         "kv_cache_torch_dtype": torch.bfloat16,
+        "kv_cache_update_bypass": False,
         "kv_sharing_target_layer_name": None,
         "layer_sliding_window": None,
         "use_mm_prefix": False,

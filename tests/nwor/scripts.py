@@ -8,20 +8,28 @@ same in every mode: `Answer` by request, and whatever else vLLM said.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nwor_lab import pair, paths
-from nwor_lab.engines.child import Served, status
+from nwor_lab.engines.child import Served
 from nwor_lab.engines.spec import EngineSpec
 from nwor_lab.engines.traffic import sampling_params
-from tests.nwor.request_kinds import REGEX, SCHEMA
 from tests.nwor.specs import With
 
 K, BLOCK, LONGEST = 4, 32, 192
-BAD = "very"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "public": {"type": "boolean"},
+        "kind": {"enum": ["class", "function", "module"]},
+    },
+    "required": ["name", "public", "kind"],
+    "additionalProperties": False,
+}
+REGEX = r"(\n|[ -~]){12,60}"
 
 
 def spec() -> EngineSpec:
@@ -75,15 +83,11 @@ class Answer:
 
 @dataclass
 class Found:
-    """What a script found: answers in the order of its requests, preemptions, events of the prefix cache.
-
-    other: what `child.status` says of a second engine.
-    """
+    """What a script found: answers in the order of its requests, preemptions, events of the prefix cache."""
 
     answers: list[Answer]
     preemptions: int
     events: list[tuple[str, tuple[int, ...]]]
-    other: dict[str, Any] = field(default_factory=dict)
 
 
 Act = Callable[[Served], Any]
@@ -178,12 +182,6 @@ def lengths(served: Served) -> Found:
     return drive(served, by_limit + by_room)
 
 
-def penalties(served: Served) -> Found:
-    every = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.5}
-    kinds = [{}, every, {"bad_words": [BAD]}, {"min_tokens": 24, "stop_token_ids": list(range(0, 4096, 2))}]
-    return drive(served, [Ask(text[:40], sampling) for text in texts()[:2] for sampling in kinds])
-
-
 def priorities(served: Served) -> Found:
     """Urgent requests take the blocks and the places of those that run."""
     patient = [Ask(text[:70], {"max_tokens": 80}, priority=5) for text in texts()[:4]]
@@ -244,56 +242,10 @@ def _abort(name: int) -> Act:
     return lambda served: served.engine.abort_request([str(name)])
 
 
-def new_weights(served: Served) -> Found:
-    """The target's weights change under running requests, which keep what they have in the cache, and change back."""
-    acts: dict[int, Act] = {
-        5: _fall_asleep(0),
-        6: _load(served, louder=1.5),
-        7: _wake_up,
-        12: _fall_asleep(0),
-        13: _load(served),
-        14: _wake_up,
-    }
-    return drive(served, [Ask(text[:50], {"max_tokens": 40}) for text in texts()[:4]], acts)
-
-
-def _load(served: Served, louder: float = 1.0) -> Act:
-    from safetensors.torch import load_file
-
-    weights = load_file(Path(served.spec.model, "model.safetensors"))
-    every = [(name, weight * louder if "mlp" in name else weight) for name, weight in weights.items()]
-    return lambda served: served.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(every)})
-
-
-def two_engines(served: Served) -> Found:
-    """A second engine of this process steps in turn with the first."""
-    other = Served(served.spec)
-    try:
-        asked = [Ask(text[:40]) for text in texts()[:4]]
-        for name, text in enumerate(texts()[4:8]):
-            _add(other.engine, name, Ask(text[:40], {"max_tokens": 60}))
-        latest: dict[str, Any] = {}
-
-        def step(_: Served) -> None:
-            latest.update((output.request_id, output) for output in other.engine.step())
-
-        found = drive(served, asked, dict.fromkeys(range(200), step))
-        while other.engine.has_unfinished_requests():
-            step(served)
-        found.answers += [_answer(latest[name], -1) for name in sorted(latest)]
-        [found.other] = other.on_every_rank(status)
-        return found
-    finally:
-        other.engine.engine_core.shutdown()
-
-
 SCRIPTS = (
     lengths,
-    penalties,
     priorities,
     grammars,
     resets_and_pauses,
     aborts_beside_a_stem,
-    new_weights,
-    two_engines,
 )

@@ -15,18 +15,6 @@ SCHEDULES = {
 
 
 @dataclass(frozen=True)
-class ByBatch(EngineSpec):
-    """vLLM shortens the drafts as the batch grows: (least requests, most requests, drafts)."""
-
-    schedule: tuple[tuple[int, int, int], ...] = ()
-
-    def llm_arguments(self) -> dict[str, Any]:
-        arguments = super().llm_arguments()
-        arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = list(self.schedule)
-        return arguments
-
-
-@dataclass(frozen=True)
 class With(EngineSpec):
     """Arguments of `vllm.LLM` that `EngineSpec` has no field for."""
 
@@ -34,6 +22,12 @@ class With(EngineSpec):
 
     def llm_arguments(self) -> dict[str, Any]:
         return {**super().llm_arguments(), **self.arguments}
+
+
+def by_batch(spec: EngineSpec, schedule: tuple[tuple[int, int, int], ...]) -> With:
+    """vLLM shortens the drafts as the batch grows: (least requests, most requests, drafts)."""
+    drafts = spec.llm_arguments()["speculative_config"] | {"num_speculative_tokens_per_batch_size": list(schedule)}
+    return With(**vars(spec), arguments={"speculative_config": drafts})
 
 
 def with_connector(spec: EngineSpec, name: str, options: dict[str, Any], path: str | None = None) -> With:

@@ -75,20 +75,14 @@ STAGED, DIRECT, VLLMS = ["ours 7"], ["ours 3"], ["write 3", "vLLM"]
 # The mode, the way of the open window, whether it is a dummy run or a capture, its longest query, and what is called.
 CASES = {
     "windows": ("stage", ways.Staged, False, WIDTH, STAGED),
-    "windows of one row": ("stage", ways.Staged, False, 1, STAGED),
     "windows beside a prefill": ("stage", ways.Logged, False, 30, VLLMS),
-    "windows beside a short prefill, or a reader": ("stage", ways.Logged, False, WIDTH, VLLMS),
     "no window": ("stage", None, False, WIDTH, VLLMS),
-    "a prefill alone": ("stage", None, False, 30, VLLMS),
     "a captured decode": ("stage", None, True, WIDTH, STAGED),
-    "a captured decode of one row": ("stage", None, True, 1, STAGED),
     "a captured batch of any queries": ("stage", None, True, WIDTH + 1, VLLMS),
     "windows of the control": ("direct", ways.WrittenThrough, False, WIDTH, DIRECT),
     "no window of the control": ("direct", None, False, WIDTH, VLLMS),
     "a captured decode of the control": ("direct", None, True, WIDTH, DIRECT),
-    "a captured batch of any queries of the control": ("direct", None, True, 30, VLLMS),
     "windows where every step is logged": ("logs", ways.Logged, False, WIDTH, VLLMS),
-    "a capture where every step is logged": ("logs", None, True, WIDTH, VLLMS),
     "windows of cow": ("cow", ways.Logged, False, WIDTH, VLLMS),
     "a capture of cow": ("cow", None, True, WIDTH, VLLMS),
 }

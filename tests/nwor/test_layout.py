@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from nwor.layout import CacheLayout
-from nwor.vllm.context import cache_of
 from tests.nwor.paged import BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, WIDTH, Paged, random_packing
-from tests.nwor.runners import gpu_layer
 
 ROW = WIDTH * 2  # bytes of one slot and head in bf16
 CHUNK = BLOCK_SIZE * NUM_HEADS * ROW
@@ -52,41 +50,15 @@ def test_rows_are_a_mini_cache_in_the_pools_order(order, packing):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda layers: layers[1].clone(), "allocation"),
-        (lambda layers: layers[1][:, :1], "layer 1"),
-        (lambda layers: layers[1].transpose(1, 2), "layer 1"),
-        (lambda layers: layers[1].view(torch.float16), "float16"),
+        (lambda first, second: [first, second.clone()], "allocation"),
+        (lambda first, second: [first, second[:, :1]], "layer 1"),
+        (lambda first, second: [first, second.transpose(1, 2)], "layer 1"),
+        (lambda first, second: [first, second.view(torch.float16)], "float16"),
+        (lambda first, second: [first.mT], "layer 0"),
+        (lambda first, second: [first.flatten(2)], "layer 0"),
     ],
-    ids=["another allocation", "shape", "strides", "dtype"],
+    ids=["another allocation", "shape", "strides", "dtype", "no dense rows", "no paged view"],
 )
-def test_layers_that_differ(change, message):
-    layers = Paged("LBHN").targets()
-    layers[1] = change(layers)
+def test_layers_that_differ_or_are_no_paged_views(change, message):
     with pytest.raises(ValueError, match=message):
-        CacheLayout.from_kv_caches(layers)
-
-
-@pytest.mark.parametrize("change", [lambda layer: layer.mT, lambda layer: layer.flatten(2)], ids=["rows", "dimensions"])
-def test_layers_that_are_no_paged_views(change):
-    with pytest.raises(ValueError, match="layer 0"):
-        CacheLayout.from_kv_caches([change(layer) for layer in Paged("LBHN").targets()])
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "row_bytes"),
-    [(576, torch.bfloat16, 1152), (576, torch.uint8, 576), (656, torch.uint8, 656)],
-    ids=["bf16", "fp8", "fp8_ds_mla"],
-)
-def test_a_latent_cache_has_one_head(width, dtype, row_bytes):
-    """vLLM keeps [blocks, 64, width] of one allocation; fp8_ds_mla's rows are 656 raw bytes."""
-    from vllm.model_executor.layers.attention import MLAAttention
-
-    pool = torch.zeros(2, 5, 64, width, dtype=dtype)
-    layers = [gpu_layer("FlashMLAImpl", MLAAttention, use_sparse=False) for _ in range(2)]
-    for layer, cache in zip(layers, pool, strict=True):
-        layer.kv_cache = cache
-    layout = CacheLayout.from_kv_caches([cache_of(layer) for layer in layers])
-    assert (layout.num_layers, layout.num_heads, layout.block_size) == (2, 1, 64)
-    assert layout.slot_bytes == layout.row_bytes == row_bytes and layout.strides[2] == row_bytes
-    assert layout.layer_offsets.tolist() == [0, 5 * 64 * row_bytes]
-    assert layout.new_rows(70).shape == (2, 2, 1, 64, row_bytes)
+        CacheLayout.from_kv_caches(change(*Paged("LBHN").targets()[:2]))

@@ -3,7 +3,6 @@
 
 import inspect
 import re
-from types import ModuleType
 
 import pytest
 
@@ -50,62 +49,37 @@ def adding(number: int, module: str = __name__):
     return make
 
 
-def test_wrap_and_undo(known):
-    patch.wrap(Runner, "step", adding(1))
-    assert Runner().step(3, scale=2) == 7
-    assert (Runner.step.__name__, Runner.step.__doc__) == ("step", "One step.")
-    assert patch.wrapped() == ["Runner.step"]
-    patch.undo_all()
-    assert vars(Runner)["step"] is ORIGINALS["step"]
-    assert patch.wrapped() == []
-    patch.undo_all()
-    assert dict(vars(Runner)) == ORIGINALS
-
-
-def test_a_module_wraps_a_method_once(known):
+def test_patches_go_on_once_and_come_off_together(known):
     """vLLM loads plugins several times in a process; two layers of one patch would count everything twice."""
     for _ in range(3):
         patch.wrap(Runner, "step", adding(1))
-    assert Runner().step(3) == 4
+    assert Runner().step(3, scale=2) == 7
+    assert (Runner.step.__name__, Runner.step.__doc__) == ("step", "One step.")
+    patch.wrap(Runner, "step", adding(100, "elsewhere"))  # the original is seen through the first patch
+    patch.wrap(Runner, "other", adding("!", "elsewhere"))
+    assert (Runner().step(3), Runner().other()) == (104, "other!")
+    assert patch.wrapped() == ["Runner.other", "Runner.step"]
     patch.undo_all()
+    patch.undo_all()
+    assert dict(vars(Runner)) == ORIGINALS and patch.wrapped() == []
     patch.wrap(Runner, "step", adding(5))
     assert Runner().step(3) == 8, "what was undone can be put on again"
 
 
-def test_two_modules_nest_and_come_off_together(known):
-    """The audit wraps what the runner's patch wrapped: the signature seen through the first is still the original's."""
-    patch.wrap(Runner, "step", adding(1))
-    patch.wrap(Runner, "step", lambda original: lambda self, tokens, scale=1: 10 * original(self, tokens))
-    assert Runner().step(3) == 4, "the same module again: the first patch stays alone"
-    patch.wrap(Runner, "step", adding(100, "elsewhere"))
-    patch.wrap(Runner, "other", adding("!", "elsewhere"))
-    assert Runner().step(3) == 104
-    assert Runner().other() == "other!"
-    assert patch.wrapped() == ["Runner.other", "Runner.step"]
-    patch.undo_all()
-    assert dict(vars(Runner)) == ORIGINALS
-
-
-def sample(logits: int) -> int:
-    return logits + 1
-
-
-def test_functions_of_a_module(monkeypatch):
-    module = ModuleType("some.sampler")
-    module.sample = sample
-    monkeypatch.setitem(releases.KNOWN, "some.sampler.sample", {"0.32.0": releases.of_object(sample)})
-    patch.wrap(module, "sample", lambda sample: lambda logits: 10 * sample(logits))
-    assert module.sample(1) == 20
-    assert patch.wrapped() == ["sampler.sample"]
-    patch.undo_all()
-    assert module.sample is sample
-
-
-@pytest.mark.parametrize("parameters", ["self tokens", "self scale tokens", "self tokens scale more"])
-def test_a_signature_of_no_release_is_refused(known, parameters):
-    """Fewer parameters, others, or another order."""
-    known.update({release: function._replace(parameters=parameters) for release, function in known.items()})
-    with pytest.raises(patch.IncompatibleVLLM, match=f"Runner.step .*{parameters}"):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"parameters": "self tokens"}, "new: scale"),
+        ({"parameters": "self scale tokens"}, "another order"),
+        ({"parameters": "self tokens scale more"}, "gone: more"),
+        ({"body": "another"}, "body"),
+    ],
+)
+def test_a_function_of_no_release_is_refused(known, environment, change, says):
+    """Whether the release is unknown, or known and changed here: what was read is not what would run."""
+    environment("0.33.0+cu130")
+    known.update({release: function._replace(**change) for release, function in known.items()})
+    with pytest.raises(patch.IncompatibleVLLM, match=rf"Runner.step of vLLM 0.33.0\+cu130 .*{says}"):
         patch.wrap(Runner, "step", adding(1))
     del releases.KNOWN[patch.full_name(Runner, "step")]
     with pytest.raises(patch.IncompatibleVLLM, match="Runner.step"):
@@ -119,7 +93,12 @@ def test_a_method_the_class_does_not_define_is_refused(name):
     with pytest.raises(patch.IncompatibleVLLM, match=name):
         patch.wrap(Runner, name, adding(1))
     assert dict(vars(Runner)) == ORIGINALS
-    assert patch.wrapped() == []
+
+
+def test_a_source_that_cannot_be_read_is_no_known_body(known, monkeypatch):
+    monkeypatch.setattr("inspect.linecache.getlines", lambda *file: [])
+    with pytest.raises(patch.IncompatibleVLLM, match="source"):
+        patch.wrap(Runner, "step", adding(1))
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0", "0.33.1"])
@@ -128,43 +107,19 @@ def test_a_known_series_is_served(environment, version):
     patch.check_version()
 
 
-# -- bodies ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.33.0+cu130", "0.32.1"])
-def test_a_body_of_no_release_is_refused(known, environment, version):
-    """Whether the release is unknown, or known and changed here: what was read is not what would run."""
-    environment(version)
-    patch.wrap(Runner, "step", adding(1))
-    patch.undo_all()
-    known.update({release: function._replace(body="another") for release, function in known.items()})
-    with pytest.raises(patch.IncompatibleVLLM, match=f"Runner.step of vLLM {re.escape(version)} .*body"):
-        patch.wrap(Runner, "step", adding(1))
-    assert dict(vars(Runner)) == ORIGINALS
-
-
-def test_a_source_that_cannot_be_read_is_no_known_body(known, environment, monkeypatch):
-    environment("0.32.0")
-    monkeypatch.setattr("inspect.linecache.getlines", lambda *file: [])
-    with pytest.raises(patch.IncompatibleVLLM, match="source"):
-        patch.wrap(Runner, "step", adding(1))
-    assert releases.of_object(ORIGINALS["step"]) == ("self tokens scale", "")
-
-
 # -- vLLM is the one the hooks were written for ------------------------------------------------------------------------
 
 
 def test_every_hook_fits_the_installed_vllm_and_the_known_releases():
     """Each function is known, as it is installed; and each wrapper takes what the function does in every release."""
     from nwor.settings import Settings
-    from nwor.vllm import attention_cpu, batch, metrics, runner_v1, runner_v2, stats, worker
+    from nwor.vllm import attention_cpu, batch, runner_v1, runner_v2, stats, worker
     from nwor.vllm.workarounds import cpu_sampling, eagle_bias
 
     settings = Settings(mode="stage", audit=True, debug_sync=True)
     for module in (worker, stats, runner_v1, runner_v2):
         module.install(settings)
-    worker.require_on_every_rank(settings)
-    for module in (attention_cpu, batch, cpu_sampling, metrics):
+    for module in (attention_cpu, batch, cpu_sampling):
         module.install()
     for on_cpu in (True, False):
         worker._watch_memory("stage", on_cpu)

@@ -39,8 +39,6 @@ def clean_tokens(engines, spec: EngineSpec, **call) -> dict[str, list[list[int]]
     ("method", "scheduled"),
     [
         ("ngram", "synchronous"),
-        ("draft_model", "asynchronous"),
-        ("eagle", "synchronous"),
         ("eagle", "asynchronous"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 
 from nwor_lab.faults import FP8
 from tests.devices import needs_fp8_cache
-from tests.injected import check_each_is_seen
+from tests.nwor.faults import check_each_is_seen
 from tests.nwor.on_cpu import spec_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-import tests.engines
 from nwor.settings import Settings
-from nwor.vllm.stats import UNSEEN
 from nwor_lab.engines.child import status
 from nwor_lab.engines.spec import EngineSpec
-from tests.engines import PROMPTS, Engines, Outcome, in_child, serve_and_end, serve_in_turn
+from tests.engines import NOTES, PROMPTS, Engines, Outcome, in_child
 from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import With
 
@@ -35,18 +33,6 @@ def assert_clean(rank: dict[str, Any], mode: str) -> None:
     assert counters["fallbacks"] == counters["cancelled"] == 0
     assert audit["layer_steps"] > 20
     assert audit["dirty_layer_steps"] == audit["wrong_rows"] == audit["unwritten_rows"] == audit["stray_slots"] == 0
-
-
-# -- an engine that ends in a process that goes on ---------------------------------------------------------------------
-
-
-def test_an_engine_that_ends_gives_its_caches_back(model):
-    assert in_child(serve_and_end, spec_of(model), Settings(mode="stage")) == (True, False)
-
-
-def test_engines_of_one_script_have_their_own_modes(model):
-    modes = ["off", "stage"]
-    assert in_child(serve_in_turn, spec_of(model), modes) == [(mode, mode != "off") for mode in modes]
 
 
 # -- data-parallel engines ---------------------------------------------------------------------------------------------
@@ -98,15 +84,14 @@ def serve_data_parallel(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     return asyncio.run(serve())
 
 
-def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(engines, model):
+def test_each_of_two_data_parallel_engines_serves_and_counts_for_itself(vanilla, model):
     """Every engine has windows, an audit and metrics of its own, which the one front end keeps apart."""
-    plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
     found = in_child(serve_data_parallel, spec_of(model), settings_of("stage"))
-    assert found["tokens"] == plain.tokens
+    assert found["tokens"] == [tokens[:24] for tokens in vanilla().tokens[:6]]
     assert len(found["ranks"]) == 2
     for engine, [rank] in enumerate(found["ranks"]):
         assert_clean(rank, "stage")
-        for name in rank["counters"].keys() - UNSEEN:
+        for name in rank["counters"]:
             assert found["metrics"][f"nwor_{name}", engine] == rank["counters"][name], (name, engine)
         assert found["metrics"]["nwor_scheduler_checks", engine] > 4
         assert found["metrics"]["nwor_scheduler_mismatches", engine] == 0
@@ -128,22 +113,21 @@ def serve_on_ray(spec: EngineSpec, settings: Settings) -> Outcome:
     try:
         generation = served.generate(PROMPTS[:6], 24)
         actors = ray.util.list_named_actors()
-        return Outcome([generation], served.on_every_rank(status), metrics=served.metrics(), libraries=actors)
+        return Outcome([generation], served.on_every_rank(status), metrics=served.metrics(), notes=actors)
     finally:
         served.engine.engine_core.shutdown()
         ray.shutdown()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install nwor[ray]")
-def test_the_mode_reaches_every_worker_of_rays_executor(engines, model, monkeypatch):
+def test_the_mode_reaches_every_worker_of_rays_executor(vanilla, model, monkeypatch):
     """TP=2 on one machine. vLLM refuses Ray on a CPU for want of a resource's name, which `ray_on_cpu` gives it."""
-    plain = engines.run(spec_of(model), Settings(), prompts=PROMPTS[:6], max_tokens=24)
     places = [str(Path(__file__).parent / "ray_on_cpu"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
     spec = With(**vars(spec_of(model, tp=2)), arguments={"distributed_executor_backend": "ray"})
     outcome = in_child(serve_on_ray, spec, settings_of("stage"))
-    assert len(outcome.libraries) == 2, "each rank is an actor"
-    assert outcome.tokens == plain.tokens
+    assert len(outcome.notes) == 2, "each rank is an actor"
+    assert outcome.tokens == [tokens[:24] for tokens in vanilla().tokens[:6]]
     assert [rank["rank"] for rank in outcome.ranks] == [0, 1]
     for rank in outcome.ranks:
         assert_clean(rank, "stage")
@@ -171,7 +155,6 @@ def splits_every_batch(patch: Any) -> None:
 
     allow, forward = GPUModelRunner._allow_microbatching, GPUModelRunner._model_forward
     decide = GPUModelRunner._determine_batch_execution_and_padding
-    inside: list[str] = []
 
     @functools.wraps(allow)
     def _allow_microbatching(self: Any, num_reqs: int, num_scheduled_tokens: Any) -> bool:
@@ -197,34 +180,25 @@ def splits_every_batch(patch: Any) -> None:
             with override_forward_context(context):
                 outputs.append(forward(self, input_ids=input_ids[rows], positions=positions[rows], **kwargs))
         first, second = (part.request_slice for part in whole.ubatch_slices)
-        inside.append("a query" if first.stop > second.start else "between queries")
+        NOTES.append("a query" if first.stop > second.start else "between queries")
         return _cat_ubatch_outputs(outputs)
 
-    patch.setattr(tests.engines, "_loaded", lambda: inside)  # the one list of words that an outcome brings back
     patch.setattr(GPUModelRunner, "_allow_microbatching", _allow_microbatching)
     patch.setattr(GPUModelRunner, "_determine_batch_execution_and_padding", _determine_batch_execution_and_padding)
     patch.setattr(GPUModelRunner, "_model_forward", _model_forward)
 
 
-def served_in_two(model: Path, settings: Settings) -> Outcome:
-    """In a process that has split nothing before."""
-    with closing(Engines()) as engines:
-        return engines.run(in_two(spec_of(model)), settings, splits_every_batch)
-
-
-@pytest.fixture(scope="module")
-def plain_in_two(model):
-    return served_in_two(model, Settings(audit=True))
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_a_batch_in_two_halves(model, plain_in_two, mode):
+def test_a_batch_in_two_halves(model):
     """The split falls into windows, too: their slots are logged and restored whole, whichever half writes them."""
-    plain, outcome = plain_in_two, served_in_two(model, settings_of(mode))
+    with closing(Engines()) as engines:  # a process that has split nothing before
+        plain, outcome = (
+            engines.run(in_two(spec_of(model)), settings, splits_every_batch)
+            for settings in (Settings(audit=True), settings_of("stage"))
+        )
     assert plain.audit["dirty_slots"] > 0, "without a mode rejected rows stay"
-    assert outcome.libraries.count("a query") > 5, "the split falls into a window"
+    assert outcome.notes.count("a query") > 5, "the split falls into a window"
     assert outcome.tokens == plain.tokens
     [rank] = outcome.ranks
-    assert_clean(rank, mode)
-    assert rank["ways"] == ["logged"] and ("micro-batches" in rank["reason"]) == (mode == "stage")
+    assert_clean(rank, "stage")
+    assert rank["ways"] == ["logged"] and "micro-batches" in rank["reason"]
     assert outcome.metrics["nwor_scheduler_mismatches"] == 0

@@ -10,8 +10,7 @@ from nwor.settings import Settings
 from tests.engines import Outcome
 from tests.nwor import scripts
 from tests.nwor.on_cpu import ROUNDING
-from tests.nwor.request_kinds import REGEX
-from tests.nwor.scripts import SCRIPTS, Answer, Found
+from tests.nwor.scripts import REGEX, SCRIPTS, Answer, Found
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 FAULTS = ("dirty_layer_steps", "dirty_slots", "unwritten_rows", "wrong_rows", "stray_slots")
@@ -45,8 +44,6 @@ def test_a_feature_gives_what_it_gives_in_vanilla(serve, vanilla, mode, script):
         pairs = zip(our.logprobs, their.logprobs, strict=True)
         assert all(_close(*pair, 0.0 if mode == "cow" else ROUNDING) for pair in pairs)
     assert (ours.preemptions, ours.events) == (theirs.preemptions, theirs.events)
-    if ours.other:
-        assert ours.other["serving"] == mode and not any(ours.other["audit"][fault] for fault in FAULTS)
 
 
 def _without_logprobs(answer: Answer) -> dict[str, object]:
@@ -68,11 +65,6 @@ def test_the_scripts_do_what_they_are_for(vanilla):
     *_, last = kept = [len(answer.tokens) for answer in vanilla["lengths"].answers]
     assert kept == 2 * list(range(1, last + 1)) and last > 2 * scripts.K
 
-    plain, penalised, without, late = vanilla["penalties"].answers[:4]
-    assert plain.tokens != penalised.tokens and len(set(penalised.tokens)) > len(set(plain.tokens))
-    assert scripts.BAD in plain.text and scripts.BAD not in without.text
-    assert len(late.tokens) > 24 and late.ended[0] == "stop"
-
     urgent = vanilla["priorities"]
     assert urgent.preemptions > 0 and urgent.answers[3].place > max(answer.place for answer in urgent.answers[4:])
 
@@ -90,10 +82,3 @@ def test_the_scripts_do_what_they_are_for(vanilla):
 
     heard = {name for found in vanilla.values() for name, _ in found.events}
     assert heard == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
-
-
-def test_weights_change_under_running_requests_and_change_back(vanilla):
-    changed = [answer.tokens for answer in vanilla["new_weights"].answers]
-    steady = [answer.tokens[: len(changed[0])] for answer in vanilla["resets_and_pauses"].answers]
-    assert all(ours[0] == theirs[0] and ours != theirs for ours, theirs in zip(changed, steady, strict=True))
-    assert vanilla["two_engines"].answers[0].tokens == vanilla["penalties"].answers[0].tokens

@@ -24,12 +24,6 @@ def biased(model: Path, folder: Path, bias: torch.Tensor) -> EngineSpec:
     return replace(spec_of(model), draft=str(checkpoints.write_biased_copy(model / "eagle", folder / "eagle", bias)))
 
 
-def test_no_mode_applies_a_bias_unasked(engines, model, vanilla, tmp_path):
-    """vLLM drops it; a mode that did not was compared with a baseline of another drafter."""
-    outcome = engines.run(biased(model, tmp_path, BIAS), Settings(mode="stage"))
-    assert outcome.generation.counters == vanilla().generation.counters
-
-
 def test_a_bias_is_applied_when_asked_for(engines, model, vanilla, tmp_path):
     """One this large spoils the drafts; dropped, acceptance would be what it is without one."""
     outcome = engines.run(biased(model, tmp_path, BIAS), Settings(eagle_bias=True))

@@ -23,17 +23,7 @@ def install() -> None:
 def expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Tensor:
-    """Repeat each request's value for its tokens.
-
-    Args:
-        x: [num_reqs] of any dtype.
-        cu_num_tokens: int [num_reqs], running count of tokens.
-        num_tokens: their sum.
-        replace_from, replace_to: a value that is to be replaced, and by what.
-
-    Returns:
-        [num_tokens], dtype of `x`.
-    """
+    """As vLLM's own: each request's value, of any dtype, for each of its tokens."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return torch.repeat_interleave(replaced, counts, output_size=num_tokens)

@@ -7,14 +7,13 @@ Where a head's `config.json` says ``"bias": true``, as the original EAGLE recipe
 attention biases that no checkpoint fills.
 How: a bias of zeros without a place is skipped with a notice; for any other its linear layer gets the place that vLLM
 makes where it builds a bias, and vLLM's own loader fills it; what is no linear layer stops the load. A bias that was
-built but is not in the checkpoint is zero. A later load may bring the head whole or in pieces down to single tensors,
-as vLLM's weight transfer does: a bias that it lacks stays as it is. A place made by such a load is in no graph captured
-before. Unless asked for, vLLM's head stays as it is, in every mode, so that modes are compared with one drafter; a
-warning then names the switch, once for each bias.
+built but is not in the first load is zero; a later load, whole or in pieces, leaves one that it lacks as it is. A place
+made by such a load is in no graph captured before. Unless asked for, vLLM's head stays as it is, in every mode, so that
+modes are compared with one drafter; a warning then names the switch.
 When it can go: when vLLM gives a head the biases that its checkpoint has.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,10 +29,6 @@ _PLACES = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-Biases = dict[str, dict[str, Tensor]]
-"""Of each bias parameter, by its name in the head's model, the checkpoint's tensors that go there, by theirs."""
-_SEEN = "nwor_biases_seen"
-"""Attribute of a head from its first load on: the places that a load has filled or something was said of."""
 
 
 def install(repair: bool) -> None:
@@ -43,90 +38,49 @@ def install(repair: bool) -> None:
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
     for head in (EagleLlamaForCausalLM, Eagle3LlamaForCausalLM, EagleLlama4ForCausalLM):
-        wrap(head, "load_weights", _make_load if repair else _make_watch)
+        wrap(head, "load_weights", lambda original: _make_load(original, repair))
 
 
-def _make_watch(original: Callable) -> Callable:
+def _make_load(original: Callable, repair: bool) -> Callable:
     from vllm.logger import init_logger
 
-    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        places, found, layers = dict(self.model.named_parameters()), Biases(), set[str]()
-        loaded = original(self, _noting(weights, found, layers))
-        seen = vars(self).setdefault(_SEEN, set())
-        dropped = [p for p, biases in found.items() if p not in places.keys() | seen and not _all_zero(biases)]
-        seen.update(dropped, found.keys() & places.keys())
-        whole = layers >= _linear_layers(self)  # else other pieces may bring what this one lacks
-        unfilled = [p for p in places if whole and p.endswith(".bias") and p not in seen]
-        seen.update(unfilled)
-        for names, what in ((dropped, "drops, though not zero"), (unfilled, "has and no checkpoint fills")):
-            if names:
-                init_logger(__name__).warning(
-                    "NWOR: %s, which vLLM's EAGLE head %s; VLLM_NWOR_EAGLE_BIAS=1 repairs it, in every mode alike.",
-                    ", ".join(names),
-                    what,
-                )
-        return loaded
-
-    return load_weights
-
-
-def _linear_layers(head: Any) -> set[str]:
-    """Those whose weights every checkpoint of the head has."""
-    from vllm.model_executor.layers.linear import LinearBase
-
-    return {name for name, module in head.model.named_modules() if isinstance(module, LinearBase | torch.nn.Linear)}
-
-
-def _noting(weights: Iterable[tuple[str, Tensor]], found: Biases, layers: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Pass on all weights, and note every bias in `found` and the layers of all others in `layers`."""
-    for name, tensor in weights:
-        layer, _, kind = (place := _place_of(name)).rpartition(".")
-        if kind == "bias":
-            found.setdefault(place, {})[name] = tensor
-        else:
-            layers.add(layer)
-        yield name, tensor
-
-
-def _place_of(name: str) -> str:
-    """The parameter that a checkpoint's tensor goes to."""
-    return ".".join(_PLACES.get(part, part) for part in name.removeprefix("model.").split("."))
-
-
-def _all_zero(biases: dict[str, Tensor]) -> bool:
-    return not any(bool(bias.any()) for bias in biases.values())
-
-
-def _make_load(original: Callable) -> Callable:
-    from vllm.logger import init_logger
+    logger = init_logger(__name__)
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        found, skipped = Biases(), set[str]()
-        tensors = list(_noting(weights, found, set()))  # vLLM looks for a module's places at its first tensor
+        tensors = list(weights)  # vLLM looks for a module's places at its first tensor
         places = dict(self.model.named_parameters())
-        if _SEEN not in vars(self):
+        if repair and "nwor_zeroed" not in vars(self):
+            self.nwor_zeroed = True
             for name, parameter in places.items():
                 if name.endswith(".bias"):
                     parameter.data.zero_()
-        seen = vars(self).setdefault(_SEEN, set())
-        for place, biases in found.items():
-            if place in places:
-                continue
-            names, zeros = list(biases), _all_zero(biases)
-            if zeros:
-                skipped.update(names)
-            else:
+        skipped = set[str]()
+        for place, biases in _without_a_place(tensors, places).items():
+            zeros = not any(bool(bias.any()) for bias in biases.values())
+            if repair and zeros:
+                skipped.update(biases)
+                what = "skipped: zeros"
+            elif repair:
                 _make_place(self, place)
-            if not zeros or place not in seen:
-                init_logger(__name__).warning(
-                    "NWOR: %s, which vLLM's EAGLE head has no place for, is %s.",
-                    ", ".join(names),
-                    "skipped: zeros" if zeros else "applied",
-                )
-            seen.add(place)
+                what = "applied"
+            elif not zeros:
+                what = "dropped, though not zero: VLLM_NWOR_EAGLE_BIAS=1 applies it"
+            else:
+                continue
+            logger.warning_once("NWOR: %s, which vLLM's EAGLE head has no place for, is %s", ", ".join(biases), what)
         return original(self, ((name, tensor) for name, tensor in tensors if name not in skipped))
 
     return load_weights
+
+
+def _without_a_place(tensors: list[tuple[str, Tensor]], places: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Of each bias that the head lacks, by its name there, the checkpoint's tensors that go there, by theirs."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        place = ".".join(_PLACES.get(part, part) for part in name.removeprefix("model.").split("."))
+        if place.endswith(".bias") and place not in places:
+            found.setdefault(place, {})[name] = tensor
+    return found
 
 
 def _make_place(head: Any, place: str) -> None:

@@ -98,16 +98,6 @@ def test_long_windows_are_left_to_flash_attention_3(engines, model, stack, logs)
     assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0
 
 
-@pytest.mark.parametrize("mode", ["stage", "direct"])
-def test_one_graph_for_prefill_and_decodes_is_vllms_own(engines, model, mode):
-    """It is replayed for queries of any length: stage logs every step beside it, and the control steps back."""
-    outcome = treated(engines, model, mode, "v2 FA one graph")
-    [rank] = outcome.ranks
-    assert "cudagraph_mode" in rank["reason"]
-    assert rank["ways"] == (["logged"] if mode == "stage" else [])
-    assert (outcome.audit["dirty_layer_steps"] > 0) == (mode == "direct")
-
-
 @both
 def test_a_mode_is_exact_beside_flash_attention_2(engines, tmp_path, mode):
     """Forced on a GPU that would take another version. Heads of 128: vLLM may have been packed with no other."""
@@ -142,11 +132,6 @@ def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, st
     ), "a step ahead of the scheduler, the device also runs a last window"
 
 
-def test_a_runner_whose_graphs_cannot_be_captured_again_refuses_to_pause(engines, model):
-    with pytest.raises(RuntimeError, match="pause it under the V2 runner"):
-        engines.run(spec_of(model, "v1 FA graphs"), Settings(mode="stage"), paused=True)
-
-
 @both
 def test_under_batch_invariance_a_request_is_the_same_alone_and_in_company(model, monkeypatch, mode):
     """Since vLLM attends: stage logs every step. vLLM's CPU build has none."""
@@ -169,27 +154,9 @@ def test_no_step_waits_for_the_device(model, monkeypatch, mode):
 
 
 @pytest.mark.parametrize(
-    ("mode", "fault", "seen"),
-    [
-        ("cow", faults.no_restore, "dirty_layer_steps"),
-        ("stage", faults.no_commit, "unwritten_rows"),
-        ("stage", faults.commit_one_layer, "unwritten_rows"),
-        ("stage", faults.no_log, "dirty_layer_steps"),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_what_is_left_out_is_seen(engines, model, mode, fault, seen):
-    outcome = engines.run(spec_of(model, "v2 FA eager"), Settings(mode=mode, audit=True), fault)
-    assert outcome.audit[seen] > 0
-
-
-@pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (faults.broken_extension, "operators do not load"),
         (faults.plugin_missing_in_worker, "not active on ranks"),
-        (faults.unknown_vllm, "0.99.0"),
-        (faults.changed_v2_signature, "sample takes"),
         (faults.gpu_layer_without_hook, "staged nothing"),
         (faults.v2_scheduler_disagrees, "accepted"),
     ],

@@ -6,7 +6,7 @@ import pytest
 from nwor.settings import Settings
 from tests.engines import PROMPTS
 from tests.nwor.gpu.on_gpu import assert_clean_and_counted, assert_parity, both, spec_of
-from tests.nwor.specs import LENGTHS, SCHEDULES, ByBatch
+from tests.nwor.specs import LENGTHS, SCHEDULES, by_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 FA eager", "v1 FA graphs"])
 def test_draft_lengths_that_follow_the_batch(engines, model, mode, schedule, stack):
     """Windows grow from two drafts to four as the batch shrinks, or there are none before."""
-    spec = ByBatch(**vars(spec_of(model, stack, batch=4)), schedule=SCHEDULES[schedule])
+    spec = by_batch(spec_of(model, stack, batch=4), SCHEDULES[schedule])
     call = {"prompts": PROMPTS[:4], "sampling": LENGTHS, "logprobs": 5}
     plain = engines.run(spec, Settings(audit=True), **call)
     assert plain.audit["dirty_layer_steps"] > 0

@@ -4,7 +4,7 @@
 import pytest
 
 from nwor_lab.faults import FP8
-from tests.injected import check_each_is_seen
+from tests.nwor.faults import check_each_is_seen
 from tests.nwor.gpu.on_gpu import spec_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

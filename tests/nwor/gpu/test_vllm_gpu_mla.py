@@ -9,7 +9,6 @@ from nwor.settings import Settings
 from nwor_lab.engines.engine import EngineSpec
 from tests import checkpoints
 from tests.engines import Outcome
-from tests.nwor import faults
 from tests.nwor.gpu.on_gpu import assert_clean_and_counted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -47,8 +46,3 @@ def test_modes_are_exact_and_leave_the_cache_clean(engines, deepseek, stack):
         assert rank["ways"] == ["logged"] and rank["reason"].startswith("MLA" if mode == "stage" else "")
         if STACKS[stack].get("enforce_eager", True):
             assert outcome.audit["content_checked"] > 0 == outcome.audit["wrong_rows"]
-
-
-def test_rows_that_are_not_put_back_turn_the_audit_red(engines, deepseek):
-    outcome = treated(engines, deepseek, "cow", "v2 eager", faults.no_restore)
-    assert outcome.audit["dirty_layer_steps"] > 0

@@ -2,25 +2,77 @@
 """Requests, drafters and architectures in real vLLM on a GPU, under the modes."""
 
 import json
+import math
+import re
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from nwor.settings import Settings
 from nwor_lab import pair, paths
 from nwor_lab.bench.parity import compare
-from nwor_lab.engines.engine import Engine, Generation
+from nwor_lab.bench.survival import mean_accepted
+from nwor_lab.engines.engine import Generation
 from tests import checkpoints
 from tests.checkpoints import GAPS, random_pair
-from tests.engines import PROMPTS, Engines
-from tests.nwor import request_kinds
+from tests.engines import PROMPTS, Engines, Outcome
 from tests.nwor.gpu.on_gpu import assert_clean_and_counted, assert_parity, both, eager, spec_of, treated
+from tests.nwor.scripts import REGEX, SCHEMA
 from tests.nwor.specs import With
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+GRAMMARS: list[dict[str, Any]] = [{"json": SCHEMA}, {"regex": REGEX}]
+KINDS = ["structured", "stopped", "after aborts", "sampled"]
+
+
+def calls_of_each_kind(prompts: list[list[int]], stop_token_ids: list[int]) -> list[dict[str, Any]]:
+    """One generation of each of `KINDS`.
+
+    Grammars cut drafts short, beside requests without one. Stops fall inside a window. Aborted requests leave blocks
+    that the next ones fill. Temperature 1 is seeded.
+    """
+    structured = [{"structured_outputs": grammar, "ignore_eos": False} for grammar in GRAMMARS]
+    return [
+        {"prompts": prompts, "max_tokens": 64, "logprobs": 5, "sampling": [*structured, {}]},
+        {"prompts": prompts, "max_tokens": 96, "logprobs": 5, "sampling": [{"stop_token_ids": stop_token_ids}]},
+        {"prompts": prompts, "max_tokens": 24, "logprobs": 5, "abandon": 4},
+        {"prompts": 2 * prompts, "max_tokens": 48, "temperature": 1.0, "seed": 7},
+    ]
+
+
+def assert_meaningful(outcome: Outcome, stop_token_ids: list[int], k: int, target: Path) -> None:
+    """That grammars bound the text and cut drafts, and that stops fell inside accepted runs."""
+    structured, stopped = outcome.generations[:2]
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    for index, tokens in enumerate(structured.tokens):
+        kind, text, finished = index % 3, tokenizer.decode(tokens), tokens[-1] == 0
+        if kind == 0:  # white space may take all of its tokens
+            assert list(json.loads(text)) == SCHEMA["required"] if finished else re.match(r'\{\s*"name"', text), text
+        elif kind == 1:
+            assert finished and re.fullmatch(REGEX, text), text
+    assert structured.counters["draft_tokens"] < k * structured.counters["drafts"], "no draft was cut by a grammar"
+    sampled = len(stopped.tokens) + stopped.counters["drafts"] + stopped.counters["accepted_tokens"]
+    by_length = sum(tokens[-1] not in stop_token_ids for tokens in stopped.tokens)
+    cut = sampled - sum(map(len, stopped.tokens))
+    assert cut > k * by_length, "no stop inside an accepted run"
+
+
+def assert_like(vanilla: Outcome, outcome: Outcome, mode: str, gap: float) -> None:
+    """Vanilla's tokens: all of them under cow, but for near ties under stage, whose acceptance is vanilla's."""
+    for kind, theirs, ours in zip(KINDS, vanilla.generations, outcome.generations, strict=True):
+        if mode == "cow":
+            assert ours.tokens == theirs.tokens, kind
+        elif kind != "sampled":
+            parity = compare(theirs, ours)
+            assert parity.within(gap), (kind, parity)
+    sampled = (made.generations[-1] for made in (vanilla, outcome))
+    (was, error), (now, other_error) = (mean_accepted(made.accepted_at, made.counters["drafts"]) for made in sampled)
+    assert abs(now - was) <= 4 * math.hypot(error, other_error), (was, now, error, other_error)
 
 
 @both
@@ -53,15 +105,15 @@ def test_requests_of_every_kind(engines):
     tokenizer = Tokenizer.from_file(str(paths.PAIR_TARGET / "tokenizer.json"))
     stops = [token for token in range(tokenizer.get_vocab_size()) if set("(:") & set(tokenizer.decode([token]))]
     prompts = [tokenizer.encode(text).ids for text in pair.load_prompts(count=24)]
-    calls = request_kinds.calls(prompts, stops)
+    calls = calls_of_each_kind(prompts, stops)
     spec = replace(spec_of(paths.PAIR_TARGET.parent, "v2 FA graphs"), num_blocks=160)
     vanilla = engines.run(spec, Settings(audit=True), calls=calls)
     assert vanilla.audit["dirty_layer_steps"] > 0
-    request_kinds.assert_meaningful(vanilla, stops, spec.k, paths.PAIR_TARGET)
+    assert_meaningful(vanilla, stops, spec.k, paths.PAIR_TARGET)
     for mode in ("cow", "stage"):
         outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), calls=calls)
         assert_clean_and_counted(outcome, mode, layers=5)
-        request_kinds.assert_like(vanilla, outcome, mode, GAPS["auto"])
+        assert_like(vanilla, outcome, mode, GAPS["auto"])
 
 
 def test_eagle3(engines, model, tmp_path):
@@ -144,54 +196,3 @@ def test_after_sleep_a_mode_serves_as_before(model, mode):
     before, after = outcome.generations
     assert before.tokens == after.tokens
     assert (rank := outcome.ranks[0])["serving"] == mode and rank["counters"]["windows"] > before.counters["drafts"]
-
-
-def test_short_prompts_in_one_graph_for_all(engines, model):
-    """A graph captured with queries of one row is replayed for a prompt longer than a window."""
-    prompts = [[(5 * i + j) % 90 + 3 for i in range(length)] for j, length in enumerate((6, 7, 8, 9, 12))]
-    plain, staged = (
-        engines.run(
-            spec_of(model, "v2 FA one graph", batch=8),
-            Settings(mode=mode, audit=True),
-            prompts=[prompts[0]],
-            max_tokens=24,
-            logprobs=5,
-            calls=[{"prompts": [prompt]} for prompt in prompts],
-        )
-        for mode in ("off", "stage")
-    )
-    assert staged.audit["dirty_layer_steps"] == staged.audit["unwritten_rows"] == 0
-    for theirs, ours in zip(plain.generations, staged.generations, strict=True):
-        parity = compare(theirs, ours)
-        assert parity.within(GAPS["auto"]), parity
-
-
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_other_drafters(model, method):
-    """A drafter without layers, and one with a whole model of its own."""
-    draft = str(model / "target") if method == "draft_model" else ""
-    spec = replace(spec_of(model), method=method, draft=draft, batch=2)
-    prompts = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
-    tokens = {}
-    for mode in ("off", "cow", "stage"):
-        with Engine(spec, Settings(mode=mode, audit=True, debug_sync=mode != "off")) as engine:
-            tokens[mode] = engine.generate(prompts, 32).tokens
-            rank = engine.report()[0]
-        if mode != "off":
-            assert rank["audit"]["dirty_layer_steps"] == rank["audit"]["unwritten_rows"] == 0
-            assert rank["counters"]["windows"] > 0
-    assert tokens["cow"] == tokens["off"]
-
-
-def test_a_biased_head_loads(engines, model, vanilla, tmp_path):
-    """A bias of zeros is skipped, any other is applied, and costs or saves acceptance accordingly."""
-    accepted = []
-    for bias in (torch.zeros(128), 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))):
-        folder = tmp_path / str(len(accepted))
-        checkpoints.write_biased_copy(model / "eagle", folder, bias)
-        spec = replace(spec_of(model), draft=str(folder))
-        outcome = engines.run(spec, Settings(mode="cow", audit=True, eagle_bias=True))
-        assert outcome.tokens == vanilla("v2 FA eager").tokens
-        accepted.append(outcome.generation.counters["accepted_tokens"] / outcome.generation.counters["drafts"])
-    assert json.loads((folder / "config.json").read_text())
-    assert accepted[1] < 0.8 * accepted[0]
