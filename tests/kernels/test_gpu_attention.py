@@ -40,13 +40,13 @@ def test_drawn_shapes_and_masks(data):
     splits = draw(2, 3, 5, 8)
     if long := draw(False, False, True):
         heads, kv_heads, requests, splits = 4, 1, ((64 * 20, 9), (0, 2), (40, 1)), draw(16, 33, 64)
-    cache, mask, dtype = draw("auto", "fp8", "fp8_e5m2"), draw("", "alibi", "sinks"), draw(DTYPE, torch.float16)
+    cache, mask, dtype = draw("auto", "fp8", "fp8_e5m2"), draw("", "alibi", "with_sinks"), draw(DTYPE, torch.float16)
     split = Config(tile=32, splits=splits, min_tiles_per_split=1)
     Windows(
-        requests, dtype, cache, cache != "auto" and draw(True, False), heads, kv_heads, draw(*HEAD_SIZES),
-        draw(16, 32, 64), draw("NHD", "HND"), draw(9, 9, 5, 2), draw("hpn", "h", "p", "n"),
-        config=split if long else draw(CONFIGS[0], split, KEYS_PER_WARP), softcap=draw(0.0, 2.0),
-        sliding_window=draw(0, -1, 1, 2, 7, 40, 1000), **({mask: True} if mask else {}),
+        requests, dtype, cache, heads, kv_heads, draw(*HEAD_SIZES), draw(16, 32, 64), layout=draw("NHD", "HND"),
+        query_fp8=cache != "auto" and draw(True, False), max_query_len=draw(9, 9, 5, 2),
+        destinations=draw("hpn", "h", "p", "n"), config=split if long else draw(CONFIGS[0], split, KEYS_PER_WARP),
+        softcap=draw(0.0, 2.0), sliding_window=draw(0, -1, 1, 2, 7, 40, 1000), **({mask: True} if mask else {}),
     ).check()  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_layers_alike_share_their_launches(checks, compiling):
     """Another layer's cache, staging and scales lie elsewhere; one of another mask is planned anew."""
     problem = Windows(RAGGED, kv_cache_dtype="fp8", config=SPLIT).to_device()
     run(problem, compiling)
-    for seed, (masks, checked) in enumerate([({}, 1), ({"softcap": 2.0}, 2), ({"sinks": True}, 3), ({}, 3)], 1):
+    for seed, (masks, checked) in enumerate([({}, 1), ({"softcap": 2.0}, 2), ({"with_sinks": True}, 3), ({}, 3)], 1):
         other = replace(
             problem, seed=seed, scales={"q_scale": 0.5, "k_scale": 0.5, "v_scale": 2.0}, **masks
         ).to_device()

@@ -15,11 +15,11 @@ from tests.lab.attention import FP8, Problem, identity_packing
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Prefixes at, before and behind the edges of blocks of 16, with tails of all lengths the drafters have.
 BATCH = tuple(zip((0, 1, 15, 16, 17, 37, 32, 64, 5), range(1, 10), 9 * (True,), strict=True))
-requests = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=5)
+BATCHES = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=5)
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(data=st.data(), batch=st.just(BATCH) | requests, masked=st.booleans(), seed=st.integers(0, 99))
+@given(data=st.data(), batch=st.just(BATCH) | BATCHES, masked=st.booleans(), seed=st.integers(0, 99))
 def test_against_float64(data, batch, masked, seed):
     """Every cache dtype, grouped heads, head sizes, packings and masks; requests with windows, and others, which
     are vLLM's: neither their output nor their block table is ours.
@@ -27,7 +27,7 @@ def test_against_float64(data, batch, masked, seed):
     vLLM's -1 and our 0 are no sliding window; one of w is the row's own position and the w - 1 before it.
     """
     draw = lambda *choices: data.draw(st.sampled_from(choices))
-    prefixes, tails, windows = zip(*batch, strict=True)
+    requests, windows = [one[:2] for one in batch], [one[2] for one in batch]
     cache, head_size, block_size = draw("auto", *FP8), draw(8, 64, 128), draw(4, 16, 32)
     heads, kv_heads = draw((4, 2), (2, 2), (8, 1), (6, 3), (7, 1))
     scales = {} if cache == "auto" else {"k_scale": 0.75, "v_scale": 1.5}
@@ -38,7 +38,7 @@ def test_against_float64(data, batch, masked, seed):
         "with_sinks": draw(False, True),
     }
     Problem(
-        prefixes, tails, draw(*DTYPES), cache, heads, kv_heads, head_size, block_size, windows=windows, seed=seed,
+        requests, draw(*DTYPES), cache, heads, kv_heads, head_size, block_size, windows=windows, seed=seed,
         packing=identity_packing(block_size, 2 * head_size) if draw(True, False) else None,
         **scales, **(masks if masked else {}),
     ).check()  # fmt: skip
@@ -46,12 +46,12 @@ def test_against_float64(data, batch, masked, seed):
 
 def test_windows_lie_anywhere_in_staging():
     """Windows need not follow the batch's order, nor fill staging: `window_start` alone says where they are."""
-    problem = Problem((20, 3, 16), (4, 2, 5))
+    problem = Problem(((20, 4), (3, 2), (16, 5)))
     expected = problem.run().clone()
     whole = problem.staging.reshape(problem.staging.shape[0], 2, -1)[:, :, problem.packing.flatten().long()]
     whole = whole.view(problem.staging.shape).transpose(1, 2).flatten(0, 1)  # [rows, H, 2 * D], unpacked
     moved = [(25, 28), (0, 1), (12, 16)]
-    problem.staging = problem.nan_cache(3)
+    problem.staging = problem.poisoned(3)
     for (first, _), rows in zip(moved, whole[:8].split([3, 1, 4]), strict=True):
         for index, row in enumerate(rows):
             block, offset = divmod(first + index, 16)
@@ -63,7 +63,7 @@ def test_windows_lie_anywhere_in_staging():
 
 def test_the_tail_is_seen():
     """The flaw that began it all: each row attends to the staged rows up to its own, and to none behind it."""
-    problem = Problem((20,), (5,), packing=identity_packing(16, 64))
+    problem = Problem(((20, 5),), packing=identity_packing(16, 64))
     expected = problem.run().clone()
     problem.staging[0, :, 2] += 1
     changed = (problem.run() != expected).flatten(1).any(1)
@@ -74,7 +74,7 @@ def test_the_tail_is_seen():
 
 def test_blocks_of_all_layers_and_strided_tensors():
     """Pages with room for other layers between the blocks; output rows that are not dense."""
-    problem = Problem((20, 33), (3, 4))
+    problem = Problem(((20, 3), (33, 4)))
     expected = problem.run().clone()
     wide = torch.full((problem.kv_cache.shape[0], 3, *problem.kv_cache.shape[1:]), float("nan"))
     wide[:, 1] = problem.kv_cache
@@ -89,7 +89,7 @@ NAMES = ops.OPERATORS["verify_attention"]
 
 
 def problem(cache: str = "auto") -> Problem:
-    return Problem((33, 30), (3, 4), kv_cache_dtype=cache, alibi=True, with_sinks=True)
+    return Problem(((33, 3), (30, 4)), kv_cache_dtype=cache, alibi=True, with_sinks=True)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
@@ -140,4 +140,4 @@ def test_wrong_values_are_refused(name, change, word):
 @pytest.mark.parametrize("sizes", [{"head_size": 12}, {"num_heads": 3}])
 def test_sizes_that_are_not_served(sizes):
     with pytest.raises(RuntimeError, match=r"head size|divide"):
-        Problem((33, 30), (3, 4), **sizes).run()
+        Problem(((33, 3), (30, 4)), **sizes).run()
