@@ -63,12 +63,10 @@ def per_launch(times: pd.DataFrame) -> tuple[float, float]:
 
 
 def dram_over_model(counters: pd.DataFrame) -> pd.DataFrame:
-    """DRAM bytes that the hardware counted over those of the model, one row a case: read, written and both."""
-    keys = ["op", *KEYS, "bytes"]
-    wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()
-    wide["read"], wide["written"] = wide["dram_read"] / wide["bytes"], wide["dram_written"] / wide["bytes"]
-    wide["both"] = (wide["dram_read"] + wide["dram_written"]) / (2 * wide["bytes"])
-    return wide
+    """DRAM bytes that the hardware counted, read and written, over those of the model, in `both`: a row a case."""
+    wide = counters.pivot_table(index=["op", *KEYS, "bytes"], columns="metric", values="value", observed=True)
+    wide = wide.reset_index()
+    return wide.assign(both=(wide["dram_read"] + wide["dram_written"]) / (2 * wide["bytes"]))
 
 
 def unequal_bytes(times: pd.DataFrame) -> int:

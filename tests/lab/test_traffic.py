@@ -66,19 +66,6 @@ def test_counted_equals_formula(mode, step):
     assert cache.traffic == step_traffic(mode, shape, window_of(requests, rejected))
 
 
-@settings(max_examples=40, deadline=None)
-@given(mode=st.sampled_from(MODES), k=st.integers(1, 8), accepted=st.lists(st.integers(0, 1), min_size=1, max_size=4))
-def test_a_step_is_its_layers_and_its_ranks(mode, k, accepted):
-    window = window_of_k(k, accepted)
-    whole = step_traffic(mode, Shape(6, 8, 16), window)
-    layer = step_traffic(mode, Shape(1, 8, 16), window)
-    half = step_traffic(mode, Shape(6, 8, 16, tp=2), window)
-    for kind, moved in whole.items():
-        assert (moved.read, moved.written) == (6 * layer[kind].read, 6 * layer[kind].written)
-        assert (moved.read, moved.written) == (2 * half[kind].read, 2 * half[kind].written)
-        assert moved.launches == half[kind].launches
-
-
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 @settings(max_examples=40, deadline=None)
