@@ -43,6 +43,7 @@ def changes(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor.repeat_interleave(2, -1)[..., ::2]
     for dim, size in enumerate(tensor.shape):
         yield tensor.narrow(dim, 0, size - 1)
+        yield tensor.narrow(dim, 0, 0)
         yield torch.cat([tensor, tensor], dim)
         if size > 1:
             yield tensor.narrow(dim, 0, 1).expand_as(tensor)
@@ -51,23 +52,27 @@ def changes(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def check_changes(operator: str, arguments: Callable[[str], Sequence[Any]], device: str) -> None:
-    """Of each tensor every one of `changes` is refused, with a name of an argument; or the operator still does as plain
-    Python does. `arguments` makes them for a device."""
-    names, refused = ops.OPERATORS[operator], 0
-    tensors = [at for at, arg in enumerate(arguments("cpu")) if isinstance(arg, Tensor)]
-    for at in tensors:
-        for number in range(len([*changes(arguments("cpu")[at])])):
-            args = [*arguments("cpu")]
-            args[at] = [*changes(args[at])][number]
+    """Of each tensor, and of keys and values together, every one of `changes` is refused, with a name of an argument;
+    or the operator still does as plain Python does. `arguments` makes them for a device."""
+    names, drawn, refused = ops.OPERATORS[operator], arguments("cpu"), 0
+    tensors = [name for name, arg in zip(names, drawn, strict=False) if isinstance(arg, Tensor)]
+    pairs = [(name, name.replace("key", "value")) for name in tensors if "key" in name]
+
+    def with_change(on: str, which: Sequence[str], number: int) -> list[Any]:
+        given = zip(names, arguments(on), strict=False)
+        return [[*changes(arg)][number] if name in which else arg for name, arg in given]
+
+    for which in [*((name,) for name in tensors), *pairs]:
+        for number in range(len([*changes(drawn[names.index(which[0])])])):
+            args, what = with_change("cpu", which, number), f"{operator}, {' and '.join(which)}, change {number}"
             twins = Twins(*args)
-            what = f"{operator}, {names[at]}, change {number}"
             try:
                 getattr(ops, operator)(*args)
             except RuntimeError as error:
                 assert any(re.search(rf"\b{name}\b", str(error)) for name in names), f"{what}: {error}"
                 refused += 1
                 if device == "cuda" and "] is " not in str(error):  # contents are not known to the host there
-                    check_wrong(operator, arguments(device), names[at], lambda t, n=number: [*changes(t)][n])
+                    check_refused(operator, with_change(device, which, number))
             else:
                 reference.run(operator, twins.copies, "cpu")
             twins.assert_equal(what)
