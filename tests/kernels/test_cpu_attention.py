@@ -86,30 +86,15 @@ class Backend:
 
     def attend(self) -> Tensor:
         """vLLM's own attention of the tails, through the patched or unpatched method."""
+        schedule = vllm_ops.cpu_attn_get_scheduler_metadata(
+            len(TAILS), NUM_HEADS, NUM_KV_HEADS, self.head_size, self.seq_lens, self.dtype, self.query_start_loc, True,
+            self.impl.sliding_window, self.layer.isa, True, None, self.impl.kv_cache_dtype,
+        )  # fmt: skip
         metadata = CPUAttentionMetadata(
-            num_actual_tokens=sum(TAILS),
-            max_query_len=max(TAILS),
-            query_start_loc=self.query_start_loc,
-            max_seq_len=int(self.seq_lens.max()),
-            seq_lens=self.seq_lens,
-            block_table=self.block_table,
-            slot_mapping=self.slots[self.tail_rows],
-            scheduler_metadata=vllm_ops.cpu_attn_get_scheduler_metadata(
-                len(TAILS),
-                NUM_HEADS,
-                NUM_KV_HEADS,
-                self.head_size,
-                self.seq_lens,
-                self.dtype,
-                self.query_start_loc,
-                True,
-                self.impl.sliding_window,
-                self.layer.isa,
-                True,
-                None,
-                self.impl.kv_cache_dtype,
-            ),
-        )
+            num_actual_tokens=sum(TAILS), max_query_len=max(TAILS), query_start_loc=self.query_start_loc,
+            max_seq_len=int(self.seq_lens.max()), seq_lens=self.seq_lens, block_table=self.block_table,
+            slot_mapping=self.slots[self.tail_rows], scheduler_metadata=schedule,
+        )  # fmt: skip
         output = torch.full_like(self.query, float("nan"))
         key, value = self.key[self.tail_rows], self.value[self.tail_rows]
         CPUAttentionBackendImpl.forward(
@@ -128,23 +113,12 @@ class Backend:
             self.write(cache, self.slots[first], first)
         output = torch.full_like(self.query, float("nan"))
         ops.verify_attention(
-            self.query,
-            cache,
-            staging,
-            output,
-            self.query_start_loc,
-            self.seq_lens,
-            self.block_table,
-            self.query_start_loc[:-1] + 1,
-            attention_cpu.find_packing(self.layer),
-            scale=self.impl.scale,
-            sliding_window=self.impl.sliding_window,
-            alibi_slopes=self.impl.alibi_slopes,
-            sinks=self.impl.sinks,
-            kv_cache_dtype=self.impl.kv_cache_dtype,
-            k_scale=self.layer._k_scale_float,
+            self.query, cache, staging, output, self.query_start_loc, self.seq_lens, self.block_table,
+            self.query_start_loc[:-1] + 1, attention_cpu.find_packing(self.layer), scale=self.impl.scale,
+            sliding_window=self.impl.sliding_window, alibi_slopes=self.impl.alibi_slopes, sinks=self.impl.sinks,
+            kv_cache_dtype=self.impl.kv_cache_dtype, k_scale=self.layer._k_scale_float,
             v_scale=self.layer._v_scale_float,
-        )
+        )  # fmt: skip
         return output
 
 
