@@ -55,9 +55,6 @@ class Shape:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_size", "cache_bytes", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
         if self.num_kv_heads % self.tp and self.tp % self.num_kv_heads:
             heads = self.num_kv_heads
             raise ValueError(

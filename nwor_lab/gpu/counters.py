@@ -35,7 +35,8 @@ METRICS = {
 """Names in the table: us, % of the peak of memory, tensor cores and issue slots, warps that a multiprocessor holds."""
 KERNELS = {"verify_windows": "nwor", "reshape_and_cache": "write", "FlashAttnFwdCombine": "combine", "Flash": "flash"}
 """Names of kernels in the table, by the first pattern that the kernel name matches."""
-
+LAUNCHES = {("nwor", "write", "flash"), ("nwor", "write", "flash", "combine")}
+"""Those of a shape: FlashAttention combines where it has split the prefix."""
 
 TO_BASE = {
     "Kbyte": ("byte", 1e3),
@@ -143,19 +144,16 @@ def measure() -> pd.DataFrame:
 
 
 def table(seen: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the launches as `read` gives them, in the order of `shapes`; each shape's first is ours."""
+    """Rows of the launches as `read` gives them, in the order of `shapes`."""
     every = shapes()
     op = seen["kernel"].map(lambda name: next(op for pattern, op in KERNELS.items() if re.search(pattern, name)))
     launches = seen.assign(op=op).drop_duplicates("launch").set_index("launch")["op"]
     number = (launches == "nwor").cumsum()
-    each = launches.groupby(number).agg(lambda ops: sorted(op for op in ops if op != "combine"))
-    combined = (launches == "combine").groupby(number).sum()
-    whole = all(ops == ["flash", "nwor", "write"] for ops in each) and [*each.index] == [*range(1, len(every) + 1)]
-    if not whole or combined.max() > 1:
+    each = launches.groupby(number).agg(tuple)
+    if [*each.index] != [*range(1, len(every) + 1)] or not set(each) <= LAUNCHES:
         wanted = f"this kit's kernel, vLLM's write and FlashAttention of {len(every)} shapes"
         raise RuntimeError(f"the profiler saw {len(launches)} launches, which are not {wanted}")
-    at = seen["launch"].map(number) - 1
-    of_shape = pd.DataFrame([asdict(every[n]) for n in at], index=seen.index)
+    of_shape = pd.DataFrame([asdict(every[n - 1]) for n in seen["launch"].map(number)], index=seen.index)
     frame = of_shape.assign(op=op, metric=seen["metric"].map(METRICS), value=seen["value"])
     frame["unit"] = seen["unit"].replace("", "count")
     return results.tidy(frame, mode="", model="")

@@ -61,12 +61,11 @@ class OperatorCase:
     """The tensors of one step on a pool laid out as vLLM's (layer, block, slot, head, key and value): "NHD".
 
     Args:
-        kv_heads: of a layer. cache: bf16 or fp8. query: rows of a window, its token and drafts.
+        kv_heads: of a layer. cache: bf16 or fp8. query: rows of a window, its token and drafts, which
+            have to fit into two pages.
     """
 
     def __init__(self, kv_heads: int, cache: str, seed: int = 0, query: int = QUERY) -> None:
-        if query > BLOCK_SIZE + 1:
-            raise ValueError(f"a window of {query} rows does not fit into two pages: k is at most {BLOCK_SIZE}")
         self.query = query
         self.shape, self.cache, self.fp8, self.heads = shape_of(kv_heads, cache), cache, cache == "fp8", kv_heads
         self.generator = torch.Generator().manual_seed(seed)

@@ -35,10 +35,10 @@ def select(times: pd.DataFrame, **wanted: Sequence[Any]) -> pd.DataFrame:
 
 
 def medians(times: pd.DataFrame) -> pd.DataFrame:
-    """One row an op and case: median in microseconds, bytes, launches, TB/s and samples."""
+    """One row an op and case: median in microseconds, bytes, launches and TB/s."""
     rows = times[(times["metric"] == "time") & (times["rows"] > 0)].astype({"op": str, "cache": str, "value": float})
     groups = rows.groupby(["op", *KEYS, "launches"], as_index=False)
-    frame = groups.agg(us=("value", "median"), bytes=("bytes", "first"), samples=("value", "size"))
+    frame = groups.agg(us=("value", "median"), bytes=("bytes", "first"))
     return frame.assign(tb_s=frame["bytes"] / frame["us"] / 1e6)
 
 
@@ -46,18 +46,6 @@ def ceilings(times: pd.DataFrame) -> tuple[float, float]:
     """(TB/s of the large copy, microseconds of the empty kernel), both medians."""
     copies, empties = times[times["op"] == "copy"], times[times["op"] == "empty"]
     return float(copies["bytes"].iloc[0] / copies["value"].median() / 1e6), float(empties["value"].median())
-
-
-def modelled(times: pd.DataFrame) -> pd.DataFrame:
-    """The medians of this kit's operators where they move rows, with `model` (us) and `net`, the share of the copy
-    bandwidth that is reached, the empty kernel's time taken off.
-    """
-    bandwidth, empty = ceilings(times)
-    frame = medians(times)
-    frame = frame[frame["op"].isin(OURS) & (frame["bytes"] > 0)]
-    frame = frame[(frame["op"] != "log") | (frame["kept"] == frame["kept"].max())]  # the log's cases are one
-    moved_us = frame["bytes"] / bandwidth / 1e6
-    return frame.assign(model=empty + moved_us, net=moved_us / (frame["us"] - empty))
 
 
 def speedups(times: pd.DataFrame) -> pd.DataFrame:
@@ -75,12 +63,10 @@ def per_launch(times: pd.DataFrame) -> tuple[float, float]:
 
 
 def dram_over_model(counters: pd.DataFrame) -> pd.DataFrame:
-    """DRAM bytes that the hardware counted over those of the model, one row a case: read, written and both."""
-    keys = ["op", *KEYS, "bytes"]
-    wide = counters.pivot_table(index=keys, columns="metric", values="value", observed=True).reset_index()
-    wide["read"], wide["written"] = wide["dram_read"] / wide["bytes"], wide["dram_written"] / wide["bytes"]
-    wide["both"] = (wide["dram_read"] + wide["dram_written"]) / (2 * wide["bytes"])
-    return wide
+    """DRAM bytes that the hardware counted, read and written, over those of the model, in `both`: a row a case."""
+    wide = counters.pivot_table(index=["op", *KEYS, "bytes"], columns="metric", values="value", observed=True)
+    wide = wide.reset_index()
+    return wide.assign(both=(wide["dram_read"] + wide["dram_written"]) / (2 * wide["bytes"]))
 
 
 def unequal_bytes(times: pd.DataFrame) -> int:
@@ -89,17 +75,17 @@ def unequal_bytes(times: pd.DataFrame) -> int:
 
 
 def priced(times: pd.DataFrame) -> pd.DataFrame:
-    """Commit, log, restore and vLLM's writer, all layers, beside the model's price: a row an op and case.
-
-    The price is by the launches and the copy that `times` holds itself: `predicted` (us), and `error`, which is
-    predicted / `us` - 1.
-    """
+    """Commit, log, restore and vLLM's writer, all layers: a row an op and case of `medians`, and in `predicted` the
+    model's price in us, by the launches and the copy that `times` holds itself."""
     (bandwidth, empty), (_, further) = ceilings(times), per_launch(times)
     frame = medians(times).query("op in ('commit', 'log', 'restore', 'vllm')").reset_index(drop=True)
     frame["predicted"] = empty + (frame["launches"] - 1) * further + frame["bytes"] / (1e12 * bandwidth) * 1e6
-    return frame.assign(error=frame["predicted"] / frame["us"] - 1)
+    return frame
 
 
 def roof_points(times: pd.DataFrame) -> pd.DataFrame:
-    """The all-layer operators of `modelled` as points of `nwor_lab.figures.roofline`."""
-    return modelled(times).assign(panel="commit, log, restore: all layers", kernel=lambda rows: rows["op"])
+    """This kit's operators, all layers, where they move rows, as points of `nwor_lab.figures.roofline`."""
+    frame = medians(times)
+    frame = frame[frame["op"].isin(OURS) & (frame["bytes"] > 0)]
+    frame = frame[(frame["op"] != "log") | (frame["kept"] == frame["kept"].max())]  # the log's cases are one
+    return frame.assign(panel="commit, log, restore: all layers", kernel=frame["op"])

@@ -17,24 +17,16 @@ EACH = {"flash2": "FlashAttention 2, forced", "triton": "Triton", "flash": "Flas
 
 
 def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
-    """One row a shape: microseconds of `nwor`, `flash` (any split), `triton`, `write`, `vanilla` and `floor`, `ratio`.
-
-    `tuned_on` says whether the tuning was searched on the shape.
+    """One row a shape: the columns of `net`, `bytes`, `floor` in microseconds, and whether the tuning was searched on
+    the shape, `tuned_on`.
 
     Args:
         times: as `nwor_lab.gpu.attention.measure` makes them.
         bandwidth: of a large copy, in TB/s.
     """
-    table = net(times)
-    table["flash"] = _any_split(table)
     facts = times.groupby(KEYS, observed=True)[["bytes", "tuned_on"]].first()
-    table = table.drop(columns=list(table.filter(regex="^flash "))).join(facts).reset_index()
-    return table.assign(floor=table["bytes"] / bandwidth / 1e6, tp=32 // table["heads"])
-
-
-def _any_split(table: pd.DataFrame) -> pd.Series:
-    """FlashAttention 3's time, of the number of splits that is fastest."""
-    return table.filter(regex="^flash( |$)").min(axis=1)
+    table = net(times).join(facts).reset_index()
+    return table.assign(floor=table["bytes"] / bandwidth / 1e6)
 
 
 def errors(times: pd.DataFrame) -> pd.DataFrame:
@@ -54,7 +46,6 @@ def over_each(times: pd.DataFrame) -> pd.DataFrame:
         times: table `gpu_cliff`, `gpu_long`, `gpu_long_drafts` or `gpu_next_layers`.
     """
     table = net(times)
-    table["flash"] = _any_split(table)
     table = table.reindex(columns=table.columns.union(list(EACH)))
     return pd.DataFrame({name: table["nwor"] / table[op] for op, name in EACH.items()}).reset_index()
 
@@ -71,7 +62,7 @@ def roof_points(table: pd.DataFrame, empty: float, k: int = 8, cache: str = "bf1
 
     empty: microseconds of an empty kernel, which the times of `frame` are without and the roof has.
     """
-    rows = table[(table["tp"] == 1) & (table["cache"] == cache) & (table["k"] == k)]
+    rows = table[(table["heads"] == 32) & (table["cache"] == cache) & (table["k"] == k)]
     long = rows.melt(["kv_heads", "batch", "context", "bytes"], list(BACKENDS), "kernel", "us").dropna(subset="us")
     title = f"attention and write of one layer, {1 + k} rows, {cache}"
     return long.assign(panel=title, kernel=long["kernel"].map(BACKENDS), us=long["us"] + empty)

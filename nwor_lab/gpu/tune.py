@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the fastest configurations of `stage`'s attention on this GPU, in a file that vLLM takes.
 
-    nwor tune --heads 32x8 --head-size 128 --k 8 --tp 1,2 --out tuning
+    nwor tune --heads 32x8,16x4 --head-size 128 --k 8 --out tuning
     VLLM_NWOR_TUNING=$PWD/tuning VLLM_NWOR_MODE=stage vllm serve ...
 
-The file is named after the GPU, and holds what was known of it before as well. Each k, cache and number of ranks takes
-about a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
+The file is named after the GPU, and holds what was known of it before as well. Each k, cache and pair of heads
+takes about a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
 interleaved with the candidates. A model's heads are `num_attention_heads`, `num_key_value_heads` and `head_dim` of its
-`config.json`.
+`config.json`; ranks share both kinds, so 16x4 is a model of 32x8 with tensor_parallel_size=2.
 """
 
 from __future__ import annotations
@@ -254,24 +254,13 @@ def in_words(config: dict[str, Any]) -> str:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def of_rank(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
-    """Query and KV heads of one of `tp` ranks; KV heads fewer than ranks are repeated, as vLLM does.
-
-    Raises:
-        ValueError: the heads do not divide among the ranks.
-    """
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
-        raise ValueError(f"{heads} query heads and {kv_heads} KV heads do not divide among {tp} ranks")
-    return heads // tp, max(1, kv_heads // tp)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tune(Axes):
-    shape: Annotated[str, arg(help=f"of a model, in place of --heads: {', '.join(SHAPES)}")] = ""
+    heads: tuple[str, ...] = ()
+    """query heads x KV heads of a rank, such as 32x8,16x4"""
+    shape: Annotated[str, arg(help=f"of a model on one rank, in place of --heads: {', '.join(SHAPES)}")] = ""
     head_size: int = HEAD_SIZE
     """of --heads"""
-    tp: tuple[int, ...] = (1,)
-    """ranks that share the heads"""
     ks: Annotated[tuple[int, ...], arg(name="k", aliases=("--ks",))] = (8,)
     batches: tuple[int, ...] = BATCHES
     contexts: tuple[int, ...] = CONTEXTS
@@ -287,21 +276,16 @@ class Tune(Axes):
             raise ValueError("give --heads or --shape, and one of them")
         if self.shape:
             command_line.check_names("--shape", (self.shape,), SHAPES)
-        self.ranks()
+        if any(heads % kv_heads for heads, kv_heads in self.layer[0]) or self.layer[1] not in HEAD_SIZES:
+            raise ValueError(f"stage serves heads of size {HEAD_SIZES}, and so many a KV head as divide them evenly")
 
-    def ranks(self) -> tuple[list[tuple[int, int]], int]:
-        """Query and KV heads of a rank, of each shape and number of ranks that was asked for, and their head size.
-
-        Raises:
-            ValueError: heads do not divide among the ranks, or `stage` does not serve their size.
-        """
-        heads, head_size = self.pairs, self.head_size
-        if self.shape:
-            shape = SHAPES[self.shape]
-            heads, head_size = [(shape["num_attention_heads"], shape["num_key_value_heads"])], shape["head_dim"]
-        if head_size not in HEAD_SIZES:
-            raise ValueError(f"stage serves no heads of size {head_size}")
-        return list(dict.fromkeys(of_rank(of_all, kv, tp) for of_all, kv in heads for tp in self.tp)), head_size
+    @property
+    def layer(self) -> tuple[list[tuple[int, int]], int]:
+        """Query and KV heads, of each layer that was asked for, and their size."""
+        if not self.shape:
+            return self.pairs, self.head_size
+        shape = SHAPES[self.shape]
+        return [(shape["num_attention_heads"], shape["num_key_value_heads"])], shape["head_dim"]
 
 
 def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> Path:
@@ -329,8 +313,8 @@ def main(argv: list[str] | None = None) -> int:
     if "fp8" in caches and torch.cuda.get_device_capability() < (8, 9):
         print("nwor tune: this GPU has no fp8: bf16 alone")
         caches = ("bf16",)
-    device, (ranks, head_size) = Device.of("cuda"), asked.ranks()
-    chosen = shapes(ranks, asked.batches, asked.contexts, caches, asked.ks, head_size=head_size)
+    device, (heads, head_size) = Device.of("cuda"), asked.layer
+    chosen = shapes(heads, asked.batches, asked.contexts, caches, asked.ks, head_size=head_size)
     memory = torch.cuda.get_device_properties("cuda").total_memory
     chosen = [shape for shape in chosen if LAYERS * shape.bytes < memory]
     known = tuned(device)

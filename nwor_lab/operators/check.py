@@ -5,10 +5,10 @@ What `notebooks/02_kernels.ipynb` shows; more calls, and every past bug, are in 
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -18,35 +18,24 @@ from nwor import ops
 from nwor_lab import machine
 from nwor_lab.faults import COMMIT, FAULTS, Fault
 from nwor_lab.operators.inputs import (
-    LAYOUTS,
+    CACHE_DTYPES,
+    DTYPES,
+    ORDERS,
     cache_dtype_of,
     calls,
+    draw,
     make_cache,
     make_slots,
     make_staging,
     make_vectors,
-    without_staging,
 )
 from nwor_lab.operators.reference import Twins, raw, run_both
 from nwor_lab.run import results
 
-ORDERS = ("LBNH", "LBHN", "BLHN")
-CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 VLLM_WRITERS = {"cpu": ("_C", "cpu_attn_reshape_and_cache"), "cuda": ("_C_cache_ops", "reshape_and_cache_flash")}
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SHAPES = ((2, 8, 16), (4, 16, 4), (3, 20, 8), (1, 128, 16))
-"""Heads, head size, block size: few elements for a warp, as many heads as slots in a block, rows of no 16 bytes."""
 FEW = 16
 """Calls of each fault: one may have nothing that it could move wrongly."""
-
-
-class Case(NamedTuple):
-    """One call of one operator."""
-
-    operator: str
-    layout: str
-    cache: str
-    args: tuple[Any, ...]
+BYTES = ("bytes_compared", "bytes_differing")
 
 
 def devices(device: str = "") -> list[str]:
@@ -69,56 +58,39 @@ def on_each_device(check: Callable[[str], pd.DataFrame], on: list[str]) -> pd.Da
 # -- drawn calls -------------------------------------------------------------------------------------------------------
 
 
-def draw(device: str, cases: int, seed: int) -> Iterator[Case]:
-    """Calls with drawn dtypes, layouts, shapes, strides, slots and accepted rows; `cases` times each operator once."""
-    rng = random.Random(seed)
-    for number in range(cases):
-        heads, head_size, block_size = rng.choice(SHAPES)
-        cache, layout, order = rng.choice(CACHE_DTYPES), rng.choice(LAYOUTS), rng.choice(ORDERS)
-        packed = device == "cpu" and order != "LBNH" and rng.random() < 0.5
-        drawn = calls(
-            device, seed + number, cache=cache, layout=layout, order=order,
-            heads=heads, head_size=head_size, block_size=block_size, tokens=rng.randint(1, 12),
-            dtype=rng.choice(DTYPES), form=rng.choice(("packed", "qkv", "heads first")),
-            scale=rng.choice(("none", "scalar", "token", "head")), element_size=rng.choice((1, 2, 4)) if packed else 0,
-            padding=rng.choice((0, 2)),
-        )  # fmt: skip
-        for operator, args in drawn.items():
-            if operator == "open_window":
-                stages = rng.random() < 0.5
-                yield Case(operator, "stage" if stages else "cow", "", args if stages else without_staging(args))
-            elif operator.endswith("all_layers"):
-                yield Case(operator, order + (", packed" if packed else ""), "raw bytes", args)
-            else:
-                yield Case(operator, layout, cache, args)
-
-
 def compare(device: str, cases: int, seed: int) -> pd.DataFrame:
-    """Run drawn calls beside the reference. Tidy rows: calls, bytes compared and bytes differing, by operator."""
-    found = [(*case[:3], 1, *run_both(case.operator, *case.args).compare()) for case in draw(device, cases, seed)]
-    names = ["operator", "layout", "cache", "calls", "bytes_compared", "bytes_differing"]
-    sums = pd.DataFrame(found, columns=names).groupby(names[:3], as_index=False).sum()
-    rows = sums.melt(id_vars=names[:3], var_name="metric", value_name="value")
-    return rows.assign(unit=rows["metric"].map({"calls": "calls"}).fillna("bytes"), device=device)
+    """Run `cases` drawn calls of each operator beside the reference. Tidy rows: bytes compared and bytes differing, by
+    operator."""
+    drawn = [call for number in range(cases) for call in draw(device, seed + number).items()]
+    found = pd.DataFrame(
+        [(name, *run_both(name, *args).compare()) for name, args in drawn], columns=["operator", *BYTES]
+    )
+    sums = found.groupby("operator", as_index=False).sum()
+    return sums.melt("operator", var_name="metric").assign(unit="bytes", device=device)
 
 
 def beside(function: Callable[..., None], operator: str, cases: int, seed: int) -> dict[str, int]:
     """Run a function in an operator's place on drawn calls, of caches that are not packed, and compare all memory that
     either could have written: the bytes compared and differing."""
-    sums = [0, 0]
+    pairs = []
     for number in range(cases):
         args = calls("cpu", seed + number, order=ORDERS[number % len(ORDERS)])[operator]
         twins = Twins(*args)
         function(*twins.copies)
         getattr(ops, operator)(*args)
-        sums = [sum(pair) for pair in zip(sums, twins.compare(), strict=True)]
-    return dict(zip(("bytes_compared", "bytes_differing"), sums, strict=True))
+        pairs.append(twins.compare())
+    return _added(pairs)
 
 
 def bytes_apart(left: Tensor, right: Tensor) -> dict[str, int]:
     """The bytes of two tensors, compared and differing."""
-    pair = raw(left.contiguous()), raw(right.contiguous())
-    return {"bytes_compared": pair[0].numel(), "bytes_differing": int((pair[0] != pair[1]).sum())}
+    differing = raw(left.contiguous()) != raw(right.contiguous())
+    return _added([(differing.numel(), int(differing.sum()))])
+
+
+def _added(pairs: Iterable[tuple[int, int]]) -> dict[str, int]:
+    """Sums over pairs of bytes compared and differing."""
+    return dict(zip(BYTES, map(sum, zip(*pairs, strict=True)), strict=True))
 
 
 def by_operator(compared: pd.DataFrame, vllm: pd.DataFrame) -> pd.DataFrame:
@@ -127,7 +99,8 @@ def by_operator(compared: pd.DataFrame, vllm: pd.DataFrame) -> pd.DataFrame:
     parts = [compared.assign(against="plain Python", what=compared["operator"])]
     if len(vllm):
         parts.append(vllm.assign(against="vLLM's own writer", what="cache " + vllm["cache"]))
-    rows = pd.concat(parts, ignore_index=True).query("metric != 'calls'")
+    rows = pd.concat(parts, ignore_index=True)
+    rows = rows[rows["metric"].isin(BYTES)]
     rows = rows.assign(metric=rows["metric"].str.removeprefix("bytes_"))
     wide = rows.pivot_table(index=["against", "what"], columns=["device", "metric"], values="value", aggfunc="sum")
     return wide.rename_axis(columns=["bytes on", ""]).astype("Int64")
@@ -143,15 +116,13 @@ def injected_faults(device: str) -> pd.DataFrame:
     for fault in FAULTS.values():
         if fault.change is None:
             continue
-        sums = [0, 0]
+        pairs = []
         for seed in range(FEW):
             args = calls(device, seed)[fault.operator]
             named = dict(zip(ops.OPERATORS[fault.operator], args, strict=False))
             with_fault = [*(named | fault.change(named)).values()]
-            found = run_both(fault.operator, *args, given=with_fault).compare()
-            sums = [sum(pair) for pair in zip(sums, found, strict=True)]
-        about = {"fault": fault.name, "operator": fault.operator, "breaks": fault.breaks}
-        rows.append(about | dict(zip(("bytes_compared", "bytes_differing"), sums, strict=True)))
+            pairs.append(run_both(fault.operator, *args, given=with_fault).compare())
+        rows.append({"fault": fault.name, "operator": fault.operator, "breaks": fault.breaks} | _added(pairs))
     return pd.DataFrame(rows)
 
 

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ("NHD", "HND", "vllm HND", "vllm NHD")
+"""Of one layer's cache."""
+ORDERS = ("LBNH", "LBHN", "BLHN")
+"""Of a pool: layers, blocks, heads and slots of a block, outermost first."""
+CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = ((2, 8, 16), (4, 16, 4), (3, 5, 8), (1, 128, 16))
+"""Heads, head size, block size: few elements for a warp, as many heads as slots in a block, rows of no whole words."""
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
@@ -73,22 +80,18 @@ def make_vectors(
     return key, value
 
 
-def make_scale(kind: str, tokens: int, num_heads: int, device: str, seed: int) -> Tensor | None:
-    """None, or fp32 scales: one 'scalar', one a 'token', one a 'head'."""
-    if kind == "none":
-        return None
-    shape = {"scalar": (1,), "token": (tokens, 1), "head": (1, num_heads)}[kind]
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 + 0.01).to(device)
-
-
-def make_slots(tokens: int, num_slots: int, device: str, seed: int = 5, padding: bool = True) -> Tensor:
-    """int64 [tokens], different slots in no order, some of them -1."""
+def make_slots(tokens: int, num_slots: int, device: str, seed: int = 5) -> Tensor:
+    """int64 [tokens], different slots in no order, some of them -1: a slice of a longer buffer."""
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(num_slots, generator=generator)[:tokens]
-    if padding:
-        slots[torch.rand(tokens, generator=generator) < 0.25] = -1
-        slots[-1] = -1
-    return slots.to(device)
+    slots[torch.rand(tokens, generator=generator) < 0.25] = -1
+    return within(slots, device)
+
+
+def within(tensor: Tensor, device: str) -> Tensor:
+    """The same numbers on a device, as a slice of a longer poisoned buffer, as vLLM's persistent ones are."""
+    buffer = poison((len(tensor) + 5, *tensor.shape[1:]), tensor.dtype, device, 16)
+    return buffer[3 : 3 + len(tensor)].copy_(tensor)
 
 
 def cache_dtype_of(dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
@@ -136,16 +139,16 @@ class Pool:
 def make_window(
     num_drafts: Sequence[int], num_rejected: Sequence[int], num_slots: int, device: str, seed: int = 5, width: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """slots, num_drafts, num_rejected and kept of a window, poison in kept.
+    """slots, num_drafts, num_rejected and kept of a window, poison in kept, each a slice of a longer buffer.
 
     The slots are different ones in no order, some of them -1, in rows `width` wide (0: as wide as the most drafts).
     """
-    drawn = make_slots(sum(num_drafts) + 1, num_slots, "cpu", seed)[:-1].split(list(num_drafts))
+    drawn = make_slots(sum(num_drafts), num_slots, "cpu", seed).split(list(num_drafts))
     slots = torch.full((len(num_drafts), width or max(num_drafts)), -1)
-    for row, own in zip(slots, drawn, strict=True):
+    for row, own in zip(slots, drawn, strict=False):
         row[: len(own)] = own
-    counted, rejected = (torch.tensor(numbers, dtype=torch.int32).to(device) for numbers in (num_drafts, num_rejected))
-    return slots.to(device), counted, rejected, poison((len(num_drafts),), torch.int32, device, 10)
+    numbers = *map(torch.tensor, (num_drafts, num_rejected)), poison((len(num_drafts),), torch.int32, "cpu", 10)
+    return within(slots, device), *(within(each.int(), device) for each in numbers)
 
 
 def make_batch(
@@ -157,7 +160,7 @@ def make_batch(
     """
     starts, logits = (torch.tensor([0, *numbers]).cumsum(0).int() for numbers in (queries, num_logits))
     slot_mapping = torch.full((sum(queries) + padding,), -1)
-    slot_mapping[: sum(queries)] = make_slots(sum(queries) + 1, num_slots, "cpu", seed)[:-1]
+    slot_mapping[: sum(queries)] = make_slots(sum(queries), num_slots, "cpu", seed)
     return torch.cat([starts, starts[-1:]]).to(device), logits.to(device), slot_mapping.to(device)
 
 
@@ -172,48 +175,64 @@ def make_targets(requests: int, width: int, tokens: int, device: str) -> tuple[T
 def calls(
     device: str, seed: int = 0, *, dtype: torch.dtype = torch.bfloat16, cache: str = "fp8", layout: str = "NHD",
     form: str = "qkv", scale: str = "scalar", tokens: int = 5, heads: int = 4, head_size: int = 16, block_size: int = 4,
-    order: str = "LBHN", element_size: int = 0, padding: int = 0,
+    order: str = "LBHN", element_size: int = 0, padding: int = 0, requests: int = 3, stages: bool = True,
 ) -> dict[str, tuple[Any, ...]]:  # fmt: skip
     """Arguments of a call of every operator but `verify_attention`, by its name.
 
-    The seed draws their contents: numbers, slots, accepted rows, drafts and logits of requests. Shapes and dtypes are
-    those that the other arguments say, so that two seeds give tensors that can be copied into each other. Of keys and
-    values there are `padding` rows more than slots, as in a batch that vLLM pads.
+    The seed draws their contents: numbers, slots, accepted rows, what is staged, drafts and logits of requests. Shapes
+    and dtypes are those that the other arguments say, so that two seeds give tensors that can be copied into each
+    other. Of keys and values there are `padding` rows more than slots, as in a batch that vLLM pads; `scale` is none,
+    one, or one a token or a head; `stages` says whether `open_window` fills what only mode `stage` needs.
     """
-    rng, stored, blocks = random.Random(seed), cache_dtype_of(dtype, cache), 4
+    rng, stored, blocks, width = random.Random(seed), cache_dtype_of(dtype, cache), 8, 5
     rows = tokens + padding
     key, value = make_vectors(form, rows, heads, head_size, dtype, device, seed)
-    scales = make_scale(scale, rows, heads, device, seed), make_scale(scale, rows, heads, device, seed + 1)
+    shape = {"none": None, "scalar": (1,), "token": (rows, 1), "head": (1, heads)}[scale]
+    numbers = torch.Generator().manual_seed(seed)
+    scales = [shape and (torch.rand(shape, generator=numbers) * 2 + 0.01).to(device) for _ in range(2)]
     slots, share = make_slots(tokens, blocks * block_size, device, seed), rng.choice((0, 0.5, 0.5, 1))
-    mask = torch.tensor([rng.random() < share for _ in range(tokens)], device=device)
+    mask = within(torch.tensor([rng.random() < share for _ in range(tokens)], dtype=torch.bool), device)
     caches = make_cache(layout, blocks, block_size, heads, head_size, stored, device)
-    empty, staged = (make_staging(tokens, heads, head_size, stored, device) for _ in range(2))
+    filling, staged = (make_staging(tokens + 1, heads, head_size, stored, device) for _ in range(2))
+    filling[3][0] = rng.choice((0, 0, 1, tokens + 1))  # of tokens + 1: what is left may be too little
     filled = slots[slots >= 0]
     staged[2][: len(filled)] = filled
-    staged[3][0] = len(filled)
+    staged[3][0], overflowed = len(filled), rng.random() < 0.1
+    filling[3][1] = staged[3][1] = overflowed
     accepted = torch.tensor([rng.randint(0, len(filled))], dtype=torch.int32, device=device)
 
     pool = Pool(order, 2, blocks, heads, block_size, 2 * head_size, device, element_size, mini_blocks=blocks)
-    num_drafts = [rng.randint(1, 4) for _ in range(3)]
-    rejected = [rng.randint(0, drafts) for drafts in num_drafts]
-    window = make_window(num_drafts, rejected, blocks * block_size, device, seed, width=4)
+    num_drafts = [rng.randint(1, width) for _ in range(requests)]
+    rejected = [rng.randint(0, drafts + 1) for drafts in num_drafts]
+    window = make_window(num_drafts, rejected, blocks * block_size, device, seed, width)
     where, log = pool.arguments(window[0]), torch.empty_like(pool.rows).copy_(pool.rows.flip(0))
-    queries = [rng.randint(2, 5), *(rng.randint(0, 6) for _ in range(3))]  # the first is a verify step, one may not fit
-    logits = [queries[0], *(rng.choice((0, 1, query, query, rng.randint(0, 7))) for query in queries[1:])]
-    batch = make_batch(queries, logits, 64, device, seed, padding=24 - sum(queries))
+    queries = [rng.randint(2, 5), *(rng.randint(0, 7) for _ in range(requests))]  # the first is a verify step
+    logits = [queries[0], *(rng.choice((0, 1, query, query, rng.randint(0, 8))) for query in queries[1:])]
+    batch = make_batch(queries, logits, 64, device, seed, padding=5 + 7 * requests - sum(queries))
+    routes = make_targets(requests + 3, width, len(batch[2]) + padding, device)
     return {
         "log_cache_slots": (*caches, slots, *make_staging(tokens, heads, head_size, stored, device)[:2]),
-        "stage_kv_cache": (key, value, slots, *empty, cache, *scales),
+        "stage_kv_cache": (key, value, slots, *filling, cache, *scales),
         "commit_staged_kv_cache": (*staged, *caches, accepted),
         "commit_draft_layer": (key, value, *caches, slots, mask, cache, *scales),
         "restore_rejected_drafts": (*staged[:2], slots, mask, *caches),
-        "open_window": (*batch, *make_targets(5, 4, 26, device), pool.counts),
+        "open_window": (*batch, *routes[:2], *(routes[2:] if stages else (None, None)), pool.counts),
         "log_all_layers": (*where[:5], log),
         "restore_all_layers": (*where, *window[1:], pool.counts),
         "commit_all_layers": (*where, *window[1:], pool.counts),
     }
 
 
-def without_staging(open_window: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of `open_window` as `cow` gives them."""
-    return *open_window[:5], None, None, open_window[7]
+def draw(device: str, seed: int) -> dict[str, tuple[Any, ...]]:
+    """`calls` of drawn dtypes, layouts, shapes and strides."""
+    rng = random.Random(seed)
+    heads, head_size, block_size = rng.choice(SHAPES)
+    order = rng.choice(ORDERS)
+    sizes = [size for size in (1, 2, 4) if 2 * head_size % size == 0]
+    return calls(
+        device, seed, cache=rng.choice(CACHE_DTYPES), layout=rng.choice(LAYOUTS), order=order,
+        heads=heads, head_size=head_size, block_size=block_size, tokens=rng.randint(0, 12), dtype=rng.choice(DTYPES),
+        form=rng.choice(("packed", "qkv", "heads first")), scale=rng.choice(("none", "scalar", "token", "head")),
+        element_size=rng.choice((0, *sizes)) if device == "cpu" and order != "LBNH" else 0, padding=rng.choice((0, 2)),
+        requests=rng.randint(0, 6), stages=rng.random() < 0.5,
+    )  # fmt: skip

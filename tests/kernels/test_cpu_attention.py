@@ -11,7 +11,7 @@ import torch
 from devices import needs_fp8_cache
 from torch import Tensor
 
-from tests.lab.attention import FP8, TOLERANCE
+from tests.lab.attention import FP8, TOLERANCE, Batch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nothing to compare with")
 
@@ -24,7 +24,7 @@ from nwor.vllm import attention_cpu
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU backend is not in this build")
 
-NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 32, 14
+NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 4, 2, 32
 PREFIXES, TAILS = (37, 0, 31, 64, 90), (5, 3, 1, 9, 4)
 CACHES = [
     pytest.param(
@@ -64,38 +64,20 @@ class Backend:
             sinks=None,
             use_zentorch_sdpa=False,
         )
-        shape = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * head_size)
+        batch = Batch([*zip(PREFIXES, TAILS, strict=True)], dtype, head_size=head_size, block_size=BLOCK_SIZE)
+        self.block_table, self.query_start_loc, self.seq_lens = batch.block_table, batch.query_start_loc, batch.seq_lens
+        self.query, self.slots = batch.query.contiguous(), torch.cat(batch.slots)
+        rows = torch.randn(2, len(self.slots), NUM_KV_HEADS, head_size, generator=batch.generator)
+        self.key, self.value = rows.to(dtype)
+        is_tail = [torch.arange(prefix + tail) >= prefix for prefix, tail in batch.requests]
+        self.tail_rows = torch.cat(is_tail).nonzero().flatten()
         self.layer = SimpleNamespace(
-            kv_cache=torch.zeros(shape, dtype=torch.uint8 if quantised else dtype),
+            kv_cache=torch.zeros(batch.kv_cache.shape, dtype=torch.uint8 if quantised else dtype),
             isa=isa or _get_attn_isa(dtype, BLOCK_SIZE, head_size, kv_cache_dtype),
             impl=self.impl,
             _k_scale_float=1.5 if quantised else 1.0,
             _v_scale_float=0.75 if quantised else 1.0,
         )
-        self.make_batch()
-
-    def make_batch(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        lengths = [prefix + tail for prefix, tail in zip(PREFIXES, TAILS, strict=True)]
-        blocks = (torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1).tolist()
-        self.block_table = torch.zeros(len(lengths), 4, dtype=torch.int32)
-        slots, tail_rows = [], []
-        for request, length in enumerate(lengths):
-            for position in range(length):
-                if position % BLOCK_SIZE == 0:
-                    self.block_table[request, position // BLOCK_SIZE] = blocks.pop()
-                slots.append(
-                    int(self.block_table[request, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
-                )
-                if position >= PREFIXES[request]:
-                    tail_rows.append(len(slots) - 1)
-        self.lengths, self.slots, self.tail_rows = lengths, torch.tensor(slots), torch.tensor(tail_rows)
-        self.query_start_loc = torch.tensor([0, *TAILS]).cumsum(0).int()
-        self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        d = self.head_size
-        self.query = torch.randn(sum(TAILS), NUM_HEADS, d, generator=generator).to(self.dtype)
-        self.key = torch.randn(len(slots), NUM_KV_HEADS, d, generator=generator).to(self.dtype)
-        self.value = torch.randn(len(slots), NUM_KV_HEADS, d, generator=generator).to(self.dtype)
 
     def write(self, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
         """vLLM's own write of `rows` of the batch, through the patched or unpatched method."""
@@ -104,30 +86,15 @@ class Backend:
 
     def attend(self) -> Tensor:
         """vLLM's own attention of the tails, through the patched or unpatched method."""
+        schedule = vllm_ops.cpu_attn_get_scheduler_metadata(
+            len(TAILS), NUM_HEADS, NUM_KV_HEADS, self.head_size, self.seq_lens, self.dtype, self.query_start_loc, True,
+            self.impl.sliding_window, self.layer.isa, True, None, self.impl.kv_cache_dtype,
+        )  # fmt: skip
         metadata = CPUAttentionMetadata(
-            num_actual_tokens=sum(TAILS),
-            max_query_len=max(TAILS),
-            query_start_loc=self.query_start_loc,
-            max_seq_len=max(self.lengths),
-            seq_lens=self.seq_lens,
-            block_table=self.block_table,
-            slot_mapping=self.slots[self.tail_rows],
-            scheduler_metadata=vllm_ops.cpu_attn_get_scheduler_metadata(
-                len(TAILS),
-                NUM_HEADS,
-                NUM_KV_HEADS,
-                self.head_size,
-                self.seq_lens,
-                self.dtype,
-                self.query_start_loc,
-                True,
-                self.impl.sliding_window,
-                self.layer.isa,
-                True,
-                None,
-                self.impl.kv_cache_dtype,
-            ),
-        )
+            num_actual_tokens=sum(TAILS), max_query_len=max(TAILS), query_start_loc=self.query_start_loc,
+            max_seq_len=int(self.seq_lens.max()), seq_lens=self.seq_lens, block_table=self.block_table,
+            slot_mapping=self.slots[self.tail_rows], scheduler_metadata=schedule,
+        )  # fmt: skip
         output = torch.full_like(self.query, float("nan"))
         key, value = self.key[self.tail_rows], self.value[self.tail_rows]
         CPUAttentionBackendImpl.forward(
@@ -146,23 +113,12 @@ class Backend:
             self.write(cache, self.slots[first], first)
         output = torch.full_like(self.query, float("nan"))
         ops.verify_attention(
-            self.query,
-            cache,
-            staging,
-            output,
-            self.query_start_loc,
-            self.seq_lens,
-            self.block_table,
-            self.query_start_loc[:-1] + 1,
-            attention_cpu.find_packing(self.layer),
-            scale=self.impl.scale,
-            sliding_window=self.impl.sliding_window,
-            alibi_slopes=self.impl.alibi_slopes,
-            sinks=self.impl.sinks,
-            kv_cache_dtype=self.impl.kv_cache_dtype,
-            k_scale=self.layer._k_scale_float,
+            self.query, cache, staging, output, self.query_start_loc, self.seq_lens, self.block_table,
+            self.query_start_loc[:-1] + 1, attention_cpu.find_packing(self.layer), scale=self.impl.scale,
+            sliding_window=self.impl.sliding_window, alibi_slopes=self.impl.alibi_slopes, sinks=self.impl.sinks,
+            kv_cache_dtype=self.impl.kv_cache_dtype, k_scale=self.layer._k_scale_float,
             v_scale=self.layer._v_scale_float,
-        )
+        )  # fmt: skip
         return output
 
 
@@ -185,7 +141,7 @@ def test_packing_of_vllms_writer(head_size, dtype, kv_cache_dtype, isa):
         assert torch.equal(packing[:, :head_size].long(), element * BLOCK_SIZE + offset)
         assert torch.equal(packing[:, head_size:].long(), (BLOCK_SIZE + offset) * head_size + element)
     backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
-    chunks = backend.layer.kv_cache.view(NUM_BLOCKS, NUM_KV_HEADS, -1)
+    chunks = backend.layer.kv_cache.flatten(2)
     unpacked = chunks[:, :, packing.flatten().long()].view(backend.layer.kv_cache.shape).transpose(1, 2).flatten(0, 1)
     found = unpacked[backend.slots]
     if kv_cache_dtype == "auto":
@@ -239,7 +195,7 @@ def test_what_no_row_sees_reaches_no_output(dtype, kv_cache_dtype, isa):
     clean = [backend.verify(staged) for staged in (True, False)]
     packing, cache = attention_cpu.find_packing(backend.layer).long(), backend.layer.kv_cache
     kept = torch.full_like(cache, 0x7F if cache.dtype == torch.uint8 else float("nan"))
-    for request, (length, prefix) in enumerate(zip(backend.lengths, PREFIXES, strict=True)):
+    for request, (length, prefix) in enumerate(zip(backend.seq_lens.tolist(), PREFIXES, strict=True)):
         oldest = max(prefix - 33 + 1, 0)
         for position in range(oldest, length):
             block, places = backend.block_table[request, position // BLOCK_SIZE], packing[position % BLOCK_SIZE]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.devices import A100, L40S, limit
-from tests.kernels.windows import DEVICE, DTYPE, INTERPRETED, MARKS, SPLIT, Windows, relative
+from tests.kernels.windows import DEVICE, DTYPE, INTERPRETED, MARKS, RAGGED, SPLIT, Windows, relative
 
 # isort: split
 from nwor.attention import kernel
@@ -28,32 +28,25 @@ CONFIGS = [Config(tile=32), SPLIT, KEYS_PER_WARP]
 DRAWN = 32 if INTERPRETED else 120
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["whole", "split", "keys per warp"])
-@pytest.mark.parametrize(("kv_cache_dtype", "layout"), [("auto", "NHD"), ("fp8", "HND"), ("fp8_e5m2", "NHD")])
-def test_against_float64(kv_cache_dtype, layout, config):
-    """Ragged, padded and prefill requests; held, written and dropped rows; every cache."""
-    Windows(kv_cache_dtype=kv_cache_dtype, layout=layout, config=config).check()
-
-
 @settings(max_examples=DRAWN, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_drawn_shapes_and_masks(data):
-    """Head sizes, groups, block sizes, dtypes, caches and masks in any combination; fp8 queries beside fp8 caches;
-    bounds that some requests are longer than; rows held, written and dropped; each power of 2 of splits, which is a
-    kernel of its own, more of them than have keys, and none."""
+    """Ragged, padded and prefill requests, some longer than the bound; head sizes, groups, block sizes, dtypes, caches
+    and masks in any combination; fp8 queries beside fp8 caches; rows held, written and dropped; each power of 2 of
+    splits, which is a kernel of its own, more of them than have keys, and none."""
     draw = lambda *choices: data.draw(st.sampled_from(choices))
     heads, kv_heads = draw((2, 2), (4, 2), (4, 1), (8, 1), (7, 1), (16, 16), (16, 2))  # 16 heads: a block's size
-    requests = draw(((40, 9), (0, 1), (33, 4)), ((20, 2), (0, 0), (70, 12), (5, 6)), ((0, 0), (0, 0)))
+    requests = draw(RAGGED, ((40, 9), (0, 1), (33, 4)), ((20, 2), (0, 0), (70, 12), (5, 6)), ((0, 0), (0, 0)))
     splits = draw(2, 3, 5, 8)
     if long := draw(False, False, True):
         heads, kv_heads, requests, splits = 4, 1, ((64 * 20, 9), (0, 2), (40, 1)), draw(16, 33, 64)
-    cache, mask, dtype = draw("auto", "fp8", "fp8_e5m2"), draw("", "alibi", "sinks"), draw(DTYPE, torch.float16)
+    cache, mask, dtype = draw("auto", "fp8", "fp8_e5m2"), draw("", "alibi", "with_sinks"), draw(DTYPE, torch.float16)
     split = Config(tile=32, splits=splits, min_tiles_per_split=1)
     Windows(
-        requests, dtype, cache, cache != "auto" and draw(True, False), heads, kv_heads, draw(*HEAD_SIZES),
-        draw(16, 32, 64), draw("NHD", "HND"), draw(9, 9, 5, 2), draw("hpn", "h", "p", "n"),
-        config=split if long else draw(CONFIGS[0], split, KEYS_PER_WARP), softcap=draw(0.0, 2.0),
-        sliding_window=draw(0, -1, 1, 2, 7, 40, 1000), **({mask: True} if mask else {}),
+        requests, dtype, cache, heads, kv_heads, draw(*HEAD_SIZES), draw(16, 32, 64), layout=draw("NHD", "HND"),
+        query_fp8=cache != "auto" and draw(True, False), max_query_len=draw(9, 9, 5, 2),
+        destinations=draw("hpn", "h", "p", "n"), config=split if long else draw(CONFIGS[0], split, KEYS_PER_WARP),
+        softcap=draw(0.0, 2.0), sliding_window=draw(0, -1, 1, 2, 7, 40, 1000), **({mask: True} if mask else {}),
     ).check()  # fmt: skip
 
 

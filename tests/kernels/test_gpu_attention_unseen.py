@@ -45,8 +45,11 @@ def fill_below_windows(problem: Windows, filler: float, null_block: bool) -> Non
                 problem.kv_cache[problem.block_table[request, position // n], :, position % n] = filler
 
 
-@pytest.mark.parametrize("kv_cache_dtype", FILLERS)
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.tile}x{config.splits}")
+@pytest.mark.parametrize(
+    ("config", "kv_cache_dtype"),
+    [*((config, "auto") for config in CONFIGS), (CONFIGS[1], "fp8"), (CONFIGS[2], "fp8_e5m2")],
+    ids=lambda value: f"{value.tile}x{value.splits}" if isinstance(value, Config) else value,
+)
 def test_below_a_sliding_window(config, kv_cache_dtype):
     """vLLM frees those blocks, and hands them out again or names block 0 for them."""
     outputs = []

@@ -16,7 +16,6 @@ from nwor_lab.operators.inputs import (
     make_vectors,
     make_window,
     poison,
-    without_staging,
 )
 from nwor_lab.operators.reference import Twins
 from tests.kernels.operators import check
@@ -33,7 +32,7 @@ class Step:
     @staticmethod
     def drawn(seed: int, device: str) -> list[tuple[str, tuple]]:
         found = calls(device, seed, tokens=9, layout="vllm NHD", order="LBNH")
-        cow = without_staging(calls(device, seed)["open_window"])
+        cow = calls(device, seed, stages=False)["open_window"]
         return [*found.items(), ("open_window", cow)]
 
     def run(self) -> None:

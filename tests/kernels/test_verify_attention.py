@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU's verify attention against float64 PyTorch, over poisoned pages and staging."""
 
-from collections.abc import Callable
+import re
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nwor import ops
+from tests.kernels.operators import changes
 from tests.lab.attention import FP8, Problem, identity_packing
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Prefixes at, before and behind the edges of blocks of 16, with tails of all lengths the drafters have.
 BATCH = tuple(zip((0, 1, 15, 16, 17, 37, 32, 64, 5), range(1, 10), 9 * (True,), strict=True))
-requests = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=5)
+BATCHES = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 9), st.booleans()), min_size=1, max_size=5)
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(data=st.data(), batch=st.just(BATCH) | requests, masked=st.booleans(), seed=st.integers(0, 99))
+@given(data=st.data(), batch=st.just(BATCH) | BATCHES, masked=st.booleans(), seed=st.integers(0, 99))
 def test_against_float64(data, batch, masked, seed):
     """Every cache dtype, grouped heads, head sizes, packings and masks; requests with windows, and others, which
     are vLLM's: neither their output nor their block table is ours.
@@ -25,7 +27,7 @@ def test_against_float64(data, batch, masked, seed):
     vLLM's -1 and our 0 are no sliding window; one of w is the row's own position and the w - 1 before it.
     """
     draw = lambda *choices: data.draw(st.sampled_from(choices))
-    prefixes, tails, windows = zip(*batch, strict=True)
+    requests, windows = [one[:2] for one in batch], [one[2] for one in batch]
     cache, head_size, block_size = draw("auto", *FP8), draw(8, 64, 128), draw(4, 16, 32)
     heads, kv_heads = draw((4, 2), (2, 2), (8, 1), (6, 3), (7, 1))
     scales = {} if cache == "auto" else {"k_scale": 0.75, "v_scale": 1.5}
@@ -36,7 +38,7 @@ def test_against_float64(data, batch, masked, seed):
         "with_sinks": draw(False, True),
     }
     Problem(
-        prefixes, tails, draw(*DTYPES), cache, heads, kv_heads, head_size, block_size, windows=windows, seed=seed,
+        requests, draw(*DTYPES), cache, heads, kv_heads, head_size, block_size, windows=windows, seed=seed,
         packing=identity_packing(block_size, 2 * head_size) if draw(True, False) else None,
         **scales, **(masks if masked else {}),
     ).check()  # fmt: skip
@@ -44,12 +46,12 @@ def test_against_float64(data, batch, masked, seed):
 
 def test_windows_lie_anywhere_in_staging():
     """Windows need not follow the batch's order, nor fill staging: `window_start` alone says where they are."""
-    problem = Problem((20, 3, 16), (4, 2, 5))
+    problem = Problem(((20, 4), (3, 2), (16, 5)))
     expected = problem.run().clone()
     whole = problem.staging.reshape(problem.staging.shape[0], 2, -1)[:, :, problem.packing.flatten().long()]
     whole = whole.view(problem.staging.shape).transpose(1, 2).flatten(0, 1)  # [rows, H, 2 * D], unpacked
     moved = [(25, 28), (0, 1), (12, 16)]
-    problem.staging = problem.nan_cache(3)
+    problem.staging = problem.poisoned(3)
     for (first, _), rows in zip(moved, whole[:8].split([3, 1, 4]), strict=True):
         for index, row in enumerate(rows):
             block, offset = divmod(first + index, 16)
@@ -61,7 +63,7 @@ def test_windows_lie_anywhere_in_staging():
 
 def test_the_tail_is_seen():
     """The flaw that began it all: each row attends to the staged rows up to its own, and to none behind it."""
-    problem = Problem((20,), (5,), packing=identity_packing(16, 64))
+    problem = Problem(((20, 5),), packing=identity_packing(16, 64))
     expected = problem.run().clone()
     problem.staging[0, :, 2] += 1
     changed = (problem.run() != expected).flatten(1).any(1)
@@ -72,7 +74,7 @@ def test_the_tail_is_seen():
 
 def test_blocks_of_all_layers_and_strided_tensors():
     """Pages with room for other layers between the blocks; output rows that are not dense."""
-    problem = Problem((20, 33), (3, 4))
+    problem = Problem(((20, 3), (33, 4)))
     expected = problem.run().clone()
     wide = torch.full((problem.kv_cache.shape[0], 3, *problem.kv_cache.shape[1:]), float("nan"))
     wide[:, 1] = problem.kv_cache
@@ -83,73 +85,59 @@ def test_blocks_of_all_layers_and_strided_tensors():
 
 # -- wrong input -------------------------------------------------------------------------------------------------------
 
-
-def nhd(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+NAMES = ops.OPERATORS["verify_attention"]
 
 
-def fp8(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float8_e4m3fn).view(torch.uint8)
+def problem(cache: str = "auto") -> Problem:
+    return Problem(((33, 3), (30, 4)), kv_cache_dtype=cache, alibi=True, with_sinks=True)
 
 
-def gaps(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.mT.contiguous().mT
-
-
-Changes = list[Callable[[torch.Tensor], torch.Tensor]]
-LONG, BF16 = torch.Tensor.long, torch.Tensor.bfloat16
-# What is wrong of a problem, the changes that make it so, and a word of the error; "" for the first name.
-WRONG: list[tuple[str, Changes, str]] = [
-    ("query", [lambda t: t.flatten(1)], ""),
-    ("query", [gaps], "dense"),
-    ("query output", [lambda t: t[:, :3]], "divide"),
-    ("output", [lambda t: t.flatten(1), lambda t: t[:-1], BF16, lambda t: t[:, :2]], ""),
-    ("output", [gaps], "dense"),
-    ("query output kv_cache staging", [torch.Tensor.double], ""),
-    ("kv_cache", [lambda t: t[None], lambda t: t[..., :32]], ""),
-    ("kv_cache", [nhd], "dense"),
-    ("kv_cache staging", [BF16], ""),
-    ("kv_cache staging", [fp8], "auto"),
-    ("staging", [lambda t: t[0], lambda t: t[:, :1], lambda t: t[:, :, :8], BF16], ""),
-    ("staging", [nhd], "dense"),
-    ("query_start_loc", [LONG, lambda t: t[:-1]], ""),
-    ("query_start_loc", [lambda t: t - 1, lambda t: t * 0], "request 0"),
-    ("query_start_loc", [lambda t: t + 1], "request 1"),
-    ("seq_lens", [LONG, lambda t: t[:1]], ""),
-    ("seq_lens", [lambda t: t - 31], "request 1"),
-    ("window_start", [LONG], ""),
-    ("window_start", [lambda t: t + 28], "request 1"),
-    ("alibi_slopes", [lambda t: torch.zeros(3), lambda t: torch.zeros(4, 1)], ""),
-    ("sinks", [lambda t: torch.zeros(4).bfloat16(), lambda t: torch.zeros(8)[::2]], ""),
-    ("packing", [LONG, lambda t: t[:8].contiguous(), lambda t: t + 1, lambda t: t - 1], ""),
-    ("block_table", [LONG, lambda t: t[0], lambda t: t[:1], lambda t: t[:, :1]], ""),
-    ("block_table", [lambda t: t + 100, lambda t: t - 100], "request 0"),
-]
-EACH = [(names, change, word or names.split()[0]) for names, changes, word in WRONG for change in changes]
-
-
-@pytest.mark.parametrize(("names", "change", "message"), EACH)
-def test_wrong_input_is_refused(names, change, message):
-    """Named in the error, before the first row of output is written."""
-    problem = Problem((33, 30), (3, 4))
-    for name in names.split():
-        setattr(problem, name, change(getattr(problem, name)))
-    refused(problem, message)
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("name", [name for name in NAMES if torch.is_tensor(vars(problem()).get(name))])
+def test_other_shapes_dtypes_and_strides(name, cache):
+    """Refused before the first row of output is written, or nothing changes: what is longer is not read to its end."""
+    expected, refused = problem(cache).run(), 0
+    for number in range(len([*changes(getattr(problem(cache), name))])):
+        changed = problem(cache)
+        change = [*changes(getattr(changed, name))][number]
+        setattr(changed, name, change)
+        try:
+            found = changed.run()
+        except RuntimeError as error:
+            assert re.search(rf"request|dense|{'|'.join(NAMES)}", str(error)), error
+            assert changed.output.isnan().all()
+            refused += 1
+        else:  # an expanded tensor has other numbers, and these two say how many requests and elements there are
+            other_numbers = 0 in change.stride() or name in ("window_start", "packing")
+            assert other_numbers or torch.equal(found.flatten()[: expected.numel()], expected.flatten())
+    assert refused >= 2
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "change", "word"),
     [
-        ({"head_size": 12}, "head size"),
-        ({"kv_cache_dtype": "fp8_e3m4"}, "fp8_e3m4"),
+        ("query_start_loc", lambda t: t - 1, "request 0"),
+        ("query_start_loc", lambda t: t * 0, "request 0"),
+        ("query_start_loc", lambda t: t + 1, "request 1"),
+        ("seq_lens", lambda t: t - 31, "request 1"),
+        ("window_start", lambda t: t + 28, "request 1"),
+        ("packing", lambda t: t + 1, "packing"),
+        ("packing", lambda t: t - 1, "packing"),
+        ("block_table", lambda t: t + 100, "request 0"),
+        ("block_table", lambda t: t - 100, "request 0"),
+        ("kv_cache_dtype", lambda _: "fp8_e3m4", "fp8_e3m4"),
+        ("kv_cache_dtype", lambda _: "auto", "dtype"),
     ],
 )
-def test_wrong_sizes_and_names_are_refused(options, message, monkeypatch):
-    monkeypatch.setitem(FP8, "fp8_e3m4", torch.float8_e4m3fn)
-    refused(Problem((33, 30), (3, 4), **options), message)
+def test_wrong_values_are_refused(name, change, word):
+    changed = problem("fp8" if name == "kv_cache_dtype" else "auto")
+    setattr(changed, name, change(getattr(changed, name)))
+    with pytest.raises(RuntimeError, match=word):
+        changed.run()
+    assert changed.output.isnan().all()
 
 
-def refused(problem: Problem, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        problem.run()
-    assert problem.output.isnan().all()
+@pytest.mark.parametrize("sizes", [{"head_size": 12}, {"num_heads": 3}])
+def test_sizes_that_are_not_served(sizes):
+    with pytest.raises(RuntimeError, match=r"head size|divide"):
+        Problem(((33, 3), (30, 4)), **sizes).run()

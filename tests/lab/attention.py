@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify windows for the CPU attention, and the same attention in float64 PyTorch."""
+"""Batches of one attention layer over poisoned pages, with the same attention in float64; `Problem` is a CPU's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nwor import ops
 from nwor.vllm.self_check import attend
-from tests.nwor.paged import random_packing, write_rows
+from tests.nwor.paged import random_packing
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # Half a unit in the last place of what the operator returns, and some fp32 noise of its sums.
@@ -22,81 +22,110 @@ def identity_packing(block_size: int, width: int) -> Tensor:
 
 
 @dataclass
-class Problem:
-    """Requests with `prefixes` positions and `tails` rows in the query; windows for those in `windows`.
+class Batch:
+    """A batch of `requests`, (prefix, query rows) each, their prefixes in pages at random places.
 
-    The first row of a window lies in the pages, behind its prefix, and the others in staging.
-
-    Everything that is nobody's is NaN: pages, staging, what the block table leaves of a page, and the output.
+    Everything that is nobody's is NaN: pages, staging and the output; the block table's ends lead out of the cache.
+    The query, keys and values are views of the qkv projection, as in vLLM: not dense over tokens.
     """
 
-    prefixes: Sequence[int]
-    tails: Sequence[int]
+    requests: Sequence[tuple[int, int]]
     dtype: torch.dtype = torch.float32
     kv_cache_dtype: str = "auto"
     num_heads: int = 4
     num_kv_heads: int = 2
-    head_size: int = 32
+    head_size: int = 64
     block_size: int = 16
-    packing: Tensor | None = None
-    windows: Sequence[bool] | None = None
     softcap: float = 0.0
     sliding_window: int = 0
     alibi: bool = False
     with_sinks: bool = False
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    packing: Tensor | None = None
+    layout: str = "HND"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
-        n, d, h = self.block_size, self.head_size, self.num_kv_heads
-        self.windows = self.windows or [True] * len(self.tails)
-        self.lengths = [prefix + tail for prefix, tail in zip(self.prefixes, self.tails, strict=True)]
-        pages = [-(-length // n) for length in self.lengths]
-        num_blocks = sum(pages) + 2
-        blocks = torch.randperm(num_blocks, generator=generator)
-        if self.packing is None:
-            self.packing = random_packing(n, 2 * d, self.seed)
-        self.cache_dtype = self.dtype if self.kv_cache_dtype == "auto" else FP8[self.kv_cache_dtype]
-        self.kv_cache = self.nan_cache(num_blocks)
-        self.block_table = torch.full((len(pages), max(pages) + 1), 2**30, dtype=torch.int32)
-        rows = torch.randn(sum(self.lengths), h, 2 * d, generator=generator).clamp(-3, 3).to(self.cache_dtype)
-        self.rows = list(rows.split(self.lengths))
-        staged = []
-        start: list[int] = []
-        first_block = 0
-        for request, prefix in enumerate(self.prefixes):
-            table = blocks[first_block : first_block + pages[request]]
-            first_block += pages[request]
-            self.block_table[request, : pages[request]] = table.int()
-            if not self.windows[request]:
-                self.block_table[request] = 2**30
-                start.append(-1)
-                continue
-            positions = torch.arange(prefix + 1)
-            write_rows(self.kv_cache, table[positions // n] * n + positions % n, self.rows[request], self.packing)
-            start.append(sum(map(len, staged)))
-            staged.append(self.rows[request][prefix + 1 :])
-        self.window_start = torch.tensor(start, dtype=torch.int32)
-        self.staging = self.nan_cache(-(-max(1, sum(map(len, staged))) // n) + 1)
-        if staged:
-            write_rows(self.staging, torch.arange(sum(map(len, staged))), torch.cat(staged), self.packing)
-        if self.kv_cache_dtype != "auto":
-            self.kv_cache, self.staging = self.kv_cache.view(torch.uint8), self.staging.view(torch.uint8)
+        self.generator = torch.Generator().manual_seed(self.seed)
+        n, d, h, hq = self.block_size, self.head_size, self.num_kv_heads, self.num_heads
+        self.prefixes, self.tails = (list(numbers) for numbers in zip(*self.requests, strict=True))
+        self.fp8 = self.kv_cache_dtype != "auto"
+        self.cache_dtype = FP8[self.kv_cache_dtype] if self.fp8 else self.dtype
+        tokens = sum(self.tails)
         self.query_start_loc = torch.tensor([0, *self.tails]).cumsum(0).int()
-        self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
-        # The query is a view of the qkv projection, as in vLLM: not dense over tokens.
-        qkv = torch.randn(sum(self.tails), self.num_heads + 2 * h, d, generator=generator).to(self.dtype)
-        self.query = qkv[:, : self.num_heads]
-        self.output = torch.full((sum(self.tails), self.num_heads, d), float("nan"), dtype=self.dtype)
+        self.seq_lens = torch.tensor([prefix + tail if tail else 0 for prefix, tail in self.requests]).int()
+        pages = [-(-(prefix + tail) // n) for prefix, tail in self.requests]
+        blocks = torch.randperm(sum(pages) + 3, generator=self.generator).split([*pages, 3])[:-1]
+        self.block_table = torch.full((len(pages), max(pages) + 2), 2**30, dtype=torch.int32)
+        self.kv_cache, self.staging = self.poisoned(sum(pages) + 3), self.poisoned(-(-max(tokens, 1) // n) + 1)
+        self.slots, self.prefix_rows = [], []
+        for request, (table, (prefix, tail)) in enumerate(zip(blocks, self.requests, strict=True)):
+            self.block_table[request, : len(table)] = table.int()
+            positions = torch.arange(prefix + tail)
+            self.slots.append(table[positions // n] * n + positions % n)
+            rows = torch.randn(prefix, h, 2 * d, generator=self.generator).clamp(-4, 4).to(self.cache_dtype)
+            self.write(self.kv_cache, self.slots[-1][:prefix], rows)
+            self.prefix_rows.append(rows)
+        self.qkv = torch.randn(tokens, hq + 2 * h, d, generator=self.generator).to(self.dtype)
+        self.query, self.key, self.value = self.qkv.split([hq, h, h], dim=1)
+        self.output = torch.full((tokens, hq, d), float("nan"), dtype=self.dtype)
         self.scale = d**-0.5
-        self.alibi_slopes = torch.rand(self.num_heads, generator=generator) if self.alibi else None
-        self.sinks = torch.randn(self.num_heads, generator=generator) if self.with_sinks else None
+        self.alibi_slopes = torch.rand(hq, generator=self.generator) if self.alibi else None
+        self.sinks = torch.randn(hq, generator=self.generator).to(self.dtype) if self.with_sinks else None
 
-    def nan_cache(self, blocks: int) -> Tensor:
-        shape = (blocks, self.num_kv_heads, self.block_size, 2 * self.head_size)
-        return torch.full(shape, float("nan")).to(self.cache_dtype)
+    def poisoned(self, blocks: int) -> Tensor:
+        """A cache [blocks, H, N, 2 * D] of NaN."""
+        sizes = {"B": blocks, "H": self.num_kv_heads, "N": self.block_size}
+        order = {"NHD": "BNH", "HND": "BHN"}[self.layout]
+        dtype, nan = (torch.uint8, 0x7F) if self.fp8 else (self.dtype, float("nan"))
+        memory = torch.full([*(sizes[dim] for dim in order), 2 * self.head_size], nan, dtype=dtype)
+        return memory.permute(*(order.index(dim) for dim in "BHN"), 3)
+
+    def write(self, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """Rows [T, H, 2 * D] of the cache's element size to their slots."""
+        rows, block, offset = rows.to(cache.device).view(cache.dtype), slots // self.block_size, slots % self.block_size
+        if self.packing is None:
+            cache[block, :, offset] = rows
+        else:
+            heads = torch.arange(self.num_kv_heads)[None, :, None]
+            cache.flatten(2)[block[:, None, None], heads, self.packing[offset].long()[:, None]] = rows
+
+    def attend(self, request: int, query: Tensor, tail: Tensor, k_scale: float, v_scale: float) -> Tensor:
+        """[T, Hq, D] of a request's window, float64: of its query, and of rows [T, H, 2 * D] behind its prefix."""
+        rows = torch.cat([self.prefix_rows[request].cpu().double(), tail.double()])
+        return attend(
+            query.cpu().double(), rows, self.prefixes[request], self.scale, self.softcap, self.sliding_window,
+            k_scale, v_scale, *(None if given is None else given.cpu() for given in (self.alibi_slopes, self.sinks)),
+        )  # fmt: skip
+
+
+@dataclass
+class Problem(Batch):
+    """Windows for the CPU attention, of the requests in `windows`: the first row of one lies in the pages, behind its
+    prefix, and the others in staging. Of other requests it knows no page."""
+
+    head_size: int = 32
+    windows: Sequence[bool] | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.packing is None:
+            self.packing = random_packing(self.block_size, 2 * self.head_size, self.seed)
+        super().__post_init__()
+        self.windows = self.windows or [True] * len(self.tails)
+        self.sinks = None if self.sinks is None else self.sinks.float()
+        tails = torch.cat([self.key, self.value], dim=-1).clamp(-3, 3).to(self.cache_dtype).split(self.tails)
+        self.rows = [torch.cat(pair) for pair in zip(self.prefix_rows, tails, strict=True)]
+        staged = 0
+        self.window_start = torch.full((len(tails),), -1, dtype=torch.int32)
+        for request, (tail, is_window) in enumerate(zip(tails, self.windows, strict=True)):
+            if not is_window:
+                self.block_table[request] = 2**30
+                continue
+            self.write(self.kv_cache, self.slots[request][self.prefixes[request] :][:1], tail[:1])
+            self.write(self.staging, torch.arange(staged, staged + len(tail) - 1), tail[1:])
+            self.window_start[request] = staged
+            staged += len(tail) - 1
 
     def arguments(self) -> dict[str, Any]:
         """What the operator is given, by name."""
@@ -109,15 +138,11 @@ class Problem:
     def reference(self) -> Tensor:
         """[T, Hq, D] float64; NaN where no window is."""
         expected = torch.full(self.output.shape, float("nan"), dtype=torch.float64)
-        for request, (prefix, tail) in enumerate(zip(self.prefixes, self.tails, strict=True)):
-            if not self.windows[request]:
-                continue
-            first = int(self.query_start_loc[request])
-            query = self.query[first : first + tail].double()
-            expected[first : first + tail] = attend(
-                query, self.rows[request], prefix, self.scale, self.softcap, self.sliding_window, self.k_scale,
-                self.v_scale, self.alibi_slopes, self.sinks,
-            )  # fmt: skip
+        for request, prefix in enumerate(self.prefixes):
+            if self.windows[request]:
+                rows = slice(*self.query_start_loc[request : request + 2].tolist())
+                tail = self.rows[request][prefix:]
+                expected[rows] = self.attend(request, self.query[rows], tail, self.k_scale, self.v_scale)
         return expected
 
     def check(self) -> None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from nwor_lab.bench.reference import ChunkedRun, compare_chunks, formula
 from nwor_lab.cost import chunks as model
-from nwor_lab.cost.breakeven import H200, MODELS, Chip, survival_of
-from nwor_lab.cost.traffic import Traffic, Window, served_traffic
+from nwor_lab.cost.traffic import Traffic, Window
 from nwor_lab.reference.chunks import ChunkedDrafter, LookupDrafter
 from nwor_lab.reference.decoder import EagleDrafter, SpeculativeDecoder
 from tests.lab.reference_models import (
@@ -78,28 +77,18 @@ def test_chunks_say_what_the_target_says_alone_and_the_formula_counts_them(targe
         assert mode == "off" or run.generation.dirty_bytes == 0
 
 
-def test_rows_behind_the_first_rejection_are_neither_computed_nor_written(target, truth):
-    """With useless drafts a window is one chunk; in one forward all of its 13 rows are computed and written."""
-    whole, chunked = (decode(target, "off", ScriptedDrafter(truth, K, 1.0), chunk) for chunk in (1 + K, 4))
-    n = len(whole.windows)
-    assert (*whole.counted, rows_written(whole)) == (n, 13 * n, 13 * n)
-    assert (*chunked.counted, rows_written(chunked)) == (n, 4 * n, 4 * n)
-    assert chunked.generation.dirty_bytes < whole.generation.dirty_bytes / 2
-
-
 def test_steps_are_the_models_step_for_step(target, truth):
-    """One request: requests, drafts, rejected and context rows of each step, and so its bytes and launches."""
-    for chunk in (3,):  # 13 rows in chunks of which the last has one row
-        run = decode(target, "stage", ScriptedDrafter(truth, K, 0.1), chunk, LENGTHS[:1])
-        context, expected = LENGTHS[0], []
-        for window in run.windows:
-            survival = [float(place < window.accepted) for place in range(K)]
-            expected += model.chunk_steps(survival, chunk, 1, context)
-            context += 1 + window.accepted
-        assert {share for share, _ in expected} == {1.0}
-        steps = run.generation.steps[1:]
-        found = [Window(s.requests, s.draft_rows, s.rejected_rows, s.context_rows, s.prefill_rows) for s in steps]
-        assert found == [step for _, step in expected]
+    """One request, 13 rows in chunks of 3, the last of one row: requests, drafts, rejected and context rows of each
+    step, and so its bytes and launches."""
+    run = decode(target, "stage", ScriptedDrafter(truth, K, 0.1), 3, LENGTHS[:1])
+    context, expected = LENGTHS[0], []
+    for window in run.windows:
+        survival = [float(place < window.accepted) for place in range(K)]
+        expected += model.chunk_steps(survival, 3, context)
+        context += 1 + window.accepted
+    steps = run.generation.steps[1:]
+    counted = [Window(s.requests, s.draft_rows, s.rejected_rows, s.context_rows, s.prefill_rows) for s in steps]
+    assert [(1.0, step) for step in counted] == expected
 
 
 def test_an_eagle_head_drafts_the_same_windows_in_chunks():
@@ -136,26 +125,6 @@ def test_the_model_is_the_mean_of_simulated_windows(k, chunk, data):
         assert (found.forwards, found.computed, found.written) == pytest.approx((forwards, computed, written))
     saved, added = 1 + k - computed, forwards - 1
     assert model.break_even_rows(survival, chunk) == (pytest.approx(saved / added) if added > 1e-9 else inf)
-
-
-def test_a_forward_takes_the_longer_of_weights_and_operations():
-    chip, weights = Chip("x", 2.0, 4e12, flop_per_s=1e15), model.LINEAR_WEIGHTS
-    for batch, us in ((1, 2 * weights / 4e6), (64, 2 * weights * 64 * 9 / 1e9)):
-        window = Window.expected(batch, survival_of(0.9, 8), 100)
-        moved = chip.us(served_traffic("off", MODELS["llama-3.1-8b"], window).total())
-        found = model.window_us(survival_of(0.9, 8), 9, batch, 100, chip)
-        assert found == pytest.approx(us + moved)
-
-
-def test_chunks_pay_in_large_batches_of_short_contexts():
-    survival = survival_of(0.9, 48)
-    over_batch = [model.time_ratio(survival, 8, batch, 512) for batch in (1, 8, 16, 64)]
-    assert over_batch == sorted(over_batch, reverse=True) and over_batch[0] > 1 > over_batch[-1]
-    over_context = [model.time_ratio(survival, 8, 32, context) for context in (512, 4096, 32768)]
-    assert over_context == sorted(over_context) and over_context[0] < 1 < over_context[-1]
-    assert model.time_ratio(survival, 49, 32, 512) == 1
-    free = Chip("operations are free", H200.launch_us, H200.copy_bytes_per_s)
-    assert model.time_ratio(survival, 8, 64, 512, free) > 1
 
 
 def test_bad_input_is_an_error(target):

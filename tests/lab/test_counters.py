@@ -44,14 +44,11 @@ def profiler(tmp_path, monkeypatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("says", "forbidden"),
-    [("==ERROR== ERR_NVGPUCTRPERM - no permission to read counters", True), ("ImportError: no module", False)],
-)
+@pytest.mark.parametrize(("says", "forbidden"), [("==ERROR== ERR_NVGPUCTRPERM", True), ("ImportError", False)])
 def test_a_profiler_that_fails_says_why(says, forbidden, profiler):
     """A program that crashes under it is no reason to do without its counters."""
     profiler.write_text(f"#!/bin/sh\necho '{says}'; exit 3")
-    with pytest.raises(RuntimeError, match=f"failed with 3: {says}") as raised:
+    with pytest.raises(RuntimeError, match=says) as raised:
         counters.read("code", metrics=(TIME,), kernels="x")
     assert isinstance(raised.value, counters.Unreadable) is forbidden
 
@@ -62,8 +59,7 @@ def test_the_profiler_is_asked_for_what_is_read(profiler, tmp_path):
     seen = counters.read("code()", metrics=(TIME,), kernels="a|b", options=options)
     assert seen["kernel"].tolist() == ["verify_windows", "flash<1, 2>"]
     asked = (tmp_path / "asked").read_text()
-    assert "--clock-control none" in asked and "regex:a|b --profile-from-start off" in asked
-    assert asked.endswith("-c code()\n") and f"--metrics {TIME} " in asked
+    assert f"regex:a|b --profile-from-start off --metrics {TIME} " in asked and asked.endswith("-c code()\n")
 
 
 def launches(combined: bool = True) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from nwor_lab.gpu import attention, counters, operators, timer
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention_plots
 from nwor_lab.gpu.inputs import AttentionShape, shape_of
-from nwor_lab.gpu.operators import OURS, PEERS, QUERY, bytes_moved
+from nwor_lab.gpu.operators import OURS, QUERY, bytes_moved
 from nwor_lab.run import results
 
 SHAPE = AttentionShape(32, 8, 16, 512)
@@ -30,16 +30,6 @@ def times() -> pd.DataFrame:
 # -- the all-layer operators ---------------------------------------------------------------------------------------
 
 
-def made_up(us: dict[str, float], rows: int = 2304, kept: int = 3) -> pd.DataFrame:
-    """Samples of one case (8 heads, bf16) in which `us` gives each op's time; the copy runs at 4 TB/s."""
-    lines = [{"op": "copy", "value": 2e3, "bytes": 8_000_000_000, "rows": 0, "kept": 0, "launches": 0}]
-    for op, value in us.items():
-        moved = 0 if op == "empty" else bytes_moved(op, shape_of(8, "bf16"), rows, kept)
-        launches = 32 if op in PEERS else 1
-        lines += [{"op": op, "value": value, "bytes": moved, "rows": rows, "kept": kept, "launches": launches}] * 3
-    return results.tidy(lines, metric="time", unit="us").assign(kv_heads=8, cache="bf16")
-
-
 def test_bytes_are_the_rows_that_move() -> None:
     """A row of 8 heads x 128 in bf16 is 4 KiB a layer; each is read once and written once."""
     shape = shape_of(8, "bf16")
@@ -50,16 +40,13 @@ def test_bytes_are_the_rows_that_move() -> None:
     assert shape_of(8, "fp8").row * 2 == shape.row
 
 
-def test_model_share_and_speedup() -> None:
-    """Empty kernel plus bytes at the copy's bandwidth; shares with and without the launch."""
-    moved = bytes_moved("commit", shape_of(8, "bf16"), 2304, 3)
-    ideal = 3 + moved / 4e6
-    frame = made_up({"empty": 3, "commit": 2 * ideal - 3, "vllm": 20 * ideal})
+def test_ceilings_and_speedups() -> None:
+    """One case, whose copy of 8 GB runs at 4 TB/s."""
+    us = {"copy": 2000, "empty": 3, "commit": 20, "vllm": 200}
+    rows = [{"op": op, "value": value, "bytes": 8e9, "rows": 9, "kept": 3, "launches": 1} for op, value in us.items()]
+    frame = results.tidy(rows, metric="time", unit="us").assign(kv_heads=8, cache="bf16")
     assert kernels.ceilings(frame) == (4.0, 3.0)
-    (line,) = kernels.modelled(frame).itertuples()
-    assert line.model == pytest.approx(ideal)
-    assert line.net == pytest.approx(0.5)
-    assert kernels.speedups(frame)["vllm"].item() == pytest.approx(20 * ideal / (2 * ideal - 3))
+    assert kernels.speedups(frame)["vllm"].item() == pytest.approx(10)
 
 
 def test_counters_cover_every_case_that_exceeds_the_cache() -> None:
@@ -109,7 +96,7 @@ def test_operators_are_measured_as_they_are_recorded(times: pd.DataFrame, monkey
     line = found.query("op == 'commit' and metric == 'time' and kv_heads == 8 and rows == 16 and kept == 1").iloc[0]
     assert line["bytes"] == bytes_moved("commit", shape_of(8, "fp8"), 16, 1, 4) and line["k"] == 3
     assert kernels.ceilings(found) == (pytest.approx(4.29, rel=0.01), 1.0)
-    assert len(kernels.modelled(found)) and kernels.per_launch(found)[1] > 0
+    assert len(kernels.roof_points(found)) and kernels.per_launch(found)[1] > 0
 
 
 def test_attention_is_measured_as_it_is_recorded(monkeypatch, capsys) -> None:
@@ -159,24 +146,16 @@ def samples(ratio: float = 0.8, **other) -> pd.DataFrame:
 
 
 def test_net_times_are_without_the_empty_kernel_and_beside_the_faster_backend():
-    line = attention.net(samples(0.8)).iloc[0]
-    assert line["nwor"] == pytest.approx(80)
-    assert line["vanilla"] == line["flash 1"] == pytest.approx(100)
-    assert line["ratio"] == pytest.approx(0.8)
-    table = attention_plots.frame(samples(), bandwidth=4.0)
-    assert table["floor"].iloc[0] == pytest.approx(SHAPE.bytes / 4e6)
-    assert attention_plots.errors(samples())["over_flash"].tolist() == [1]
-
-
-def test_a_forced_version_has_a_ratio_of_its_own():
-    """It is none of vLLM's two backends on that GPU: not even where it is the fastest is it `vanilla`."""
+    """A version that was forced is no backend of vLLM's there: even where it is the fastest it is not `vanilla`."""
     forced = samples(0.8).query("op == 'nwor' and metric == 'time'").assign(op="flash2", value=42)
     frame = pd.concat([samples(0.8), forced, samples(0.8, cache="fp8")])
-    line, other = attention.net(frame).reset_index().sort_values("cache").to_dict("records")
-    assert line["over_flash2"] == pytest.approx(2) and math.isnan(other["over_flash2"])
-    assert line["ratio"] == pytest.approx(0.8) == other["ratio"]
-    assert attention_plots.frame(frame, bandwidth=4.0)["flash"].tolist() == pytest.approx([100, 100])
+    table = attention_plots.frame(frame, bandwidth=4.0).sort_values("cache")
+    line, other = table.to_dict("records")
+    assert (line["nwor"], line["vanilla"], line["flash"], line["ratio"]) == pytest.approx((80, 100, 100, 0.8))
+    assert line["over_flash2"] == pytest.approx(2) and math.isnan(other["over_flash2"]) and other["ratio"] == 0.8
+    assert line["floor"] == pytest.approx(SHAPE.bytes / 4e6)
     assert "over_flash2" not in attention.net(samples(0.8))
+    assert attention_plots.errors(samples())["over_flash"].tolist() == [1]
 
 
 def test_the_cliff_has_a_panel_for_each_attention_of_vllms(tmp_path):
@@ -212,9 +191,8 @@ def test_attention_of_different_builds_has_no_ratio():
     """Ours of one build over vLLM's of another would be neither's."""
     frame = samples()
     mixed = frame.assign(build=["k:1" if op == "nwor" else "k:2" for op in frame["op"]])
-    with pytest.raises(ValueError, match="rows of different builds do not go together: k:1, k:2"):
+    with pytest.raises(ValueError, match="different builds"):
         attention.net(mixed)
-    assert len(attention.net(frame.assign(build="k:1"))) == 1
 
 
 def test_what_is_won_is_counted_apart_where_nothing_was_tuned():
@@ -228,7 +206,7 @@ def test_what_is_won_is_counted_apart_where_nothing_was_tuned():
     assert attention_plots.wins(recorded)["shapes"].sum() == len(recorded)
 
 
-@pytest.mark.parametrize("axis", [{"ks": (4, 0)}, {"contexts": (-1,)}, {"heads": ("8x0",)}])
-def test_numbers_below_one_are_refused(axis):
-    with pytest.raises(ValueError, match="at least 1"):
-        timer.Axes(**axis)
+def test_numbers_below_one_are_refused():
+    for axis in ({"ks": (4, 0)}, {"contexts": (-1,)}, {"heads": ("8x0",)}):
+        with pytest.raises(ValueError, match="at least 1"):
+            timer.Axes(**axis)

@@ -69,7 +69,7 @@ CHANGES = {
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_fault_is_what_its_name_says_and_rows_are_stored_once(name, on_cpu):
-    problem = Problem([40, 70], [5, 3], packing=identity_packing(16, 64))
+    problem = Problem([(40, 5), (70, 3)], packing=identity_packing(16, 64))
     attention, named = ops.verify_attention, problem.arguments()
     if not on_cpu:
         attention = attend_as_on_a_gpu
