@@ -157,7 +157,9 @@ class Session:
         for repeat in range(plan.repeats):
             now = time.monotonic()
             if repeat and 0 < 60 * plan.max_minutes < now - begin + longest:
-                progress.note(f"{plan.max_minutes:g} minutes hold {repeat} of {plan.repeats} repeats", sys.stderr)
+                print(
+                    f"{plan.max_minutes:g} minutes hold {repeat} of {plan.repeats} repeats", file=sys.stderr, flush=True
+                )
                 break
             for temperature in plan.temperatures:
                 rows += self.timed(temperature, repeat)

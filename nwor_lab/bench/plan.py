@@ -11,7 +11,6 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nwor.settings import MODES, Settings
-from nwor_lab import progress
 from nwor_lab.machine import on_cpu
 
 UNPATCHED = "vllm"
@@ -97,8 +96,10 @@ class Plan(Timing, Workload):
         fits = [(length, size) for length, size in every if size * (length + self.max_tokens) <= capacity]
         for length, size in every:
             if (length, size) not in fits:
-                progress.note(
-                    f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr
+                print(
+                    f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots",
+                    file=sys.stderr,
+                    flush=True,
                 )
         return fits
 
