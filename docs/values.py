@@ -152,9 +152,9 @@ def row(
     return slashes(pd.Series([value(findings(), batch=batch, **where) for batch in batches]))
 
 
-def decode_row(mode: str = "stage", over: str = NEVER_PATCHED, gpu: str = "H200", context: int = 512) -> str:
-    """A mode's step over vLLM's by batch, of the latest run on that kind of GPU, with 8 KV heads."""
-    return row("gpu_decode", mode, over, kv_heads=8, gpu=gpu, context=context)
+def decode_row(mode: str = "stage") -> str:
+    """A mode's step over vLLM's by batch, of the latest run on an H200, with 8 KV heads."""
+    return row("gpu_decode", mode, kv_heads=8, gpu="H200")
 
 
 def steps(mode: str = "stage", over: str = NEVER_PATCHED, table: str = "gpu_direct") -> pd.Series:

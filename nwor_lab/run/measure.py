@@ -217,10 +217,7 @@ def record_soak(run: Path, recorded: Path) -> list[str]:
 
 
 def record_run(run: Path, recorded: Path) -> list[str]:
-    """Copy a whole reproduction run's small tables, claims, animation and manifest; of one on GPUs what it compared.
-
-    The manifest loses what is of one machine: commands, folders and the kernel's name.
-    """
+    """Copy a whole reproduction run's small tables, claims, animation and manifest; of one on GPUs what it compared."""
     manifest = results.read_manifest(run)
     every = {name: entry["provenance"] for name, entry in manifest["notebooks"].items() if entry["state"] == "done"}
     if unfinished := set(manifest["notebooks"]) - set(every):
@@ -228,8 +225,6 @@ def record_run(run: Path, recorded: Path) -> list[str]:
     for name, made in every.items():
         checked(name, made)
         made["parameters"].pop("run_dir", None)
-        for of_the_machine in ("command", "platform"):
-            made.pop(of_the_machine, None)
     if any(isinstance(made["gpu"], list) for made in every.values()):
         compared = results.read_table("kernels", run)
         results.write_table(recorded / "kernel_check.parquet", compared[compared["device"] == "cuda"])

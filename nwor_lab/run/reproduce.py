@@ -74,22 +74,21 @@ def run_notebook(notebook: Path, directory: Path, given: dict[str, Any], cell_mi
     log, part = directory / "logs" / f"{name}.log", directory / f".{name}.part.ipynb"
     log.parent.mkdir(parents=True, exist_ok=True)
     results.update_manifest(directory, name, state="running", passed=given, whole=None)
-    begin, problem, state = time.monotonic(), None, "interrupted"
+    begin, outcome = time.monotonic(), {"state": "interrupted", "error": None, "whole": None}
     try:
         with open(log, "w", encoding="utf-8", buffering=1) as file:
             try:
                 kernel.execute(notebook, part, {**given, "run_dir": str(directory)}, file, cell_minutes)
-                problem = None if fingerprint(notebook, given) == made_from else "the notebook changed while it ran"
+                outcome |= {"state": "done", "whole": made_from}
             except Exception as error:  # noqa: BLE001 - the other notebooks still run, and the run fails at its end
                 file.write(traceback.format_exc())
-                problem = f"{getattr(error, 'ename', type(error).__name__)}: {getattr(error, 'evalue', error)}".strip()
-            state = "failed" if problem else "done"
+                why = f"{getattr(error, 'ename', type(error).__name__)}: {getattr(error, 'evalue', error)}".strip()
+                outcome |= {"state": "failed", "error": why}
     finally:
         if part.exists():
             os.replace(part, directory / notebook.name)
-        whole, seconds = made_from if state == "done" else None, round(time.monotonic() - begin, 1)
-        results.update_manifest(directory, name, state=state, error=problem, whole=whole, seconds=seconds)
-    return problem
+        results.update_manifest(directory, name, seconds=round(time.monotonic() - begin, 1), **outcome)
+    return outcome["error"]
 
 
 def run_point(
@@ -175,7 +174,7 @@ def run_points(
 def _resume(directory: Path) -> str:
     """Return the command that goes on with the run in `directory`."""
     run = directory.name if directory.parent == paths.RESULTS else directory
-    return f"make reproduce RESUME={run}" if os.environ.get("NWOR_MAKE") else f"nwor reproduce --resume --run {run}"
+    return f"{os.path.relpath(sys.argv[0])} reproduce --resume --run {run}"
 
 
 @contextlib.contextmanager

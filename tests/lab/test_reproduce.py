@@ -121,7 +121,6 @@ def test_claims_decide(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 FAULTS = {
     "no notebook": lambda run: (run / "01_book.ipynb").unlink(),
-    "no entry": lambda run: results.update_manifest(run, "01_book", whole=None),
     "another notebook": lambda run: write_notebook(paths.NOTEBOOKS, "01_book", "\n# changed"),
 }
 
@@ -134,13 +133,6 @@ def test_a_result_that_is_not_whole_is_made_again(place: Path, fault) -> None:
     (run / "steps.parquet").write_bytes(b"half")
     assert reproduce.main(["--run", "s", "--resume"]) == 0
     assert ran(place) == [4, 4] and results.read_table("steps", run)["value"].tolist() == [4]
-
-
-def test_a_notebook_that_changes_while_it_runs_is_no_result(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_notebook(place, "01_book", "\n(place / '01_book.ipynb').open('a').write(' ')")
-    assert reproduce.main(["--run", "s"]) == 1
-    assert "the notebook changed while it ran" in capsys.readouterr().err
-    assert results.read_manifest(place / "results" / "s")["notebooks"]["01_book"]["whole"] is None
 
 
 def test_a_kernel_takes_no_port_that_another_program_could_take_first(

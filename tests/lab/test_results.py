@@ -2,8 +2,6 @@
 """Results are whole, tidy and say where they came from."""
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from nwor_lab import paths
-from nwor_lab.run import claims, provenance, results
+from nwor_lab.run import provenance, results
 
 ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
 
@@ -30,24 +28,10 @@ def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     target = results.write_text(tmp_path / "a.parquet", "whole")
     with pytest.raises(ZeroDivisionError), results.whole_file(target) as part:
         part.write_text("ha")
+        assert list(tmp_path.glob("*.parquet")) == [target], "what a killed writer leaves does not look like a result"
         raise ZeroDivisionError
     assert target.read_text() == "whole"
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
-
-
-def test_a_writer_killed_before_the_rename_leaves_the_old_file(tmp_path: Path) -> None:
-    frame = results.tidy([ROW])
-    target = results.write_table(tmp_path / "steps.parquet", frame)
-    code = f"""
-import os, signal
-from nwor_lab.run import results
-os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-results.write_table({str(target)!r}, results.tidy([{ROW!r}] * 100))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, timeout=120, check=False)
-    assert done.returncode == -9
-    pd.testing.assert_frame_equal(pd.read_parquet(target), frame)
-    assert list(tmp_path.glob("*.parquet")) == [target], "the half-written file must not look like a result"
 
 
 # -- tidy rows ---------------------------------------------------------------------------------------------------
@@ -146,7 +130,6 @@ def test_a_table_is_of_the_run_that_is_named(run: results.Run, tmp_path: Path) -
 def test_provenance_says_what_made_a_result() -> None:
     said = provenance.provenance({"seed": 3, "k": 4})
     assert said["parameters"] == {"seed": 3, "k": 4}
-    assert said["seeds"] == {"seed": 3}
     assert said["versions"]["torch"][0].isdigit()
     assert said["cpu"]["cores"] >= 1
     assert len(said["sha256"]["requirements/cpu.lock"]) == 64
@@ -159,13 +142,12 @@ def test_a_failed_probe_is_a_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for module, name in (
         (provenance.subprocess, "run"),
         (provenance.importlib.metadata, "version"),
-        (provenance.platform, "platform"),
         (provenance.os, "sched_getaffinity"),
         (provenance, "sha256"),
     ):
         monkeypatch.setattr(module, name, broken)
     said = provenance.provenance({"seed": 3})
-    for name in ("git", "gpu", "cpu", "platform", "sha256"):
+    for name in ("git", "gpu", "cpu", "sha256"):
         assert said[name] == "unavailable: RuntimeError: broken", name
     assert set(said["versions"].values()) == {"unavailable: RuntimeError: broken"}
     results.write_json(tmp_path / "provenance.json", said)
@@ -302,11 +284,3 @@ def test_only_what_cannot_be_measured_falls_back_to_what_is_recorded(error, run:
         results.measure_or_load_recorded(
             run, "attention_counters", refuse, "measure" if error is not RuntimeError else ""
         )
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(3663.0, "3663"), (123456.7, "123457"), (0.123456, "0.1235"), (True, "True"), ("at most 3", "at most 3")],
-)
-def test_whole_numbers_are_shown_whole(value: object, shown: str) -> None:
-    assert claims.show(value) == shown
