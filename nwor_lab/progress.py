@@ -29,10 +29,11 @@ def moving() -> Iterator[None]:
     if _line is not None or sys.stdout is None or not sys.stdout.isatty():
         yield
         return
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, TextColumn
 
+    column = TextColumn("{task.elapsed:6.1f} s  {task.description}", markup=False)
     try:
-        with Progress(TimeElapsedColumn(), TextColumn("{task.description}", markup=False), transient=True) as _line:
+        with Progress(column, transient=True) as _line:
             _line.add_task("")
             yield
     finally:

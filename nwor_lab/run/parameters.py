@@ -99,9 +99,9 @@ def _wrong_together(values: Mapping[str, Any], given: Collection[str], here: boo
         yield why
     if has("tp", "draft") and not machine.on_cpu() and (gpus := torch.cuda.device_count()) < values["tp"]:
         yield f"tp={values['tp']}: GPUs here: {gpus}"
-    asked = {name: values[name] for name in ("device", "source") if has(name)}
-    if {"cuda", "measure"} & {*asked.values()} and machine.on_cpu():
-        yield f"{asked}: there is no NVIDIA GPU here"
+    for name, of_a_gpu in (("device", "cuda"), ("source", "measure")):
+        if has(name) and values[name] == of_a_gpu and machine.on_cpu():
+            yield f"{name}={of_a_gpu}: there is no NVIDIA GPU here"
 
 
 def _check_together(notebook: str, *said: Any) -> None:

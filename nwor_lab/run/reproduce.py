@@ -152,8 +152,8 @@ def run_points(
     else:
         table = grid.measured(folders)
         results.write_table(directory / "grid.csv", table)
-        report.write(directory)
         varying, judged = grid.varying(table), pd.concat(claims.values())
+        report.write(directory, varying)
         if len(varying):
             print(f"\n{varying.to_string(float_format='{:.4g}'.format, na_rep='')}")
         values = table.groupby(grid.VALUE, dropna=False).ngroups

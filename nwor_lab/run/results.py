@@ -149,11 +149,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        directory: Path | str,
-        name: str,
-        given: Mapping[str, Any] | None = None,
-        at_defaults: bool = True,
+        self, directory: Path | str, name: str, given: Mapping[str, Any] | None = None, at_defaults: bool = True
     ):
         self.directory = Path(directory)
         self.id = self.directory.name
@@ -204,7 +200,7 @@ class Run:
         return bool(holds)
 
     def expect(self, text: str, expected: object, value: object, holds: bool) -> bool:
-        """Claim what is expected at the notebook's default parameters; at others it is shown and not judged."""
+        """Claim what is expected where no parameters were given; where some were, it is shown and not judged."""
         if self.at_defaults:
             return self.claim(text, expected, value, holds)
         self.claim(text, expected, f"{claim_table.show(value)} (parameters were given)", None)
@@ -236,15 +232,11 @@ class Run:
             ) as child,
         ):
             assert child.stdout is not None
-            shown = None
+            shown = display({"text/plain": "starting"}, raw=True, display_id=True)
             for line in child.stdout:
                 file.write(line)
-                if progress.PLAIN.match(line):
-                    doing = {"text/plain": line.rstrip()}
-                    if shown is None:
-                        shown = display(doing, raw=True, display_id=True)
-                    else:
-                        shown.update(doing, raw=True)
+                if shown and progress.PLAIN.match(line):
+                    shown.update({"text/plain": line.rstrip()}, raw=True)
         if child.returncode:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
             raise RuntimeError(f"`nwor {' '.join(words)}` failed with {child.returncode}; log {log}, its end:\n{end}")
