@@ -157,9 +157,7 @@ class Session:
         for repeat in range(plan.repeats):
             now = time.monotonic()
             if repeat and 0 < 60 * plan.max_minutes < now - begin + longest:
-                print(
-                    f"{plan.max_minutes:g} minutes hold {repeat} of {plan.repeats} repeats", file=sys.stderr, flush=True
-                )
+                progress.note(f"{plan.max_minutes:g} minutes hold {repeat} of {plan.repeats} repeats", sys.stderr)
                 break
             for temperature in plan.temperatures:
                 rows += self.timed(temperature, repeat)

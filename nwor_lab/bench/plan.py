@@ -11,6 +11,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nwor.settings import MODES, Settings
+from nwor_lab import progress
 from nwor_lab.machine import on_cpu
 
 UNPATCHED = "vllm"
@@ -96,10 +97,8 @@ class Plan(Timing, Workload):
         fits = [(length, size) for length, size in every if size * (length + self.max_tokens) <= capacity]
         for length, size in every:
             if (length, size) not in fits:
-                print(
-                    f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots",
-                    file=sys.stderr,
-                    flush=True,
+                progress.note(
+                    f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr
                 )
         return fits
 

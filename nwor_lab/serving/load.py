@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from nwor.settings import MODES
+from nwor_lab import progress
 from nwor_lab.serving.server import SERVED, Server, ServingError
 
 WARM = 2
@@ -113,9 +114,7 @@ class ServingPlan:
         for number in range(self.orders):
             now = time.monotonic()
             if number and 0 < 60 * self.max_minutes < now - begin + longest:
-                print(
-                    f"{self.max_minutes:g} minutes hold {number} of {self.orders} passes", file=sys.stderr, flush=True
-                )
+                progress.note(f"{self.max_minutes:g} minutes hold {number} of {self.orders} passes", sys.stderr)
                 return
             for load in self.loads:
                 yield number, load
