@@ -34,7 +34,7 @@ demo: setup ## vanilla vLLM beside mode stage under the cache auditor, on the sh
 	$(BIN)/python -m nwor_lab.demo
 
 reproduce: setup ## run every notebook on the CPU, print the table of claims, leave results/<run>/; RESUME=<run> goes on
-	@NWOR_MAKE=1 $(BIN)/nwor reproduce $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))
+	@$(BIN)/nwor reproduce $(if $(RESUME),--resume --run $(RESUME),--run $(RUN))
 
 test: setup $(VENV)/.interpreter ## ruff, mypy, import contracts and the tests that need no GPU
 	$(BIN)/ruff check .

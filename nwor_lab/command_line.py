@@ -16,7 +16,6 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 T = TypeVar("T")
 RULES = ConstructorRegistry()
-NAMES = {int: "a whole number", float: "a number", str: "text"}
 
 
 def parse(kind: Callable[..., T], argv: list[str] | None, command: str, description: str) -> T:
@@ -67,44 +66,24 @@ def _refuse(event: _errors.ParseErrorEvent) -> None:
     raise ValueError(f"{said} ({event.prog} --help)")
 
 
-def _read(kind: Any, text: str) -> Any:
-    if get_origin(kind) is Literal:
-        if text not in get_args(kind):
-            raise ValueError(f"{text} is not of {', '.join(get_args(kind))}")
-        return text
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not {NAMES[kind]}") from None
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-@RULES.primitive_rule
-def _one(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    if info.type not in NAMES:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=info.type.__name__.upper(),
-        instance_from_str=lambda words: _read(info.type, words[0]),
-        is_instance=lambda value: isinstance(value, int | float | str),
-        str_from_instance=lambda value: [_shown(value) or "none"],
-    )
-
-
 @RULES.primitive_rule
 def _several(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """A tuple of any length."""
     kind, *rest = get_args(info.type) or (None,)
     if get_origin(info.type) is not tuple or rest != [...]:
         return None
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+
+    def read(words: list[str]) -> tuple[Any, ...]:
+        texts = [text for word in words for text in word.split(",") if text]
+        if unknown := set(texts) - set(choices or texts):
+            raise ValueError(f"{', '.join(unknown)} is not of {', '.join(choices)}")
+        return tuple(texts if choices else map(kind, texts))
+
     return PrimitiveConstructorSpec(
         nargs="*",
         metavar="A,B,...",
-        instance_from_str=lambda words: tuple(_read(kind, text) for word in words for text in word.split(",") if text),
+        instance_from_str=read,
         is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda values: [",".join(map(_shown, values)) or "none"],
+        str_from_instance=lambda values: [",".join(map(str, values)) or "none"],
     )

@@ -1,10 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine at hand can do in vLLM, asked the way vLLM 0.32 asks: a GPU by torch, a CPU by `torch.cpu`.
+"""What the machine at hand can do, asked the way vLLM 0.32 asks: a GPU by torch, a CPU by `torch.cpu`.
 
 vLLM's CPU build has one library for AVX2, one for AVX-512 and one for AVX-512 with bf16 and AMX; those answers choose.
 """
 
+import os
 import platform
+import tempfile
+from pathlib import Path
+
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
+"""Variables that name a folder without which an engine stops."""
+
+
+def missing_folders() -> list[str]:
+    """Which folders that a run cannot do without cannot be written, in words that say what to set."""
+    found = []
+    try:
+        Path.home()
+    except RuntimeError:
+        found.append(
+            "HOME is not set: set it to a folder that can be written, where Jupyter, vLLM and torch keep files"
+        )
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        found.append("TMPDIR and /tmp cannot be written: set TMPDIR to a folder that can")
+    for name in filter(os.environ.get, CACHES):
+        folder = Path(os.environ[name]).absolute()
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            found.append(f"{name}={folder} cannot be written")
+    return found
 
 
 def on_cpu() -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -137,20 +138,19 @@ def step_parts(run: style.Place, table: pd.DataFrame) -> Path:
     parts = own[own["metric"] == "kernel_us"].groupby(["batch", "mode", "kind"])["value"].mean().unstack() / 1e3
     parts = parts.assign(**{"no kernel": (steps - parts.sum(axis=1)).clip(lower=0)})
     shares = 100 * parts.div(steps.xs("vllm", level="mode"), axis=0, level="batch")
-    batches, modes = shares.index.unique("batch"), ("vllm", "direct", "stage")
+    batches, kinds = shares.index.unique("batch"), [kind for kind in PARTS if kind in shares and shares[kind].sum() > 0]
     fig, axes = style.figure(style.TWO_COLUMNS, 2.6, ncols=len(batches), sharey=True)
     for ax, batch in zip(axes, batches, strict=True):
-        left = pd.Series(0.0, index=list(modes))
-        for (kind, color), hatch in zip(PARTS.items(), style.HATCHES, strict=False):
-            width = shares.loc[batch].reindex(modes)[kind].fillna(0) if kind in shares else left * 0
-            look = {"color": color, "hatch": hatch, "edgecolor": "black", "linewidth": 0.3}
-            if width.sum():
-                ax.bar(list(modes), width, bottom=left, width=0.7, label=kind, **look)
-            left += width
-        ax.set(title=f"batch {batch}", ylim=(0, None))
+        drawn = shares.loc[batch].loc[["vllm", "direct", "stage"], kinds].fillna(0)
+        look: Any = {"width": 0.7, "edgecolor": "black", "linewidth": 0.3, "rot": 0, "legend": False}
+        drawn.plot.bar(ax=ax, stacked=True, color=PARTS, **look)
+        for container, hatch in zip(ax.containers, style.HATCHES, strict=False):
+            for bar in container:
+                bar.set_hatch(hatch)
+        ax.set(title=f"batch {batch}", xlabel="", ylim=(0, None))
         ax.grid(axis="x", visible=False)
     axes[0].set_ylabel("% of unpatched vLLM's step")
-    style.legend(axes[0], ncols=len(PARTS))
+    style.legend(axes[0], ncols=len(kinds))
     written = shares.xs("vllm", level="mode")["KV write"]
     caption = (
         "What a decode step is made of, in shares of the step of vLLM never patched: GPU time of kernels by kind, and "

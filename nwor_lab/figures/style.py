@@ -14,7 +14,6 @@ from unittest import mock
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import seaborn as sns
 
@@ -66,7 +65,6 @@ STYLE: Any = {
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "legend.fontsize": 6.5,
-    "legend.title_fontsize": 6.5,
     "legend.frameon": False,
     "axes.linewidth": 0.6,
     "grid.linewidth": 0.4,
@@ -74,9 +72,8 @@ STYLE: Any = {
     "lines.markersize": 4,
     "hatch.linewidth": 0.5,
     "figure.dpi": 150,
-    "savefig.dpi": 300,
+    "savefig.dpi": 200,
     "pdf.fonttype": 42,
-    "svg.hashsalt": "nwor",
 }
 
 
@@ -135,17 +132,16 @@ def bars(ax: Any, frame: pd.DataFrame, x: str, y: str = "value", by: str = "mode
 
     Several rows of one group are drawn as their median with a whisker from the least to the greatest.
     """
-    groups, looks = sorted(frame[x].unique()), styles(frame[by])
-    width = 0.8 / len(looks)
-    for n, (name, look) in enumerate(looks.items()):
-        rows = frame[frame[by] == name].groupby(x)[y]
-        middle = rows.median().reindex(groups)
-        spread = np.array([middle - rows.min().reindex(groups), rows.max().reindex(groups) - middle])
-        at = np.arange(len(groups)) + (n - (len(looks) - 1) / 2) * width
-        whiskers = {"yerr": spread, "error_kw": WHISKERS} if (rows.size() > 1).any() else {}
-        ax.bar(at, middle, width, label=look.label, color=look.color, hatch=look.hatch, edgecolor="white", **whiskers)
-    ax.set_xticks(np.arange(len(groups)), [str(group) for group in groups])
-    ax.set_xlim(-0.5, len(groups) - 0.5)
+    looks = styles(frame[by])
+    colors = {name: look.color for name, look in looks.items()}
+    order = {"order": sorted(frame[x].unique()), "hue_order": list(looks), "palette": colors, "saturation": 1}
+    several = {"errorbar": ("pi", 100) if frame.duplicated([x, by]).any() else None, "estimator": "median"}
+    sns.barplot(frame, x=x, y=y, hue=by, ax=ax, legend=False, edgecolor="white", **order, **several)
+    for container, look in zip(ax.containers, looks.values(), strict=True):
+        container.set_label(look.label)
+        for bar in container:
+            bar.set_hatch(look.hatch)
+    ax.set(xlabel="", ylabel="")
     ax.grid(axis="x", visible=False)
 
 
@@ -155,11 +151,11 @@ def legend(ax: Any, ncols: int = 2) -> None:
     ax.figure.legend(handles, names, loc="outside upper center", ncols=ncols, columnspacing=1, handlelength=2.4)
 
 
-def write(fig: Any, path: Path, dpi: int = 200) -> Path:
+def write(fig: Any, path: Path) -> Path:
     """Write a figure as a PDF or PNG, by the suffix of `path`: the same figure gives the same bytes. Return `path`."""
     unsaid = {".pdf": ("CreationDate", "ModDate", "Creator", "Producer"), ".png": ("Software",)}[path.suffix]
     with mock.patch.dict(os.environ, {"SOURCE_DATE_EPOCH": "0"}), results.whole_file(path) as part:
-        fig.savefig(part, format=path.suffix[1:], dpi=dpi, metadata=dict.fromkeys(unsaid))
+        fig.savefig(part, format=path.suffix[1:], metadata=dict.fromkeys(unsaid))
     return path
 
 

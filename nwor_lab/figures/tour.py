@@ -10,12 +10,10 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from IPython.display import HTML
-from matplotlib.animation import FuncAnimation, PillowWriter
-from matplotlib.colors import ListedColormap
 from matplotlib.patches import ConnectionPatch, Patch, Rectangle
+from PIL import Image
 
 from nwor_lab.figures import style
 from nwor_lab.run import results
@@ -125,16 +123,21 @@ def _moment(axes: Any, frame: pd.DataFrame, num_blocks: int) -> None:
 
 def pages(run: style.Place, frame: pd.DataFrame) -> Path:
     """Draw one request's pages in vLLM, a panel a mode: `frame` has `mode, line, column, state` and `block`."""
+    caption = "Pages of one request in one layer of vLLM, after the first step that rejected drafts of it."
     frame = pd.DataFrame(frame)
-    lines, modes = int(frame["line"].max()) + 1, frame["mode"].unique()
+    return style.save(_pages(frame, frame["state"]), run, "tour_pages", frame, caption)
+
+
+def _pages(frame: pd.DataFrame, states: Any, said: Mapping[str, str] | None = None) -> Any:
+    """A figure of the pages of each mode; states: of the legend; said: behind the name of a mode."""
+    lines, modes = frame["line"].nunique(), frame["mode"].unique()
     fig, axes = style.figure(width=style.TWO_COLUMNS, height=0.4 + (0.3 + 0.21 * lines) * len(modes), nrows=len(modes))
     for ax, mode in zip(axes, modes, strict=True):
         cells = frame[frame["mode"] == mode]
         grid(ax, cells, {line: f"block {block}" for line, block in cells.groupby("line")["block"].first().items()})
-        ax.set_title(style.MODE_STYLE[mode].label)
-    legend(fig, frame["state"])
-    caption = "Pages of one request in one layer of vLLM, after the first step that rejected drafts of it."
-    return style.save(fig, run, "tour_pages", frame, caption)
+        ax.set_title(style.MODE_STYLE[mode].label + (said[mode] if said else ""), loc="left" if said else "center")
+    legend(fig, states)
+    return fig
 
 
 def film(run: style.Place, frame: pd.DataFrame, frames: int = 40) -> Path:
@@ -142,46 +145,28 @@ def film(run: style.Place, frame: pd.DataFrame, frames: int = 40) -> Path:
 
     Blocks that the prompt has filled are left out.
     """
-    modes, names = list(frame["mode"].unique()), list(STATES)
     later = frame[(frame["step"] > 0) & (frame["state"] != "context")]
     lines = sorted(later.loc[later["state"] != "empty", "line"].unique())
-    frame = frame[frame["line"].isin(lines)]
-    shape = len(lines), int(frame["column"].max()) + 1
-    height = 0.4 + (0.4 + style.TWO_COLUMNS * 0.9 / shape[1] * shape[0]) * len(modes)
-    fig, axes = style.figure(width=style.TWO_COLUMNS, height=height, nrows=len(modes))
-    colors: Any = {"cmap": ListedColormap([color for color, *_ in STATES.values()]), "vmin": 0, "vmax": len(STATES)}
-    steps = {at: cells for at, cells in frame.groupby(["mode", "step"])}
-    left = frame["state"].eq("rejected").groupby([frame["mode"], frame["step"]]).sum()
-    so_far = left.groupby("mode").cumsum()
-    last = frame.groupby("mode")["step"].max()
-    meshes, crosses = {}, {}
-    for mode, ax in zip(modes, axes, strict=True):
-        drawn = {"edgecolors": "#B0B0B0", "linewidth": 0.6, "clip_on": False}
-        meshes[mode] = ax.pcolormesh(np.zeros(shape), **drawn, **colors)
-        (crosses[mode],) = ax.plot([], [], "kx", markersize=5)
-        ax.set(xticks=[], yticks=np.arange(shape[0]) + 0.5, ylim=(shape[0], 0), frame_on=False, aspect="equal")
-        ax.set_yticklabels([f"block {block}" for block in steps[mode, 0].groupby("line")["block"].first()])
-        ax.tick_params(length=0)
-        ax.grid(visible=False)
-    legend(fig, set(frame["state"]))
-
-    def draw(step: int) -> None:
-        for mode, ax in zip(modes, axes, strict=True):
-            at = mode, min(step, int(last[mode]))
-            cells = steps[at]
-            meshes[mode].set_array(cells["state"].map(names.index).to_numpy().reshape(shape))
-            crossed = cells[cells["state"] == "rejected"]
-            crosses[mode].set_data(crossed["column"] + 0.5, crossed["line"].map(lines.index) + 0.5)
-            told = f"step {at[1]}, {cells['num_rejected'].iloc[0]} drafts rejected"
-            ax.set_title(f"{style.MODE_STYLE[mode].label}: {told}; rows left behind so far: {so_far[at]}", loc="left")
-
-    shown = min(frames, int(last.max()) + 1)
-    film = FuncAnimation(fig, draw, frames=[*range(shown), *[shown - 1] * 3])
+    frame = frame[frame["line"].isin(lines)].assign(line=lambda rows: rows["line"].map(lines.index))
+    frame["text"] = frame["state"].map({"rejected": "\N{MULTIPLICATION SIGN}"}).fillna("")
+    last = frame.groupby("mode")["step"].transform("max")
+    pictures, left = [], dict.fromkeys(frame["mode"].unique(), 0)
+    for step in range(min(frames, int(last.max()) + 1)):
+        now = frame[frame["step"] == last.clip(upper=step)]
+        said = {}
+        for mode, cells in now.groupby("mode"):
+            at = cells.iloc[0]
+            left[mode] += int(cells["state"].eq("rejected").sum()) if at["step"] == step else 0
+            told = f"step {at['step']}, {at['num_rejected']} drafts rejected"
+            said[str(mode)] = f": {told}; rows left behind so far: {left[mode]}"
+        fig = _pages(now, frame["state"], said)
+        fig.savefig(picture := BytesIO(), format="png", dpi=110)
+        style.close(fig)
+        pictures.append(Image.open(picture).convert("P", palette=Image.Palette.ADAPTIVE))
     path = (run if isinstance(run, Path) else run.directory) / "figures" / "tour_pages.gif"
     with results.whole_file(path) as part:
-        film.save(gif := part.with_suffix(".gif"), writer=PillowWriter(fps=2), dpi=110)
-        gif.replace(part)
-    style.close(fig)
+        first, *rest = pictures
+        first.save(part, "GIF", save_all=True, append_images=[*rest, *pictures[-1:] * 3], duration=500, loop=0)
     return path
 
 

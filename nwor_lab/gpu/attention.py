@@ -34,10 +34,10 @@ import pandas as pd
 import torch
 
 from nwor_lab.gpu import timer
-from nwor_lab.gpu.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on
+from nwor_lab.gpu.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on, tuning
 from nwor_lab.gpu.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
 from nwor_lab.gpu.timer import interleaved
-from nwor_lab.run import builds, results
+from nwor_lab.run import results
 
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
@@ -80,7 +80,7 @@ def measure(chosen: Sequence[AttentionShape], repeats: int) -> pd.DataFrame:
     for shape in chosen:
         case = AttentionCase(shape)
         calls = case.calls()
-        common = asdict(shape) | {"bytes": shape.bytes, "tuned_on": is_tuned_on(shape, builds.tuning())}
+        common = asdict(shape) | {"bytes": shape.bytes, "tuned_on": is_tuned_on(shape, tuning())}
         rows = interleaved(calls, repeats, clean=True)
         timed = [common | {"op": op, "repeat": n, "metric": "time", "unit": "us", "value": us} for op, n, us in rows]
         found += timed
@@ -101,11 +101,7 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
 
     `flash` is FlashAttention 3 with the number of splits that is fastest, `vanilla` the faster of that and `triton`,
     `ratio` nwor's time over it, and `over_flash2` that over FlashAttention 2's, where it was forced.
-
-    Raises:
-        ValueError: the rows are of different builds.
     """
-    builds.require_one_build(frame)
     times = frame[frame["metric"] == "time"]
     table = times.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median")
     table = table.sub(table["empty"], axis=0).drop(columns="empty")

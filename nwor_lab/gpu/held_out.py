@@ -6,20 +6,28 @@ Column `tuned_on` of the tables `attention` and `gpu_steps`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
+import torch
 
+from nwor.attention import configs
 from nwor_lab.gpu.inputs import AttentionShape
-from nwor_lab.run.builds import tuning
 
 CONTEXTS = (560, 2096, 8240, 32816, 131120)
 """Contexts that the search of the shipped table timed: no multiples of a tile, as most are not."""
 HELD_OUT_BATCHES, HELD_OUT_CONTEXTS = (3, 12, 48), (1024, 4096)
 """Batches and contexts between those of the search. Batches of 2, 8 and 32 would not be held out: a table knows their
 programs, requests times KV heads, from twice the batch of half the heads."""
+
+
+@functools.cache
+def tuning() -> list[dict[str, Any]]:
+    """Return the tuning table that this machine's GPU uses; an empty one where there is no GPU."""
+    return configs.tuned(configs.Device.of("cuda")) if torch.cuda.device_count() else []
 
 
 def is_tuned_on(shape: AttentionShape, table: Iterable[Mapping[str, Any]]) -> bool:

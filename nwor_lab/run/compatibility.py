@@ -18,14 +18,14 @@ from nwor.vllm import releases
 from nwor.vllm.releases import Function
 
 
-def sources(path: str | None) -> Path:
-    """The folder that holds ``vllm/``: `path`, or its parent where it is ``vllm/`` itself; None is the installed one.
+def sources(path: Path | None = None) -> Path:
+    """The folder that holds ``vllm/``: `path`, or its parent where it is ``vllm/`` itself; without one the installed.
 
     Raises:
         FileNotFoundError: there is no vLLM.
     """
     spec = importlib.util.find_spec("vllm") if path is None else None
-    place = Path(spec.origin).parent if spec and spec.origin else Path(path or "vllm")
+    place = Path(spec.origin).parent if spec and spec.origin else path or Path("vllm")
     root = place if (place / "vllm").is_dir() else place.resolve().parent
     if not (root / "vllm" / "_version.py").is_file():
         raise FileNotFoundError(f"no vLLM in {place}: give the folder of an unpacked wheel")

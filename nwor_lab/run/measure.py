@@ -22,13 +22,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from xml.etree import ElementTree
 
 import pandas as pd
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from nwor_lab import command_line, paths, progress
-from nwor_lab.run import builds, provenance, results
+from nwor_lab.run import provenance, results
 
 NWOR = "nwor_lab.run.cli"
 # Graphs are captured for every batch's verify and draft steps; vLLM's own would end below 64 requests.
@@ -39,7 +38,6 @@ STEPS = (
     "--max-num-batched-tokens 8192 --prefix-caching --no-enforce-eager --no-audit --repeats 5 --profile"
 )
 MEASUREMENTS = {
-    "gpu_tests": "pytest -q -m gpu tests",
     "gpu_audit": f"{NWOR} bench --modes off,cow,stage --k 4 --batch 4 --num-prompts 128 --max-tokens 256 --repeats 0 "
     "--num-blocks 256 --max-num-batched-tokens 2048 --kv-cache-memory 2048 --no-enforce-eager",
     "kernel_times": "nwor_lab.gpu.operators --repeats 30",
@@ -87,8 +85,6 @@ def command_of(name: str, out: Path, gib: float) -> list[str]:
         return []
     modes = "vllm,direct,cow,stage" if engines == 4 else "vllm,direct,stage"
     words = shlex.split(command.format(modes=modes, cache=int(1024 * caches[engines])))
-    if words[0] == "pytest":
-        return [*words, "--junitxml", str(out / f"{name}.xml")]
     named = [] if words[0] == "nwor_lab.gpu.operators" else ["--name", name]
     return [*words, *named, "--run-dir" if words[0] == NWOR else "--out", str(out)]
 
@@ -105,7 +101,8 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
     missing, gib = [], gpu_gib()
     for name in names:
         out = directory / name
-        if find_table(out, name):
+        table = out / f"{name}.parquet"
+        if table.exists():
             continue
         if not (words := command_of(name, out, gib)):
             print(f"{name}: left out, three engines of Llama-2-7B's size do not fit {gib:.0f} GiB", flush=True)
@@ -118,22 +115,16 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
             done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, cwd=paths.ROOT)
         if done.returncode:
             print(f"{name}: exit status {done.returncode}, see {out / 'log.txt'}", flush=True)
-        missing += [] if find_table(out, name) else [name]
+        missing += [] if table.exists() else [name]
     return missing
-
-
-def find_table(out: Path, name: str) -> Path | None:
-    """The table that a command left in its folder, or pytest's report."""
-    return next((path for path in (out / f"{name}.parquet", out / f"{name}.xml") if path.exists()), None)
 
 
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 REPRODUCED = ("reference", "acceptance", "traffic", "steps")
 """Tables that a reproduction run makes."""
-TIMES = ("step_ms", "time", "between")
-"""Metrics whose repeats are counted."""
-NOT_A_SETTING = ("repeat", "value", "step", "position", "rank", "low", "high", "run_id")
+BUILD = {"kernels": "kernels", "attention": "nwor/attention"}
+"""Folders whose trees in git say with which build a row was measured; rows of different builds never go together."""
 
 
 def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
@@ -153,13 +144,21 @@ def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
         return record_soak(run, recorded)
     tables, path = dict[str, pd.DataFrame](), recorded / "gpu_runs.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    for name in (name for name in MEASUREMENTS if find_table(run / name, name)):
+    for name in (name for name in MEASUREMENTS if (run / name / f"{name}.parquet").exists()):
         made = json.loads((run / name / MADE_BY).read_text())
         kept = checked(name, made)
-        build, gpu = builds.of_commit(kept["git"]["commit"]), kind_of(kept["gpu"])
-        frame = read(run / name, name).assign(run_id=run.name, build=build, gpu=gpu)
-        check_repeats(name, frame, made["parameters"]["command"])
-        tables[name] = pd.concat([*of_other_gpus(recorded / f"{name}.parquet", gpu), frame], ignore_index=True)
+        build, gpu = build_of(kept["git"]["commit"]), kind_of(kept["gpu"])
+        frame = results.read_table(name, run / name).assign(run_id=run.name, build=build, gpu=gpu)
+        command = made["parameters"]["command"]
+        least = int(command[command.index("--repeats") + 1]) if "--repeats" in command else 0
+        if frame["repeat"].nunique() < least:
+            raise ValueError(f"{name} is not recorded: {frame['repeat'].nunique()} repeats where {least} are needed")
+        before = recorded / f"{name}.parquet"
+        others = pd.read_parquet(before) if before.exists() else frame[:0]
+        others = others[others["gpu"] != gpu] if "gpu" in others else frame[:0]  # none of an older form
+        if mixed := {*others["build"]} - {build}:
+            raise ValueError(f"{name} is not recorded: it is of {build}, rows of other GPUs of {', '.join(mixed)}")
+        tables[name] = pd.concat([others, frame], ignore_index=True) if len(others) else frame
         runs = [other for other in runs if other["table"] != name or kind_of(other["gpu"]) not in {gpu, ""}]
         runs.append({"table": name, "run_id": run.name, "build": build, **kept})
     if not tables:
@@ -170,30 +169,22 @@ def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
     return sorted(tables)
 
 
+def build_of(commit: str) -> str:
+    """The build of a commit of this checkout, such as `kernels:1a2b3c4d attention:5e6f7a8b`.
+
+    Raises:
+        ValueError: git here does not know the commit.
+    """
+    command = ["git", "rev-parse", *(f"{commit}:{folder}" for folder in BUILD.values())]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"git does not know commit {commit} here: record in the checkout that has it")
+    return " ".join(f"{name}:{tree[:8]}" for name, tree in zip(BUILD, done.stdout.split(), strict=True))
+
+
 def kind_of(gpu: Any) -> str:
     """The kind of the first GPU of a provenance, such as `H200`; empty where it has none."""
     return gpu[0].split(",")[0].removeprefix("NVIDIA ") if gpu and isinstance(gpu, list) else ""
-
-
-def of_other_gpus(path: Path, gpu: str) -> list[pd.DataFrame]:
-    """The rows of a recorded table that were measured on other kinds of GPU, in a list; none of an older form."""
-    found = pd.read_parquet(path) if path.exists() else pd.DataFrame()
-    return [found[found["gpu"] != gpu]] if "gpu" in found else []
-
-
-def read(out: Path, name: str) -> pd.DataFrame:
-    """A command's table; of pytest's report a row a test, and its time in s."""
-    path = find_table(out, name)
-    assert path is not None
-    if path.suffix == ".parquet":
-        return pd.read_parquet(path)
-    rows = []
-    for case in ElementTree.parse(path).iter("testcase"):
-        found = {child.tag for child in case}
-        outcome = "failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"
-        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        rows.append({"test": test, "outcome": outcome, "value": case.get("time"), "metric": "test_time", "unit": "s"})
-    return results.tidy(rows, model="")
 
 
 def checked(name: str, made: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,21 +207,6 @@ def unrecordable(git: str | Mapping[str, Any]) -> str:
     return "" if git["clean"] else f"files differ from the commit ({changed}): commit them"
 
 
-def check_repeats(name: str, frame: pd.DataFrame, command: list[str]) -> None:
-    """Raise ValueError where a setting has fewer repeats than the command asked for."""
-    least = int(command[command.index("--repeats") + 1]) if "--repeats" in command else 0
-    timed = frame[frame["metric"].isin(TIMES)]
-    if not least:
-        return
-    if timed.empty:
-        raise ValueError(f"{name} is not recorded: it has no times")
-    setting = [column for column in timed if column not in NOT_A_SETTING and timed[column].nunique() > 1]
-    counts = timed.groupby(setting or ["metric"], dropna=False, observed=True)["repeat"].nunique()
-    if counts.min() < least:
-        where = f"{', '.join(setting)} = {counts.idxmin()}"
-        raise ValueError(f"{name} is not recorded: {counts.min()} repeats where {least} are needed, of {where}")
-
-
 def record_soak(run: Path, recorded: Path) -> list[str]:
     """Copy what a soak counted."""
     made = checked("soak", json.loads((run / "soak.json").read_text())["provenance"])
@@ -241,10 +217,7 @@ def record_soak(run: Path, recorded: Path) -> list[str]:
 
 
 def record_run(run: Path, recorded: Path) -> list[str]:
-    """Copy a whole reproduction run's small tables, claims, animation and manifest; of one on GPUs what it compared.
-
-    The manifest loses what is of one machine: commands, folders and the kernel's name.
-    """
+    """Copy a whole reproduction run's small tables, claims, animation and manifest; of one on GPUs what it compared."""
     manifest = results.read_manifest(run)
     every = {name: entry["provenance"] for name, entry in manifest["notebooks"].items() if entry["state"] == "done"}
     if unfinished := set(manifest["notebooks"]) - set(every):
@@ -252,8 +225,6 @@ def record_run(run: Path, recorded: Path) -> list[str]:
     for name, made in every.items():
         checked(name, made)
         made["parameters"].pop("run_dir", None)
-        for of_the_machine in ("command", "platform"):
-            made.pop(of_the_machine, None)
     if any(isinstance(made["gpu"], list) for made in every.values()):
         compared = results.read_table("kernels", run)
         results.write_table(recorded / "kernel_check.parquet", compared[compared["device"] == "cuda"])

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from nwor_lab import paths
 from nwor_lab.run import parameters, provenance, results
@@ -18,7 +17,7 @@ RunPoint = Callable[[Path, list[Path], parameters.Values], int]
 
 def run(
     address: str,
-    gpus: str,
+    gpus: float,
     run_point: RunPoint,
     notebooks: list[Path],
     folders: dict[Path, parameters.Values],
@@ -27,28 +26,26 @@ def run(
     """Run each point on the cluster at `address` and bring its folder back; return how many notebooks failed.
 
     Args:
-        gpus: how many GPUs a point asks for: a number, or the name of the parameter that says it.
+        gpus: how many GPUs a point asks for.
         begin: called once the cluster has what is asked for.
 
     Raises:
         OSError: Ray is not installed, or no node has that many GPUs.
-        ValueError: `gpus` is neither.
     """
     try:
         import ray
     except ImportError:
         raise OSError("no Ray: `pip install --no-deps -r requirements/ray.lock`, here and on every node") from None
-    need = {folder: _gpus(gpus, values) for folder, values in folders.items()}
     variables = {k: v for k, v in provenance.environment().items() if not k.startswith(("OMP_", "CUDA_"))}
     ray.init(address=address, log_to_driver=False, logging_level="WARNING", runtime_env={"env_vars": variables})
     try:
         most = max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
-        if max(need.values(), default=0) > most:
-            raise OSError(f"a point asks for {max(need.values()):g} GPUs, and the largest node has {most:g}")
+        if gpus > most:
+            raise OSError(f"a point asks for {gpus:g} GPUs, and the largest node has {most:g}")
         begin()
         task, sources = ray.remote(max_retries=0)(_on_node), {path.name: path.read_bytes() for path in notebooks}
         running = {
-            task.options(num_gpus=need[folder]).remote(run_point, folder.name, sources, values, code()): folder
+            task.options(num_gpus=gpus).remote(run_point, folder.name, sources, values, code()): folder
             for folder, values in folders.items()
         }
         total = 0
@@ -70,14 +67,6 @@ def run(
         return total
     finally:
         ray.shutdown()
-
-
-def _gpus(gpus: str, values: parameters.Values) -> float:
-    given: dict[str, Any] = dict(item for each in values.values() for item in each.items())
-    try:
-        return float(given.get(gpus, gpus))
-    except (TypeError, ValueError):
-        raise ValueError(f"--gpus {gpus} is no number, and no parameter of --grid or -p that is one") from None
 
 
 def _on_node(

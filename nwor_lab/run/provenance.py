@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,6 @@ def probe(ask: Callable[[], Any]) -> Any:
 def _output(*command: str) -> str:
     done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=30, check=True)
     return done.stdout.strip()
-
-
-def version(package: str) -> str:
-    """Return the installed version of a package."""
-    return probe(functools.partial(importlib.metadata.version, package))
 
 
 def sha256(path: Path | str) -> str:
@@ -96,19 +90,15 @@ def _hashes() -> dict[str, str]:
 
 
 def provenance(parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Say what made a result: parameters, seeds, versions, git state, GPU and driver, CPU, hashes of the inputs.
+    """Say what made a result: parameters, versions, git state, GPU and driver, CPU, hashes of the inputs.
 
     Never raises. A probe that fails gives the string `unavailable: <why>` in its place.
     """
-    given = dict(parameters or {})
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "parameters": given,
-        "seeds": {name: value for name, value in given.items() if "seed" in name},
+        "parameters": dict(parameters or {}),
         "python": platform.python_version(),
-        "platform": probe(platform.platform),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: probe(functools.partial(importlib.metadata.version, name)) for name in PACKAGES},
         "git": probe(git),
         "cpu": probe(cpu),
         "gpu": probe(gpus),

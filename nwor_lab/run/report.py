@@ -15,18 +15,18 @@ import pandas as pd
 
 from nwor_lab import paths
 from nwor_lab.run import claims as claim_table
-from nwor_lab.run import findings, grid, results
+from nwor_lab.run import findings, results
 
 
-def write(directory: Path) -> Path:
-    """Write `index.html` of a run, and a page for each of its executed notebooks; return its path."""
+def write(directory: Path, varying: pd.DataFrame | None = None) -> Path:
+    """Write `index.html` of a run, and a page for each of its executed notebooks; return its path.
+
+    varying: of a grid, as `grid.varying` has it.
+    """
     manifest, claims = results.read_manifest(directory), results.claims(directory)
     for name in manifest["notebooks"]:
         if (directory / f"{name}.ipynb").exists():
             results.write_text(directory / f"{name}.html", notebook_page(directory, name))
-    table = directory / "grid.csv"
-    words = dict.fromkeys(grid.VALUE, str)
-    varying = grid.varying(pd.read_csv(table, dtype=words)) if table.exists() else pd.DataFrame()
     return results.write_text(
         directory / "index.html",
         _render(
@@ -39,7 +39,9 @@ def write(directory: Path) -> Path:
             notebooks=sorted(manifest["notebooks"].items()),
             pages={page.stem for page in directory.glob("*.html")},
             points=manifest.get("points", []),
-            grid=varying.to_html(border=0, na_rep="", float_format="{:.4g}".format) if len(varying) else "",
+            grid=varying.to_html(border=0, na_rep="", float_format="{:.4g}".format)
+            if varying is not None and len(varying)
+            else "",
             made_by=_made_by(manifest),
         ),
     )

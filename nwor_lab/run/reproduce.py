@@ -2,8 +2,8 @@
 """Run the notebooks with papermill, once or at every point of a grid of parameters, and report what they claim.
 
     nwor reproduce                                                every notebook, as `make reproduce` does
-    nwor reproduce -p k 8                                         the same, each that has a parameter k with k=8
-    nwor reproduce --only 08 -p k 4 --run k4                      one notebook, by the beginning of its name
+    nwor reproduce -p k 3                                         the same, each that has a parameter k with k=3
+    nwor reproduce --only 06 -p k 4 --run k4                      one notebook, by the beginning of its name
     nwor reproduce --only 04 --grid k=1,3 tp=1,2                  a grid of four points, each in a folder of its own
     nwor reproduce --resume --run k4                              go on with what was interrupted or failed
 
@@ -34,9 +34,9 @@ from typing import Annotated, Any
 import pandas as pd
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
-from nwor_lab import command_line, paths, progress
+from nwor_lab import command_line, machine, paths, progress
 from nwor_lab.run import claims as claim_table
-from nwor_lab.run import folders, grid, parameters, report, results
+from nwor_lab.run import grid, parameters, report, results
 
 CELL_MINUTES = 120.0
 
@@ -74,22 +74,21 @@ def run_notebook(notebook: Path, directory: Path, given: dict[str, Any], cell_mi
     log, part = directory / "logs" / f"{name}.log", directory / f".{name}.part.ipynb"
     log.parent.mkdir(parents=True, exist_ok=True)
     results.update_manifest(directory, name, state="running", passed=given, whole=None)
-    begin, problem, state = time.monotonic(), None, "interrupted"
+    begin, outcome = time.monotonic(), {"state": "interrupted", "error": None, "whole": None}
     try:
         with open(log, "w", encoding="utf-8", buffering=1) as file:
             try:
                 kernel.execute(notebook, part, {**given, "run_dir": str(directory)}, file, cell_minutes)
-                problem = None if fingerprint(notebook, given) == made_from else "the notebook changed while it ran"
+                outcome |= {"state": "done", "whole": made_from}
             except Exception as error:  # noqa: BLE001 - the other notebooks still run, and the run fails at its end
                 file.write(traceback.format_exc())
-                problem = f"{getattr(error, 'ename', type(error).__name__)}: {getattr(error, 'evalue', error)}".strip()
-            state = "failed" if problem else "done"
+                why = f"{getattr(error, 'ename', type(error).__name__)}: {getattr(error, 'evalue', error)}".strip()
+                outcome |= {"state": "failed", "error": why}
     finally:
         if part.exists():
             os.replace(part, directory / notebook.name)
-        whole, seconds = made_from if state == "done" else None, round(time.monotonic() - begin, 1)
-        results.update_manifest(directory, name, state=state, error=problem, whole=whole, seconds=seconds)
-    return problem
+        results.update_manifest(directory, name, seconds=round(time.monotonic() - begin, 1), **outcome)
+    return outcome["error"]
 
 
 def run_point(
@@ -100,8 +99,6 @@ def run_point(
     cell_minutes: float = CELL_MINUTES,
 ) -> int:
     """Run the notebooks `chosen` into `directory` and write its report; return how many failed."""
-    before = results.read_manifest(directory).get("chosen", [])
-    results.update_manifest(directory, chosen=sorted({*before, *(notebook.stem for notebook in chosen)}))
     failed = 0
     for number, notebook in enumerate(chosen, 1):
         name = notebook.stem
@@ -155,8 +152,8 @@ def run_points(
     else:
         table = grid.measured(folders)
         results.write_table(directory / "grid.csv", table)
-        report.write(directory)
         varying, judged = grid.varying(table), pd.concat(claims.values())
+        report.write(directory, varying)
         if len(varying):
             print(f"\n{varying.to_string(float_format='{:.4g}'.format, na_rep='')}")
         values = table.groupby(grid.VALUE, dropna=False).ngroups
@@ -177,7 +174,7 @@ def run_points(
 def _resume(directory: Path) -> str:
     """Return the command that goes on with the run in `directory`."""
     run = directory.name if directory.parent == paths.RESULTS else directory
-    return f"make reproduce RESUME={run}" if os.environ.get("NWOR_MAKE") else f"nwor reproduce --resume --run {run}"
+    return f"{os.path.relpath(sys.argv[0])} reproduce --resume --run {run}"
 
 
 @contextlib.contextmanager
@@ -201,7 +198,8 @@ def _folder(options: Reproduce) -> Path:
     name = options.run or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = paths.RESULTS / name if os.sep not in name else Path(name).resolve()
     if options.resume and not options.run:
-        return results.newest_run(finished=False) or directory
+        begun = [run for run in paths.RESULTS.glob("*") if "request" in results.read_manifest(run)]
+        return max(begun, key=lambda run: (run / "manifest.json").stat().st_mtime_ns, default=directory)
     return directory
 
 
@@ -224,9 +222,8 @@ def _read_request(
         "given": {**before["given"], **dict(options.parameter)},
         "grid": options.grid or before["grid"],
     }
-    only = [*options.only] or before["only"]
-    chosen = notebooks(only)
-    points = parameters.read_points(chosen, request["given"], request["grid"], not options.ray, all_of_them=not only)
+    chosen = notebooks([*options.only] or before["only"])
+    points = parameters.read_points(chosen, request["given"], request["grid"], here=not options.ray)
     return request, chosen, points
 
 
@@ -248,8 +245,8 @@ class Reproduce:
     """minutes a cell may take before its notebook fails; 0: without end"""
     ray: str = ""
     """run the points on this Ray cluster; auto: the one here"""
-    gpus: str = "0"
-    """GPUs a point asks of Ray: a number, or the parameter that says it"""
+    gpus: float = 0
+    """GPUs a point asks of Ray"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -258,13 +255,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = command_line.parse(Reproduce, argv, "nwor reproduce", __doc__ or "")
         directory = _folder(options)
-        if missing := folders.missing():
+        if missing := machine.missing_folders():
             raise OSError("; ".join(missing))
         _read_request(directory, options)  # a wrong word leaves no folder behind
         with _alone(directory):
             request, chosen, points = _read_request(directory, options)  # another may have begun or ended meanwhile
-            for line in parameters.keep_their_own(chosen, request["given"], points):
-                print(line)
             named = [point for point in points if point]
             begin = functools.partial(results.update_manifest, directory, request=request, points=named)
             return run_points(directory, chosen, points, options, begin)

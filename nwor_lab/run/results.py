@@ -34,15 +34,14 @@ import pandas as pd
 from nwor_lab import paths, progress
 from nwor_lab.run import claims as claim_table
 from nwor_lab.run import parameters
-from nwor_lab.run.builds import join
 from nwor_lab.run.provenance import provenance
 
-COLUMNS = ("run_id", "mode", "model", "tp", "k", "batch", "seed", "repeat", "metric", "value", "unit")
 MUTE = "from nwor_lab.run.results import mute; mute()"
 ENOUGH = 200e6
 """Bytes that must be free before a run begins; a whole reproduction run leaves about a quarter of that."""
-_DEFAULTS: dict[str, Any] = {"run_id": "", "mode": "", "model": "", "tp": 1, "k": 0, "batch": 0, "seed": 0, "repeat": 0}
-_INTEGERS = ("tp", "k", "batch", "seed", "repeat")
+_WORDS, _INTEGERS = ("run_id", "mode", "model"), ("tp", "k", "batch", "seed", "repeat")
+_DEFAULTS: dict[str, Any] = dict.fromkeys(_WORDS, "") | dict.fromkeys(_INTEGERS, 0) | {"tp": 1}
+COLUMNS = (*_DEFAULTS, "metric", "value", "unit")
 
 
 # -- whole files or none -----------------------------------------------------------------------------------------
@@ -146,15 +145,11 @@ class Run:
         directory: the folder, `results/<run>/`.
         id: its name, the `run_id` of every tidy row.
         name: the notebook or command writing now.
-        at_defaults: every parameter has the value the notebook declares.
+        at_defaults: the notebook was passed no parameters, so that it has the values that it declares.
     """
 
     def __init__(
-        self,
-        directory: Path | str,
-        name: str,
-        given: Mapping[str, Any] | None = None,
-        at_defaults: bool = True,
+        self, directory: Path | str, name: str, given: Mapping[str, Any] | None = None, at_defaults: bool = True
     ):
         self.directory = Path(directory)
         self.id = self.directory.name
@@ -205,28 +200,24 @@ class Run:
         return bool(holds)
 
     def expect(self, text: str, expected: object, value: object, holds: bool) -> bool:
-        """Claim what is expected at the notebook's default parameters; at others it is shown and not judged."""
+        """Claim what is expected where no parameters were given; where some were, it is shown and not judged."""
         if self.at_defaults:
             return self.claim(text, expected, value, holds)
-        self.claim(text, expected, f"{claim_table.show(value)} (not at the default parameters)", None)
+        self.claim(text, expected, f"{claim_table.show(value)} (parameters were given)", None)
         return bool(holds)
 
     def skip(self, text: str, expected: object, reason: str) -> None:
         """Record that a claim cannot be judged on this machine, and why."""
         self.claim(text, expected, reason, None)
 
-    def command(self, *argv: object, progress_only: bool = False) -> None:
-        """Run `nwor *argv` in a child process, show its standard output as it comes, and keep all of it in a log.
-
-        On a notebook's page what it does just now is one line, which the next such line replaces.
-
-        Args:
-            progress_only: of its output show that line alone.
-        What it writes to standard error, such as vLLM's log and warnings, goes to the log alone.
+    def command(self, *argv: object) -> None:
+        """Run `nwor *argv` in a child process, show in one line what it does just now, and keep what it says in a log.
 
         Raises:
             RuntimeError: the command failed; the message carries the end of its log.
         """
+        from IPython.display import display
+
         words = [str(word) for word in argv]
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -241,14 +232,11 @@ class Run:
             ) as child,
         ):
             assert child.stdout is not None
-            page = progress.page()
+            shown = display({"text/plain": "starting"}, raw=True, display_id=True)
             for line in child.stdout:
                 file.write(line)
-                doing = progress.PLAIN.match(line)
-                if page and doing:
-                    page.show(line.rstrip())
-                elif doing or not progress_only:
-                    print(line, end="", flush=True)
+                if shown and progress.PLAIN.match(line):
+                    shown.update({"text/plain": line.rstrip()}, raw=True)
         if child.returncode:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
             raise RuntimeError(f"`nwor {' '.join(words)}` failed with {child.returncode}; log {log}, its end:\n{end}")
@@ -272,15 +260,15 @@ def start(scope: dict[str, Any], name: str) -> Run:
     to, where empty means `results/interactive-<time>`.
 
     Raises:
-        NameError, TypeError, ValueError, OSError: as `parameters.check`.
+        NameError, ValueError, OSError: as `parameters.check`.
     """
     if "get_ipython" in scope:
         mute()
         pd.options.display.max_colwidth = None
-    given = parameters.check(scope, name)
+    given, at_defaults = parameters.check(scope, name)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = Path(given["run_dir"]).expanduser().resolve() if given["run_dir"] else None
-    return Run(directory or paths.RESULTS / f"interactive-{stamp}", name, given, parameters.are_defaults(scope, given))
+    return Run(directory or paths.RESULTS / f"interactive-{stamp}", name, given, at_defaults)
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------
@@ -310,41 +298,15 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 # -- reading back ------------------------------------------------------------------------------------------------
 
 
-def is_finished(run: Path) -> bool:
-    """Return whether every notebook that a reproduction run was to run has ended well, at its default parameters."""
-    manifest = read_manifest(run)
-    entries = [manifest["notebooks"].get(name, {}) for name in manifest.get("chosen", ())]
-    return bool(entries) and all(entry.get("whole") and not entry.get("passed") for entry in entries)
-
-
-def newest_run(table: str | None = None, finished: bool = True) -> Path | None:
-    """Return the folder of the newest run (that holds `<table>.parquet`, when one is named), or None.
-
-    Args:
-        finished: leave out runs that failed or are under way, or whose parameters were not the defaults; else all
-            that `nwor reproduce` began.
-    """
-    runs = [path.parent for path in paths.RESULTS.glob("*/manifest.json")]
-    runs = [run for run in runs if table is None or (run / f"{table}.parquet").exists()]
-    runs = [run for run in runs if (is_finished(run) if finished else "request" in read_manifest(run))]
-    return max(runs, key=lambda run: (run / "manifest.json").stat().st_mtime_ns, default=None)
-
-
-def read_table(name: str, run: Path | str | None = None) -> pd.DataFrame:
-    """Read `<name>.parquet` of `run`, else of the newest finished run that has it, else the recorded one.
-
-    Of a grid, that is the tables of all its points; `run_id` is then the point's name.
+def read_table(name: str, run: Path) -> pd.DataFrame:
+    """Read `<name>.parquet` of a folder.
 
     Raises:
-        FileNotFoundError: there is none; the message says which command makes it.
-        ValueError: points of a grid are of different builds.
+        FileNotFoundError: there is none.
     """
-    directory = Path(run) if run else newest_run(name) or paths.RECORDED
-    points = read_manifest(directory).get("points") or [""]
-    found = [path for point in points if (path := directory / point / f"{name}.parquet").exists()]
-    if not found:
-        raise FileNotFoundError(f"no {name}.parquet in {directory}; `make reproduce` makes it")
-    return join(pd.read_parquet(path) for path in found)
+    if not (path := run / f"{name}.parquet").exists():
+        raise FileNotFoundError(f"no {name}.parquet in {run}")
+    return pd.read_parquet(path)
 
 
 def measure_or_load_recorded(

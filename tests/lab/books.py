@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small notebooks, and runs of them, for the tests of `nwor reproduce`."""
 
-import os
 import subprocess
 import sys
 import time
@@ -52,7 +51,7 @@ while k == 3 and not (place / "go").exists():
 """Until there is a file `go`; what it prints keeps the reproduction run at work, too."""
 
 
-def launch(place: Path, *words: str, first: str = "", **environ: str) -> subprocess.Popen:
+def launch(place: Path, *words: str, first: str = "") -> subprocess.Popen:
     """A reproduction run of the notebooks in `place` in another process, which executes `first` before."""
     code = "import sys; from pathlib import Path; from nwor_lab import paths; from nwor_lab.run import reproduce"
     code += f"; place = Path({str(place)!r})"
@@ -60,14 +59,13 @@ def launch(place: Path, *words: str, first: str = "", **environ: str) -> subproc
     code += "; import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; paths.NOTEBOOKS, paths.RESULTS = place, place / 'results'; sys.exit(reproduce.main(sys.argv[1:]))"
     command = [sys.executable, "-c", f"{first}\n{code}", *words]
-    environ = {**os.environ, **environ}
-    return subprocess.Popen(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True, env=environ)
+    return subprocess.Popen(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True)
 
 
-def start(place: Path, *words: str, **environ: str) -> subprocess.Popen:
+def start(place: Path, *words: str, first: str = "") -> subprocess.Popen:
     """A reproduction run in another process, in the midst of k=3."""
     write_notebook(place, "01_book", WAIT)
-    child = launch(place, *words, **environ)
+    child = launch(place, *words, first=first)
     deadline = time.monotonic() + 120
     while 3 not in ran(place):
         assert child.poll() is None and time.monotonic() < deadline

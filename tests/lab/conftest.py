@@ -30,6 +30,5 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(paths, "NOTEBOOKS", tmp_path)
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
-    monkeypatch.delenv("NWOR_MAKE", raising=False)
     write_notebook(tmp_path, "01_book")
     return tmp_path

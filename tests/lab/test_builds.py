@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from nwor_lab import paths
-from nwor_lab.run import builds, measure, results
-
-ROW = {"metric": "step_ms", "value": 1.5, "unit": "ms", "mode": "off"}
+from nwor_lab.run import measure, results
 
 
 def test_a_build_follows_the_kernels_and_the_attention_and_nothing_else(tmp_path: Path, monkeypatch) -> None:
@@ -21,7 +19,7 @@ def test_a_build_follows_the_kernels_and_the_attention_and_nothing_else(tmp_path
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", name]):
             subprocess.run(["git", *words], cwd=tmp_path, check=True)
-        return builds.of_commit("HEAD")
+        return measure.build_of("HEAD")
 
     results.write_text(tmp_path / "kernels" / "commit.cu", "a")
     first = commit("nwor/attention/kernel.py")
@@ -31,7 +29,7 @@ def test_a_build_follows_the_kernels_and_the_attention_and_nothing_else(tmp_path
     assert second.split()[0] != first.split()[0] and second.split()[1] == first.split()[1]
     assert third.split()[0] == second.split()[0] and third.split()[1] != second.split()[1]
     with pytest.raises(ValueError, match="does not know"):
-        builds.of_commit("f" * 40)
+        measure.build_of("f" * 40)
 
 
 def test_the_extension_is_of_these_kernels() -> None:
@@ -39,19 +37,6 @@ def test_the_extension_is_of_these_kernels() -> None:
     found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:8]
     (library,) = (paths.ROOT / "nwor").glob("_C*.so")
     assert f"nwor sources {found}".encode() in library.read_bytes(), "older than the kernels: run `make kernels`"
-
-
-def test_rows_of_different_builds_do_not_go_together(tmp_path: Path) -> None:
-    old, one, other = (results.tidy([ROW], **at) for at in ({}, {"build": "a:1"}, {"build": "a:2"}))
-    assert builds.join([one, one])["build"].tolist() == ["a:1", "a:1"] and len(builds.join([old, old])) == 2
-    for pair, said in (((one, other), "a:1, a:2"), ((old, one), "a:1, unknown")):
-        with pytest.raises(ValueError, match=f"different builds.*{said}"):
-            builds.join(pair)
-    results.update_manifest(tmp_path, points=["a", "b"])
-    for point, frame in (("a", one), ("b", other)):
-        results.write_table(tmp_path / point / "steps.parquet", frame)
-    with pytest.raises(ValueError, match="different builds"):
-        results.read_table("steps", tmp_path)
 
 
 def test_each_table_that_was_recorded_on_gpus_is_of_one_build_and_its_page_says_which() -> None:

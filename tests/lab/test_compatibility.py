@@ -113,11 +113,11 @@ def test_what_the_command_cannot_do_it_says(words, capsys):
 def test_the_doctor_tells_a_release_that_no_test_ran_on(monkeypatch):
     versions = {"nwor": "0.1.0", "vllm": "0.33.0"}
     monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package, ""))
-    [found] = [one for one in doctor.versions() if one.name == "vllm"]
+    found = doctor.vllm()
     assert found.ok and found.value == "0.33.0: tests run on 0.32.0; docs/modes.md says what ran on others"
     versions["vllm"] = "0.34.0"
-    [found] = [one for one in doctor.versions() if one.name == "vllm"]
+    found = doctor.vllm()
     assert not found.ok
     versions["vllm"] = releases.TESTED
-    [found] = [one for one in doctor.versions() if one.name == "vllm"]
+    found = doctor.vllm()
     assert found.ok and found.value == "0.32.0"

@@ -45,8 +45,6 @@ def test_a_wrong_number_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_number_that_is_not_recorded_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LookupError, match="no such claim"):
-        values.measured("no such claim")
     with pytest.raises(LookupError, match="0 rows"):
         values.row(batches=(3,))
     with pytest.raises(LookupError, match="0 rows"):

@@ -99,6 +99,5 @@ def test_a_lesson_runs_and_is_reported_and_its_solutions_are_right(name: str, tm
         local = {link for link in links if not link.startswith("http")}
         assert [link for link in local if not (run / link.partition("#")[0]).exists()] == []
     assert set(results.claims(run)["notebook"]) == {name}
-    assert results.is_finished(run) is not bool(words), "which asks for the defaults"
     if name == "04_end_to_end":
         check_serving(run)

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
 
-from nwor_lab.run import doctor, folders, reproduce
+from nwor_lab import machine
+from nwor_lab.run import doctor, reproduce
 
 
 def homeless(patch: pytest.MonkeyPatch) -> None:
@@ -29,18 +30,10 @@ def without_cache(patch: pytest.MonkeyPatch) -> None:
 def test_what_is_missing_is_named_by_both(
     lose, named: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert folders.missing() == []
+    assert machine.missing_folders() == []
     lose(monkeypatch)
     assert reproduce.main(["--run", "s"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert named in line and not (place / "results").exists()
-    monkeypatch.setattr(doctor, "SECTIONS", {"folders": doctor.kept})
-    monkeypatch.setattr(doctor, "modes", lambda found: [])
     assert doctor.main([]) == 1
     assert named in capsys.readouterr().out
-
-
-def test_what_a_run_does_without_is_only_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPLCONFIGDIR", "/dev/null/matplotlib")
-    assert folders.missing() == [] and any("MPLCONFIGDIR" in said for said in folders.unwritable())
-    assert {finding.missing for finding in doctor.kept()} == {False}

@@ -198,7 +198,7 @@ def test_a_command_that_nobody_reads_any_more_ends_quietly() -> None:
 def test_the_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main([])
     said, found = capsys.readouterr().out, doctor.examine()
-    assert list(found) == ["environment", "folders", "operators", "plugin", "modes"]
+    assert list(found) == ["environment", "operators", "plugin", "modes"]
     assert [one.name for one in found["modes"]] == ["off", "cow", "direct", "stage"]
     assert all(f"\n{section}\n" in said and one.name in said for section in found for one in found[section])
 

@@ -187,14 +187,6 @@ def test_options_say_which_shapes(tmp_path, monkeypatch, capsys):
     assert "nwor takes 0.800 of the time" in capsys.readouterr().out
 
 
-def test_attention_of_different_builds_has_no_ratio():
-    """Ours of one build over vLLM's of another would be neither's."""
-    frame = samples()
-    mixed = frame.assign(build=["k:1" if op == "nwor" else "k:2" for op in frame["op"]])
-    with pytest.raises(ValueError, match="different builds"):
-        attention.net(mixed)
-
-
 def test_what_is_won_is_counted_apart_where_nothing_was_tuned():
     frames = [samples(0.8), samples(1.1, batch=1), samples(0.9, batch=12, tuned_on=False)]
     found = attention_plots.wins(attention_plots.frame(pd.concat(frames).fillna({"tuned_on": True}), bandwidth=4.0))
