@@ -19,9 +19,8 @@ from torch import Tensor
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import stats
-from nwor_lab.audit.auditor import FAULTS as FIELDS
 from nwor_lab.audit.auditor import AuditReport, CacheAudit
-from nwor_lab.faults import FAULTS, Fault, injectable
+from nwor_lab.faults import FAULTS, Fault
 
 LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH, K = 2, 16, 2, 4, 16, 3
 PROMPTS = (5, 6, 3)
@@ -33,9 +32,7 @@ _EXAMPLE = re.compile(r"step (\d+), layer (\d+), slot (\d+), (?:head (\d+), (\w+
 
 def offered() -> dict[str, tuple[Fault, str]]:
     """The faults that need nothing special of an engine, by name, each with a mode that it can be injected into."""
-    alone = {mode: [fault.name for fault in injectable(mode)] for mode in ("cow", "stage")}
-    modes = {name: mode for mode, names in alone.items() for name in names}
-    return {name: (fault, modes[name]) for name, fault in FAULTS.items() if name in modes}
+    return {name: (fault, fault.modes[-1]) for name, fault in FAULTS.items() if fault.red and not fault.needs}
 
 
 @dataclass
@@ -51,8 +48,7 @@ class Audited:
 
     @property
     def red(self) -> set[str]:
-        """The fields of the report that are not zero and should be."""
-        return {field for field in FIELDS if getattr(self.report, field)}
+        return self.report.red
 
     def where(self) -> pd.DataFrame:
         """The first things found, a row each: `step, layer, slot, head, half, what`."""
@@ -82,7 +78,7 @@ class _Steps:
     def __init__(self, mode: str, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.caches = list(torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH))
-        self.audit = CacheAudit(self.caches, max_tokens=32, max_requests=len(PROMPTS))
+        self.audit = CacheAudit(self.caches)
         self.manager = DraftCommitManager(CacheLayout.from_kv_caches(self.caches), mode, len(PROMPTS), K, 32)
         blocks = torch.randperm(BLOCKS, generator=self.generator)
         self.block_tables = blocks[:6], blocks[6:12], blocks[12:]
@@ -116,8 +112,8 @@ class _Steps:
 
             def write(cache: Tensor, slot_mapping: Tensor, rows: Tensor = rows) -> None:
                 there = slot_mapping >= 0
-                block, offset = slot_mapping[there] // cache.shape[2], slot_mapping[there] % cache.shape[2]
-                cache[block, :, offset] = rows[: len(slot_mapping)][there]
+                slots = slot_mapping[there]
+                cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = rows[: len(there)][there]
 
             self.audit.copy_write(layer, write, slot_mapping)
             if manager.serves_attention:

@@ -2,15 +2,11 @@
 """That the audit sees each fault of the catalogue for what it is."""
 
 from nwor.settings import Settings
-from nwor_lab.audit.auditor import FAULTS as FIELDS
+from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.faults import injectable
 from tests.engines import PROMPTS, Engines
 from tests.nwor import faults
-
-
-def red(audit: dict[str, int]) -> set[str]:
-    return {field for field in FIELDS if audit[field]}
 
 
 def check_each_is_seen(engines: Engines, spec: EngineSpec, mode: str, needs: str = "") -> None:
@@ -19,7 +15,7 @@ def check_each_is_seen(engines: Engines, spec: EngineSpec, mode: str, needs: str
     calls = [{"fault": fault} for fault in (faults.none, *injected.values(), faults.none)]
     outcome = engines.run(spec, Settings(mode=mode, audit=True), calls=calls, prompts=PROMPTS[:6], max_tokens=24)
     names = ["none", *injected, "none any more"]
-    found = {name: red(audited["audit"]) for name, audited in zip(names, outcome.audits, strict=True)}
+    found = {name: AuditReport(**audited["audit"]).red for name, audited in zip(names, outcome.audits, strict=True)}
     wanted = {"none": set(), **{name: set(fault.red) for name, fault in injected.items()}, "none any more": set()}
     assert found == wanted and len(injected) > 0
     for audited in outcome.audits:
