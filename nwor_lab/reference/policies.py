@@ -107,7 +107,7 @@ class BlindStaging(WriteAll):
     def __init__(self, cache: PagedCache, capacity: int = 512) -> None:
         super().__init__(cache)
         self.interceptor = KVCacheInterceptor(cache.layers, capacity, fused=self.fused)
-        self.interceptor.finish_warm_up()
+        self.interceptor.ready = True
         self.counts = self.interceptor.counts
 
     def begin(self, batch: Batch) -> None:

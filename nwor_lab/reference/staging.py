@@ -150,9 +150,6 @@ class KVCacheInterceptor:
         """`staging` while a window's rows are held back, else `direct`."""
         return "staging" if self.buffer else "direct"
 
-    def finish_warm_up(self) -> None:
-        self.ready = True
-
     def begin(self, slot_mapping: Tensor, held_rows: Tensor) -> bool:
         """Hold back the batch rows `held_rows` int64 `[M]` of `slot_mapping` int64 `[T]`; say if they will be.
 

@@ -39,20 +39,13 @@ class TinyWindow:
             raise ValueError(f"k={self.k}: give 1 to {room}, the blocks hold no more")
 
     def slot_mapping(self) -> list[dict[str, Any]]:
-        """The step's rows, and vLLM's way from the position of each to its slot."""
+        """The step's rows, and the slot that the block table gives to the position of each."""
         rows = []
         for n in range(1 + self.k):
-            block, offset = divmod(self.num_computed + n, self.block_size)
-            rows.append(
-                {
-                    "row": f"draft {n}" if n else "sampled token",
-                    "position": self.num_computed + n,
-                    "position // block_size": block,
-                    "block_table[...]": self.block_table[block],
-                    "position % block_size": offset,
-                    "slot": self.block_table[block] * self.block_size + offset,
-                }
-            )
+            position = self.num_computed + n
+            block, offset = divmod(position, self.block_size)
+            slot = self.block_table[block] * self.block_size + offset
+            rows.append({"row": f"draft {n}" if n else "sampled token", "position": position, "slot": slot})
         return rows
 
     def run(self, mode: str, num_rejected: int) -> list[dict[str, Any]]:

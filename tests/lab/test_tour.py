@@ -28,17 +28,6 @@ def test_four_policies_leave_and_see_what_they_are_said_to(rejected: int) -> Non
     assert sees["blind"] == "0 1 2 ? ? ? ?"
 
 
-def test_figures_are_drawn(tmp_path) -> None:
-    window = TinyWindow(k=2)
-    drawn = [
-        tour.addresses(tmp_path, pd.DataFrame(window.run("off", 0)), window.block_table, window.block_size),
-        tour.policies(tmp_path, pd.DataFrame(window.run_all(1)), window.num_blocks),
-    ]
-    assert all(path.stat().st_size > 0 for path in drawn)
-    frames = tour.moments(pd.DataFrame(window.run_all(1)), window.num_blocks)
-    assert tuple(frames) == MOMENTS and len(set(frames.values())) == len(MOMENTS)
-
-
 def audited(changed: list[bool], dirty: int) -> demo.Audited:
     history = [
         {"slots": [64, 65, 66], "num_rejected": 0, "changed": [True] * 3},
