@@ -11,7 +11,7 @@ import torch
 
 from nwor_lab.reference.cache import PagedCache
 from nwor_lab.reference.decoder import Request, make_batch
-from nwor_lab.reference.policies import POLICIES, BlindStaging, CopyOnWrite, WriteAll, make_policy
+from nwor_lab.reference.policies import POLICIES, CopyOnWrite, KVCacheInterceptor, WriteAll, make_policy
 
 MOMENTS = ("before the forward", "attention runs", "after sampling")
 
@@ -81,7 +81,7 @@ class TinyWindow:
         context, beside = policy.cache.layers[0], []
         if isinstance(policy, CopyOnWrite) and moment == MOMENTS[1]:
             beside = context.decode(policy.log[0], torch.float32)[0, :, 0, 0].tolist()
-        elif isinstance(policy, BlindStaging) and (buffer := policy.interceptor.buffer):
+        elif isinstance(policy, KVCacheInterceptor) and (buffer := policy.buffer):
             beside = buffer.tail(0, torch.arange(len(buffer.slots)), torch.float32)[0, :, 0, 0].tolist()
 
         def state(position: float) -> str:

@@ -145,7 +145,7 @@ def test_copy_on_write_restores_raw_bytes():
 
 def test_a_failed_forward_is_cancelled(pair, truth, monkeypatch):
     target, cancelled = pair[0], []
-    monkeypatch.setattr(Staging, "cancel", lambda policy: cancelled.append(policy.interceptor.state))
+    monkeypatch.setattr(Staging, "cancel", lambda policy: cancelled.append(policy.state))
 
     class Failing(ScriptedDrafter):
         def propose(self, requests, *args):
