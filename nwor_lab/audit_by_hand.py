@@ -7,7 +7,6 @@ are random numbers. All else is what serves in vLLM: the manager, its operators 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,10 @@ PROMPTS = (5, 6, 3)
 """Rows of each request's prompt in the first step, which has no drafts."""
 STEPS = ((1, 0), (2, 2), (3, 0), (0, 0), (1, 2), (2, 0))
 """Of each later step: rejected drafts of each of two requests, and rows of a prompt that the third one brings."""
-_EXAMPLE = re.compile(r"step (\d+), layer (\d+), slot (\d+), (?:head (\d+), (\w+)|all heads): (.+)")
+_EXAMPLE = (
+    r"step (?P<step>\d+), layer (?P<layer>\d+), slot (?P<slot>\d+), "
+    r"(?:head (?P<head>\d+), (?P<half>\w+)|all heads): (?P<what>.+)"
+)
 
 
 def offered() -> dict[str, tuple[Fault, str]]:
@@ -52,10 +54,8 @@ class Audited:
 
     def where(self) -> pd.DataFrame:
         """The first things found, a row each: `step, layer, slot, head, half, what`."""
-        found = [match.groups() for example in self.examples if (match := _EXAMPLE.match(example))]
-        rows = [(int(step), int(layer), int(slot), head or "all", half or "both", what)
-                for step, layer, slot, head, half, what in found]  # fmt: skip
-        return pd.DataFrame(rows, columns=["step", "layer", "slot", "head", "half", "what"])
+        found = pd.Series(self.examples, dtype=str).str.extract(_EXAMPLE).fillna({"head": "all", "half": "both"})
+        return found.astype(dict.fromkeys(("step", "layer", "slot"), int))
 
     def pages(self) -> pd.DataFrame:
         """A row for each slot: `layer, line` (the block), `column`, and `state`: empty, context or wrong."""

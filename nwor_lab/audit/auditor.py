@@ -138,12 +138,6 @@ class CacheAudit:
         every = torch.arange(self.num_blocks, device=self._part_of.device)
         self._poison(every, torch.ones_like(self._overwritten).view(self.num_blocks, -1))
 
-    @torch.inference_mode()
-    def take_as_seen(self) -> None:
-        """Take all caches as they are."""
-        for seen, cache in zip(self._snapshot, self.caches, strict=True):
-            seen.copy_(cache)
-
     def ignore(self, slots: Tensor) -> None:
         """From now on pass over changes of these, bool [num_blocks * N]: another cache group has their blocks."""
         self._ignored = slots.to(self._ignored.device)

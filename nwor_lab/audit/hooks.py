@@ -24,14 +24,7 @@ from torch import Tensor
 from nwor_lab.audit import AUDIT
 from nwor_lab.audit.auditor import CacheAudit
 from nwor_lab.audit.groups import GroupsAudit
-from nwor_lab.audit.layers import (
-    cache_of,
-    incomplete,
-    recurrent_groups,
-    refuse_unknown_owners,
-    slot_parts,
-    target_groups,
-)
+from nwor_lab.audit.layers import cache_of, incomplete, recurrent_groups, slot_parts, target_groups
 
 _wrapped: dict[tuple[type, str], Callable] = {}
 
@@ -158,7 +151,6 @@ def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
     self.cache_audit = None
     original(self, *args, **kwargs)
     groups, config = target_groups(self), self.kv_cache_config
-    refuse_unknown_owners(self)
     audits = {}
     for group, layers in groups.items():
         first = next(iter(layers.values()))

@@ -20,11 +20,8 @@ MOMENTS = ("before the forward", "attention runs", "after sampling")
 class TinyWindow:
     """A request in the pages of one layer. The key of position p is the number p, so a page shows what it holds.
 
-    Attributes:
-        k: drafts of the step. Its rows are the token sampled last and the drafts.
-        num_computed: tokens whose rows lie in the cache before the step.
-        block_table: the physical block of each logical block.
-        num_blocks, block_size: of the cache.
+    k: drafts of the step, beside the token sampled last. num_computed: tokens whose rows lie in the cache before it.
+    block_table: the physical block of each logical one.
     """
 
     k: int = 3

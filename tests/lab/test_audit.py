@@ -45,37 +45,35 @@ def test_kept_rows_written_and_nothing_else_is_clean(kind, device):
     assert audited.audit.report.clean
 
 
-FAULTS: dict[str, tuple[Callable[[Audited, Tensor], None], dict[str, int]]] = {  # in layer 1, behind a clean step
-    "one row too many": (lambda audited, poison: audited.write(1, which=slice(3, 4)), {"dirty_slots": 1}),
-    "one row too few": (lambda audited, poison: audited.write(1, poison, slice(2, 3)), {"unwritten_rows": 1}),
-    "bytes of another layer": (lambda audited, poison: audited.write(1, audited.rows[0]), {"wrong_rows": 3}),
-    "bytes of another head": (lambda audited, poison: audited.write(1, audited.rows[1].flip(1)), {"wrong_rows": 3}),
-    "keys without values": (
-        lambda audited, poison: audited.write(1, torch.cat([audited.rows[1][..., :HALF], poison[..., HALF:]], -1)),
-        {"unwritten_rows": 3},
-    ),
-    "one head only": (
-        lambda audited, poison: audited.write(1, torch.cat([audited.rows[1][:, :1], poison[:, 1:]], 1)),
-        {"unwritten_rows": 3},
-    ),
-    "one element left out": (
-        lambda audited, poison: audited.write(1, torch.cat([audited.rows[1][..., :-1], poison[..., -1:]], -1)),
-        {"wrong_rows": 3},
-    ),
-    "log of another slot": (lambda audited, poison: audited.write(1, poison.roll(1, 0), LOGGED), {"dirty_slots": 2}),
-}
+# What layer 1 writes in place of its own rows, where, and what is found.
+FAULTS: dict[str, tuple[Callable[[list[Tensor], Tensor], Tensor], slice, dict[str, int]]] = {
+    "one row too many": (lambda rows, poison: rows[1], slice(3, 4), {"dirty_slots": 1}),
+    "one row too few": (lambda rows, poison: poison, slice(2, 3), {"unwritten_rows": 1}),
+    "bytes of another layer": (lambda rows, poison: rows[0], slice(3), {"wrong_rows": 3}),
+    "bytes of another head": (lambda rows, poison: rows[1].flip(1), slice(3), {"wrong_rows": 3}),
+    "keys alone": (lambda rows, poison: first_of(rows, poison, HALF), slice(3), {"unwritten_rows": 3}),
+    "one element left out": (lambda rows, poison: first_of(rows, poison, WIDTH - 1), slice(3), {"wrong_rows": 3}),
+    "one head only": (lambda rows, poison: torch.cat([rows[1][:, :1], poison[:, 1:]], 1), slice(3),
+                      {"unwritten_rows": 3}),
+    "log of another slot": (lambda rows, poison: poison.roll(1, 0), LOGGED, {"dirty_slots": 2}),
+}  # fmt: skip
+
+
+def first_of(rows: list[Tensor], poison: Tensor, width: int) -> Tensor:
+    """The first elements of each row, and what was there before behind them."""
+    return torch.cat([rows[1][..., :width], poison[..., width:]], -1)
 
 
 @memory
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen_for_what_it_is(kind, fault):
-    inject, found = FAULTS[fault]
+    made, which, found = FAULTS[fault]
     audited = Audited(kind)
     audited.begin()
     poison = audited.held(1)
     for layer in range(LAYERS):
         audited.write(layer)
-    inject(audited, poison)
+    audited.write(1, made(audited.rows, poison), which)
     audited.audit.after(GONE)
     assert audited.audit.report == report(**found)
     assert not audited.audit.report.clean

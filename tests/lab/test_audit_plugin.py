@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The auditor as a plugin: which layers it looks at, what it learns from vLLM's writer, and its hooks."""
 
-import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -24,7 +23,9 @@ def attention_layer(kind: type = layer_classes.Attention) -> nn.Module:
 States, Rows = type("MambaSpec", (), {}), type("FullAttentionSpec", (), {})
 
 
-def runner_of(layers: dict[str, nn.Module], drafter: nn.Module, groups: list[list[str]]) -> SimpleNamespace:
+def runner_of(
+    layers: dict[str, nn.Module], drafter: nn.Module, groups: list[list[str]], mamba_cache_mode: str = "none"
+) -> SimpleNamespace:
     """A runner whose target model holds all `layers` and whose drafter is the layer `drafter` alone."""
     target = nn.ModuleList(layer for layer in layers.values() if layer is not drafter)
     of_groups = [
@@ -35,6 +36,7 @@ def runner_of(layers: dict[str, nn.Module], drafter: nn.Module, groups: list[lis
         get_draft_model=lambda: drafter,
         compilation_config=SimpleNamespace(static_forward_context=layers),
         kv_cache_config=SimpleNamespace(kv_cache_groups=of_groups),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mamba_cache_mode)),
     )
 
 
@@ -66,13 +68,10 @@ def test_recurrent_layers_beside_others_in_a_group_or_of_another_spec_are_refuse
             hooks.target_groups(other)
 
 
-@pytest.mark.parametrize(("mode", "refused"), [("none", False), ("align", True)])
-def test_block_tables_that_do_not_tell_who_has_a_block_are_refused(mode, refused):
+def test_block_tables_that_do_not_tell_who_has_a_block_are_refused():
     layers = {"a": attention_layer(), "state": object.__new__(ShortConv)}
-    runner = runner_of(layers, attention_layer(), [["state"], ["a"]])
-    runner.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
-    with pytest.raises(RuntimeError, match=mode) if refused else contextlib.nullcontext():
-        hooks.refuse_unknown_owners(runner)
+    with pytest.raises(RuntimeError, match="align"):
+        hooks.recurrent_groups(runner_of(layers, attention_layer(), [["state"], ["a"]], mamba_cache_mode="align"))
 
 
 def test_a_cpu_cache_whose_layout_its_writer_does_not_tell_is_refused():
@@ -124,8 +123,7 @@ def test_a_write_that_a_mode_takes_over_is_seen_on_the_v2_runner(monkeypatch):
     )
     for name, found in (("target_groups", {0: {"a": layer}}), ("recurrent_groups", set())):
         monkeypatch.setattr(hooks, name, lambda runner, found=found: found)
-    for name in ("refuse_unknown_owners", "_watch_connector"):
-        monkeypatch.setattr(hooks, name, lambda runner: None)
+    monkeypatch.setattr(hooks, "_watch_connector", lambda runner: None)
     try:
         hooks._initialize(lambda runner: None, runner)
         mode_goes_on()

@@ -70,17 +70,6 @@ def test_three_policies_say_what_the_target_says_alone(pair, truth, k, seed, blo
     assert least <= off.acceptance_length <= most, "the bonus token is counted"
 
 
-def test_blind_staging_loses_acceptance_and_text(pair, truth):
-    """Attention never saw the staged keys and values."""
-    off = decode(pair[0], "off", ScriptedDrafter(truth, 4, 0.0))
-    blind = decode(pair[0], "blind", ScriptedDrafter(truth, 4, 0.0))
-    assert off.acceptance_length == 5.0
-    assert blind.acceptance_length < 3.0
-    assert blind.tokens != off.tokens
-    assert all(step.traffic == formula(blind, step) for step in blind.steps)
-    assert blind.dirty_bytes == 0
-
-
 def test_blind_staging_on_poisoned_pages_reads_nan():
     """Rows never written read as NaN; the same check finds the three others clean."""
     for mode in MODES:
@@ -130,17 +119,6 @@ def test_a_step_leaves_the_kept_rows_and_nothing_else(mode, case, dtype):
     assert cache.changed_bytes(before, torch.tensor(kept)) == 0
     dirty = vanilla.changed_bytes(before, torch.tensor(kept))
     assert (dirty > 0) == (sum(rejected) > 0)
-
-
-def test_copy_on_write_restores_raw_bytes():
-    """Every byte pattern, NaNs among them, comes back as it was."""
-    cache, batch = make_case(Shape(2, 2, 8, 1), torch.float8_e4m3fn, [(7, 3, 0), (3, 5, 0)])
-    cache.pool.copy_(torch.randint(256, cache.pool.shape, generator=torch.Generator().manual_seed(0)))
-    before = cache.pool.clone()
-    run_step(make_policy("cow", cache), batch, [3, 5])
-    first_rows = batch.slot_mapping[batch.query_start_loc[:-1]]
-    assert cache.changed_bytes(before, first_rows) == 0
-    assert not torch.equal(cache.pool, before)
 
 
 def test_a_failed_forward_is_cancelled(pair, truth, monkeypatch):
