@@ -235,13 +235,13 @@ class CacheAudit:
             changed &= ~self._ignored
             self._stale[layer] = (self._stale[layer] | changed) & ~kept
             self._unwritten[layer] = self._unwritten[layer] & ~changed | kept & ~written
-            counts = torch.stack([*(part.flatten(1).any(dim=1).sum() for part in found.values()), kept.sum()])
-            dirty, unwritten, wrong, count = counts.tolist()
+            counts = torch.stack([part.flatten(1).any(dim=1).sum() for part in found.values()])
+            dirty, unwritten, wrong = counts.tolist()
             report.layer_steps += 1
             report.dirty_layer_steps += int(dirty > 0)
             report.dirty_slots += dirty
             report.dirty_by_step[-1] += dirty
-            report.kept_rows += count
+            report.kept_rows += len(set(kept_slots))
             report.unwritten_rows += unwritten
             report.content_checked += compared
             report.wrong_rows += wrong

@@ -113,7 +113,7 @@ class KVCacheInterceptor(WriteAll):
     window is written directly, and `counts.fallbacks` says so. No token is lost either way.
 
     Attributes:
-        fused: as a `StagingBuffer` has it.
+        fused: as a `StagingBuffer` has it; the rows that are not held are then written by attention's own launch.
         buffer: the open window's, None where writes are direct.
         last_error: the one that made a window fall back.
     """
@@ -136,11 +136,6 @@ class KVCacheInterceptor(WriteAll):
     def held_rows(self) -> Tensor:
         """Rows of the batch that are held back, int64 `[M]`."""
         return self.batch.window_rows
-
-    @property
-    def write_launches(self) -> int:
-        """What the write of the other rows counts."""
-        return 1
 
     def begin(self, batch: Batch) -> None:
         """Hold the window's rows back; those without a slot (negative) are padding and part of no window.
@@ -173,7 +168,9 @@ class KVCacheInterceptor(WriteAll):
             self._fall_back(error)
             context.write(key, value, slots)
         else:
-            context.write(key, value, slots.index_fill(0, self._held, -1), self.write_launches)
+            prefills = len(self.batch.window_rows) < len(slots)  # these need vLLM's writer
+            launches = int(prefills or not self.fused)
+            context.write(key, value, slots.index_fill(0, self._held, -1), launches)
 
     def commit(self, num_rejected: Tensor) -> None:
         """Without a window, and after a fallback, there is nothing left to write."""
@@ -223,10 +220,6 @@ class Staging(KVCacheInterceptor):
     @property
     def held_rows(self) -> Tensor:
         return self.batch.draft_rows
-
-    @property
-    def write_launches(self) -> int:
-        return int(len(self.batch.window_rows) < len(self.batch.slot_mapping))  # prefills need vLLM's writer
 
     def rows(self, layer: int, request: int, dtype: torch.dtype) -> Tensor:
         drafts, buffer = self.batch.num_drafts, self.buffer
