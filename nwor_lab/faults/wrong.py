@@ -110,7 +110,7 @@ def committed_late(replace: Replace) -> None:
     begin, commit, waiting = DraftCommitManager.begin, DraftCommitManager.commit, list[Callable[[], None]]()
 
     def wait(self: Any, num_rejected: Tensor) -> Any:
-        if not self.way.attends:  # logged: what waits is nothing
+        if not self.way.attends:  # a logged step has no row that waits
             return commit(self, num_rejected)
         waiting.append(functools.partial(self.way.commit, num_rejected.clone()))
         return self._close()

@@ -57,6 +57,14 @@ def test_what_is_written_is_held_against_the_group_that_has_the_block(slots, fou
     assert (report.steps, report.layer_steps, report.kept_rows) == (1, 2, 4)
 
 
+def test_what_another_group_has_poisoned_is_not_stray():
+    cache = torch.zeros(6, 2, SIZE, 8)
+    audits = {0: CacheAudit([cache]), 1: CacheAudit([torch.zeros_like(cache), cache])}
+    audit = GroupsAudit(audits, [SIZE] * 2, 6)
+    audit.look_between_steps()
+    assert audit.report.stray_slots == 0
+
+
 def test_a_drafter_may_write_over_another_groups_layer_in_its_own_blocks():
     """Its layer lies in group 2's blocks here; between steps anything else is stray."""
     made = Overlaid()
