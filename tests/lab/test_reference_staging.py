@@ -219,9 +219,9 @@ def test_more_drafts_than_it_holds_or_a_layer_that_cannot_stage(mode, capacity, 
 
 def test_fp8_divides_by_the_scale_and_saturates():
     dtype = torch.float8_e4m3fn
-    layer = replace(PagedCache(1, 2, 8, 2, 4, dtype).layers[0], k_scale=0.5, v_scale=0.5)
+    layer = replace(PagedCache(1, 2, 8, 2, 4, dtype).layers[0], k_scale=0.5, v_scale=0.25)
     key = torch.tensor([0.25, -1e9, 1e9, 3.0]).repeat(1, 2, 2)
     layer.write(key, key, torch.tensor([3]))
     limit = torch.finfo(dtype).max
-    got = layer.read(torch.tensor([3]), torch.float32)[0]
-    assert got[0, 0, :4].tolist() == [0.25, -limit / 2, limit / 2, 3.0]
+    keys, values = layer.read(torch.tensor([3]), torch.float32)[:, 0, 0, :4].tolist()
+    assert keys == [0.25, -limit / 2, limit / 2, 3.0] and values == [0.25, -limit / 4, limit / 4, 3.0]
