@@ -7,7 +7,6 @@ are random numbers. All else is what serves in vLLM: the manager, its operators 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,23 +18,23 @@ from torch import Tensor
 from nwor.layout import CacheLayout
 from nwor.manager import DraftCommitManager
 from nwor.vllm import stats
-from nwor_lab.audit.auditor import FAULTS as FIELDS
 from nwor_lab.audit.auditor import AuditReport, CacheAudit
-from nwor_lab.faults import FAULTS, Fault, injectable
+from nwor_lab.faults import FAULTS, Fault
 
 LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH, K = 2, 16, 2, 4, 16, 3
 PROMPTS = (5, 6, 3)
 """Rows of each request's prompt in the first step, which has no drafts."""
 STEPS = ((1, 0), (2, 2), (3, 0), (0, 0), (1, 2), (2, 0))
 """Of each later step: rejected drafts of each of two requests, and rows of a prompt that the third one brings."""
-_EXAMPLE = re.compile(r"step (\d+), layer (\d+), slot (\d+), (?:head (\d+), (\w+)|all heads): (.+)")
+_EXAMPLE = (
+    r"step (?P<step>\d+), layer (?P<layer>\d+), slot (?P<slot>\d+), "
+    r"(?:head (?P<head>\d+), (?P<half>\w+)|all heads): (?P<what>.+)"
+)
 
 
 def offered() -> dict[str, tuple[Fault, str]]:
     """The faults that need nothing special of an engine, by name, each with a mode that it can be injected into."""
-    alone = {mode: [fault.name for fault in injectable(mode)] for mode in ("cow", "stage")}
-    modes = {name: mode for mode, names in alone.items() for name in names}
-    return {name: (fault, modes[name]) for name, fault in FAULTS.items() if name in modes}
+    return {name: (fault, fault.modes[-1]) for name, fault in FAULTS.items() if fault.red and not fault.needs}
 
 
 @dataclass
@@ -51,15 +50,12 @@ class Audited:
 
     @property
     def red(self) -> set[str]:
-        """The fields of the report that are not zero and should be."""
-        return {field for field in FIELDS if getattr(self.report, field)}
+        return self.report.red
 
     def where(self) -> pd.DataFrame:
         """The first things found, a row each: `step, layer, slot, head, half, what`."""
-        found = [match.groups() for example in self.examples if (match := _EXAMPLE.match(example))]
-        rows = [(int(step), int(layer), int(slot), head or "all", half or "both", what)
-                for step, layer, slot, head, half, what in found]  # fmt: skip
-        return pd.DataFrame(rows, columns=["step", "layer", "slot", "head", "half", "what"])
+        found = pd.Series(self.examples, dtype=str).str.extract(_EXAMPLE).fillna({"head": "all", "half": "both"})
+        return found.astype(dict.fromkeys(("step", "layer", "slot"), int))
 
     def pages(self) -> pd.DataFrame:
         """A row for each slot: `layer, line` (the block), `column`, and `state`: empty, context or wrong."""
@@ -82,7 +78,7 @@ class _Steps:
     def __init__(self, mode: str, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.caches = list(torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH))
-        self.audit = CacheAudit(self.caches, max_tokens=32, max_requests=len(PROMPTS))
+        self.audit = CacheAudit(self.caches)
         self.manager = DraftCommitManager(CacheLayout.from_kv_caches(self.caches), mode, len(PROMPTS), K, 32)
         blocks = torch.randperm(BLOCKS, generator=self.generator)
         self.block_tables = blocks[:6], blocks[6:12], blocks[12:]
@@ -116,8 +112,8 @@ class _Steps:
 
             def write(cache: Tensor, slot_mapping: Tensor, rows: Tensor = rows) -> None:
                 there = slot_mapping >= 0
-                block, offset = slot_mapping[there] // cache.shape[2], slot_mapping[there] % cache.shape[2]
-                cache[block, :, offset] = rows[: len(slot_mapping)][there]
+                slots = slot_mapping[there]
+                cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = rows[: len(there)][there]
 
             self.audit.copy_write(layer, write, slot_mapping)
             if manager.serves_attention:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-# Fixed and hashed bits of an element: a large finite number, never 0, in every cache dtype of its size but bfloat16.
+# Fixed and random bits of an element: a large finite number, never 0, in every cache dtype of its size but bfloat16.
 # Finite, for kernels multiply what lies beyond a sequence by zero, and 0 x NaN is NaN. And not so large that attention
 # makes NaN of it: FlashAttention takes exp2(score - the largest), of which rounding leaves millions if scores are 1e13;
 # the V2 runner may make of NaN a token beyond a small vocabulary, and the fault ends the process before it is reported.
@@ -84,8 +84,13 @@ class AuditReport:
     dirty_by_step: list[int] = field(default_factory=list, repr=False)
 
     @property
+    def red(self) -> set[str]:
+        """The fields that are not zero and should be."""
+        return {fault for fault in FAULTS if getattr(self, fault)}
+
+    @property
     def clean(self) -> bool:
-        return self.steps > 0 and not any(getattr(self, fault) for fault in FAULTS)
+        return self.steps > 0 and not self.red
 
 
 class CacheAudit:
@@ -100,7 +105,6 @@ class CacheAudit:
         part_of: int64 [N * 2 * head_size], for each element of a (block, head) chunk twice its slot in the block, and 1
             more for a value's, where a layout mixes the slots of a block, as vLLM's CPU caches do; None for slots in
             order, keys before values.
-        max_tokens, max_requests: the most rows and requests of a step whose content is to be checked; 0: of none.
 
     Attributes:
         report: what was found so far.
@@ -110,9 +114,7 @@ class CacheAudit:
     """
 
     @torch.inference_mode()
-    def __init__(
-        self, caches: Sequence[Tensor], part_of: Tensor | None = None, max_tokens: int = 0, max_requests: int = 0
-    ) -> None:
+    def __init__(self, caches: Sequence[Tensor], part_of: Tensor | None = None) -> None:
         self.caches = caches
         self.num_blocks, _, self.block_size, width = caches[0].shape
         device = caches[0].device
@@ -121,18 +123,11 @@ class CacheAudit:
         self._part_of = part_of.to(device)
         self._by_part = self._part_of.argsort(stable=True)
         self._snapshot = [torch.empty_like(cache) for cache in caches]
-        # A request's rows are consecutive: they lie in one block more than they fill, or two.
-        blocks = min(self.num_blocks, max_tokens, -(-max_tokens // self.block_size) + 2 * max_requests)
-        self._scratch = [torch.zeros_like(cache[:blocks]) for cache in caches]
-        self._row_slots, self._scratch_slots = torch.full((2, max_tokens), -1, dtype=torch.int64, device=device)
-        self._copied = torch.zeros(len(caches), max_tokens, dtype=torch.bool, device=device)
+        self._random = torch.Generator(device).manual_seed(0)
         self._overwritten = torch.zeros(self.num_blocks * self.block_size, dtype=torch.bool, device=device)
-        self._stale = self._overwritten.repeat(len(caches), 1)  # holds a row that was not to be kept
         self._ignored = torch.zeros_like(self._overwritten)
+        self._stale = self._overwritten.repeat(len(caches), 1)  # holds a row that was not to be kept
         self._unwritten = self._stale.clone()  # does not hold all of the row that was to be kept
-        self._time = 0
-        self._starts: list[int] = []
-        self._slots: list[int] = []
         self.reset()
 
     @torch.inference_mode()
@@ -142,13 +137,6 @@ class CacheAudit:
         self._open = False
         every = torch.arange(self.num_blocks, device=self._part_of.device)
         self._poison(every, torch.ones_like(self._overwritten).view(self.num_blocks, -1))
-        self.take_as_seen()
-
-    @torch.inference_mode()
-    def take_as_seen(self) -> None:
-        """Take all caches as they are."""
-        for seen, cache in zip(self._snapshot, self.caches, strict=True):
-            seen.copy_(cache)
 
     def ignore(self, slots: Tensor) -> None:
         """From now on pass over changes of these, bool [num_blocks * N]: another cache group has their blocks."""
@@ -177,22 +165,18 @@ class CacheAudit:
     @torch.inference_mode()
     def open_step(self, query_start_loc: Sequence[int], slot_mapping: Tensor) -> None:
         """`before`, without the look."""
-        self._time += 1
         self._starts = list(query_start_loc)
-        rows = slot_mapping[: self._starts[-1]]
-        self._slots = rows.tolist()
+        self._rows = rows = slot_mapping[: self._starts[-1]].clone()
+        self._slots: list[int] = rows.tolist()
         if (last := max(self._slots, default=-1)) >= len(self._overwritten):  # on a GPU no index may be
             raise ValueError(f"a row's slot is {last}, and the cache has {len(self._overwritten)}")
         row = (rows >= 0).nonzero().flatten()
         slots = rows[row]
         self._blocks, line = (slots // self.block_size).unique(return_inverse=True)
         cells = line * self.block_size + slots % self.block_size
-        self._row_slots.fill_(-1)
-        self._scratch_slots.fill_(-1)
-        self._copied.fill_(False)
-        if len(rows) <= len(self._row_slots) and len(self._blocks) <= len(self._scratch[0]):
-            self._row_slots[: len(rows)] = rows
-            self._scratch_slots[row] = cells
+        self._cells = torch.full_like(rows, -1)
+        self._cells[row] = cells
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         poisoned_anew = torch.zeros(len(self._blocks) * self.block_size, dtype=torch.bool, device=rows.device)
         poisoned_anew[cells] = self._overwritten[slots]
         if poisoned_anew.any():
@@ -211,11 +195,15 @@ class CacheAudit:
             write: vLLM's own writer, called with a cache and a slot mapping; it skips negative slots.
             slot_mapping: int64, as vLLM gave it.
         """
-        count = slot_mapping.numel()
-        if not self._open or count > len(self._row_slots):
+        if not self._open:
             return
-        write(self._scratch[layer], self._scratch_slots[:count])
-        self._copied[layer, :count] = (slot_mapping >= 0) & (slot_mapping == self._row_slots[:count])
+        count = min(slot_mapping.numel(), len(self._rows))
+        cells = torch.full_like(slot_mapping, -1)
+        cells[:count] = self._cells[:count]
+        scratch = torch.zeros_like(self.caches[layer][: len(self._blocks)])
+        write(scratch, cells)
+        same = (slot_mapping[:count] == self._rows[:count]) & (slot_mapping[:count] >= 0)
+        self._copies[layer] = scratch, same.nonzero().flatten()
 
     @torch.inference_mode()
     def after(self, num_rejected: Sequence[int]) -> None:
@@ -238,7 +226,7 @@ class CacheAudit:
         for layer in range(len(self.caches)):
             parts = self._changed_parts(layer)
             changed, written = parts.flatten(1).any(dim=1), parts.flatten(1).all(dim=1)
-            checked, different = self._contents(layer, kept)
+            compared, different = self._contents(layer, kept)
             found = {
                 "changed": parts & ~(kept | self._ignored)[:, None, None],
                 "unwritten": ~parts & kept[:, None, None],
@@ -247,13 +235,13 @@ class CacheAudit:
             changed &= ~self._ignored
             self._stale[layer] = (self._stale[layer] | changed) & ~kept
             self._unwritten[layer] = self._unwritten[layer] & ~changed | kept & ~written
-            counts = torch.stack([*(part.flatten(1).any(dim=1).sum() for part in found.values()), kept.sum(), checked])
-            dirty, unwritten, wrong, count, compared = counts.tolist()
+            counts = torch.stack([part.flatten(1).any(dim=1).sum() for part in found.values()])
+            dirty, unwritten, wrong = counts.tolist()
             report.layer_steps += 1
             report.dirty_layer_steps += int(dirty > 0)
             report.dirty_slots += dirty
             report.dirty_by_step[-1] += dirty
-            report.kept_rows += count
+            report.kept_rows += len(set(kept_slots))
             report.unwritten_rows += unwritten
             report.content_checked += compared
             report.wrong_rows += wrong
@@ -311,33 +299,27 @@ class CacheAudit:
         elements = (some != others).flatten(2)[..., self._by_part]
         return _any(elements.unflatten(2, (self.block_size, 2, some.shape[3] // 2)), 4).transpose(1, 2)
 
-    def _contents(self, layer: int, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def _contents(self, layer: int, kept: Tensor) -> tuple[int, Tensor]:
         """How many kept rows can be compared, and bool [num_blocks * N, H, 2], where vLLM's writer made other bytes."""
-        row = self._copied[layer].nonzero().flatten()
-        row = row[kept[self._row_slots[row]]]
         different = torch.zeros(len(kept), self.caches[layer].shape[1], 2, dtype=torch.bool, device=kept.device)
-        if len(row):
-            made, cache = _bits(self._scratch[layer])[: len(self._blocks)], _bits(self.caches[layer])[self._blocks]
-            cells = self._different_parts(made, cache).flatten(0, 1)
-            different[self._row_slots[row]] = cells[self._scratch_slots[row]]
-        return torch.tensor(len(row), device=kept.device), different
+        if layer not in self._copies:
+            return 0, different
+        scratch, row = self._copies.pop(layer)
+        row = row[kept[self._rows[row]]]
+        cells = self._different_parts(_bits(scratch), _bits(self.caches[layer])[self._blocks]).flatten(0, 1)
+        different[self._rows[row]] = cells[self._cells[row]]
+        return len(row), different
 
     def _poison(self, blocks: Tensor, chosen: Tensor) -> None:
         """Poison the slots of some blocks of all layers where `chosen`, bool [B, N], says so."""
         for layer, cache in enumerate(self.caches):
             bits, seen = _bits(cache), _bits(self._snapshot[layer])
-            heads, device = torch.arange(cache.shape[1], device=cache.device), cache.device
-            fixed, hashed = _POISON.get(cache.dtype) or _POISON[cache.element_size()]
-            place = ((self._time * len(self.caches) + layer) * len(heads) + heads)[:, None] * 2
-            place = place + torch.arange(2, device=device)
-            offsets = torch.arange(self.block_size, device=device)
-            shifts = torch.arange(len(self._part_of), dtype=torch.int32, device=device) % 24
+            fixed, random = _POISON.get(cache.dtype) or _POISON[cache.element_size()]
             for part, slots in zip(blocks.split(_BLOCKS_AT_ONCE), chosen.split(_BLOCKS_AT_ONCE), strict=True):
-                slot = (part[:, None] * self.block_size + offsets)[:, None, :, None]
-                words = _mix(place[:, None] * len(self._overwritten) + slot).int()
-                elements = (words.flatten(2)[..., self._part_of] >> shifts & hashed | fixed).to(bits.dtype)
+                shape, where = (len(part), *bits.shape[1:]), {"dtype": torch.int32, "device": bits.device}
+                drawn = torch.randint(1 << 24, shape, generator=self._random, **where)
                 here = slots.repeat_interleave(2, dim=1)[:, self._part_of].view(-1, 1, *bits.shape[2:])
-                bits[part] = torch.where(here, elements.view(-1, *bits.shape[1:]), bits[part])
+                bits[part] = torch.where(here, (drawn & random | fixed).to(bits.dtype), bits[part])
                 seen[part] = bits[part]
 
     def _explain(self, layer: int, found: dict[str, Tensor]) -> None:
@@ -363,11 +345,3 @@ def _bits(cache: Tensor) -> Tensor:
 def _any(found: Tensor, dims: int) -> Tensor:
     """Whether any is True, for each place in the first `dims` dimensions; several times as fast as `Tensor.any`."""
     return found.flatten(dims).view(torch.uint8).amax(dim=-1).bool()
-
-
-def _mix(words: Tensor) -> Tensor:
-    """Scramble int64 numbers, different ones differently (the finaliser of SplitMix64)."""
-    words = (words + 1) * -0x61C8864680B583EB
-    words = (words ^ words >> 30) * -0x40A7B892E31B1A47
-    words = (words ^ words >> 27) * -0x6B2FB644ECCEEE15
-    return words ^ words >> 31

@@ -68,8 +68,8 @@ class GroupsAudit:
         """Poison every slot, and forget what was audited so far."""
         for audit in self.audits.values():
             audit.reset()
-        for audit in self.audits.values():
-            audit.take_as_seen()  # others have poisoned the same memory since
+        if len(self.audits) > 1:  # others have poisoned the same memory since
+            self.accept(range(len(self._owner)))
 
     def forget(self) -> None:
         for audit in self.audits.values():

@@ -24,14 +24,7 @@ from torch import Tensor
 from nwor_lab.audit import AUDIT
 from nwor_lab.audit.auditor import CacheAudit
 from nwor_lab.audit.groups import GroupsAudit
-from nwor_lab.audit.layers import (
-    cache_of,
-    incomplete,
-    recurrent_groups,
-    refuse_unknown_owners,
-    slot_parts,
-    target_groups,
-)
+from nwor_lab.audit.layers import cache_of, incomplete, recurrent_groups, slot_parts, target_groups
 
 _wrapped: dict[tuple[type, str], Callable] = {}
 
@@ -64,10 +57,7 @@ def report(worker: Any) -> dict[str, Any]:
     audit = getattr(worker.model_runner, "cache_audit", None)
     if audit is None:
         if os.environ.get(AUDIT) == "1":
-            raise RuntimeError(
-                f"nothing was audited: {AUDIT}=1 was asked for when this process had made an engine without it, and "
-                "vLLM calls a plugin once a process; make the audited one in another"
-            )
+            raise RuntimeError(f"nothing was audited: {AUDIT}=1 was set after this process had made its first engine")
         return {"audit": {}, "dirty_examples": [], "history": []}
     if audit.enabled:
         audit.look_between_steps()
@@ -160,14 +150,12 @@ def install_v2() -> None:
 def _initialize(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     self.cache_audit = None
     original(self, *args, **kwargs)
-    groups, config, limits = target_groups(self), self.kv_cache_config, self.vllm_config.scheduler_config
-    refuse_unknown_owners(self)
+    groups, config = target_groups(self), self.kv_cache_config
     audits = {}
     for group, layers in groups.items():
         first = next(iter(layers.values()))
         parts = slot_parts(first) if self.device.type == "cpu" and first.kv_cache.dim() == 4 else None
-        caches = [cache_of(layer) for layer in layers.values()]
-        audits[group] = CacheAudit(caches, parts, limits.max_num_batched_tokens, limits.max_num_seqs)
+        audits[group] = CacheAudit([cache_of(layer) for layer in layers.values()], parts)
     sizes = [spec.kv_cache_spec.block_size for spec in config.kv_cache_groups]
     self.cache_audit = GroupsAudit(audits, sizes, config.num_blocks, recurrent_groups(self))
     for group, layers in groups.items():
@@ -273,19 +261,17 @@ def _save_layer(original: Callable, self: Any, layer_name: str, *args: Any, **kw
     original(self, layer_name, *args, **kwargs)
 
 
-def _copier(layer: Any, rows: Tensor) -> Callable[[Callable[..., None], Tensor], None] | None:
-    """`copy_write` of a layer's audit, where it has one that looks; none while a graph is captured."""
+def _copy(layer: Any, write: Callable[[Tensor, Tensor], None], rows: Tensor, slot_mapping: Tensor) -> None:
+    """`CacheAudit.copy_write`, where the layer has an audit that looks; not while a graph is captured."""
     audit, group, index = getattr(layer, "cache_audit", (None, 0, 0))
-    if audit is None or not audit.enabled or (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
-    return functools.partial(audit.audits[group].copy_write, index)
+    if audit is not None and audit.enabled and not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+        audit.audits[group].copy_write(index, write, slot_mapping)
 
 
 def _write(
     original: Callable, self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    if copy := _copier(layer, key):
-        copy(functools.partial(inspect.unwrap(original), self, layer, key, value), slot_mapping)
+    _copy(layer, functools.partial(inspect.unwrap(original), self, layer, key, value), key, slot_mapping)
     original(self, layer, key, value, kv_cache, slot_mapping)
 
 
@@ -295,8 +281,8 @@ def _write_latent(
     def write(cache: Tensor, slots: Tensor) -> None:
         inspect.unwrap(original)(self, kv_c_normed, k_pe, cache.squeeze(1), slots, *more)
 
-    if slot_mapping is not None and (copy := _copier(self, kv_c_normed)):
-        copy(write, slot_mapping)
+    if slot_mapping is not None:
+        _copy(self, write, kv_c_normed, slot_mapping)
     original(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more)
 
 
@@ -341,15 +327,9 @@ def _prepare_attn(original: Callable, self: Any, input_batch: Any) -> Any:
 
 
 def _postprocess_sampled(
-    original: Callable,
-    self: Any,
-    idx_mapping: Tensor,
-    sampled_tokens: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    original(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, *args, **kwargs)
+    original: Callable, self: Any, idx_mapping: Any, sampled: Any, num_sampled: Any, num_rejected: Tensor,
+    *args: Any, **kwargs: Any,
+) -> None:  # fmt: skip
+    original(self, idx_mapping, sampled, num_sampled, num_rejected, *args, **kwargs)
     if self.cache_audit.enabled:
         self.cache_audit.after(num_rejected.tolist())

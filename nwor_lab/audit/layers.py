@@ -48,7 +48,11 @@ def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
 
 
 def recurrent_groups(runner: Any) -> set[int]:
-    """The cache groups of vLLM's recurrent layers, by index: their blocks hold states, and no slots."""
+    """The cache groups of vLLM's recurrent layers, by index: their blocks hold states, and no slots.
+
+    Raises:
+        RuntimeError: block tables do not tell which group has a block.
+    """
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     context, found = runner.compilation_config.static_forward_context, set[int]()
@@ -58,6 +62,8 @@ def recurrent_groups(runner: Any) -> set[int]:
         layers = [context.get(name) for name in group.layer_names]
         if holds_states and layers and all(isinstance(layer, MambaBase) for layer in layers):
             found.add(index)
+    if found and (mode := runner.vllm_config.cache_config.mamba_cache_mode) != "none":
+        raise incomplete(f"with mamba_cache_mode {mode} block tables go on naming blocks that others have")
     return found
 
 
@@ -87,12 +93,6 @@ def slot_parts(layer: Any) -> Tensor:
     if not (written.flatten(0, 1).sum(0) == 1).all():
         raise incomplete("this CPU cache's layout has elements that belong to no slot or to several")
     return written.flatten(0, 1).int().argmax(0)
-
-
-def refuse_unknown_owners(runner: Any) -> None:
-    """Raise `RuntimeError` where block tables would not tell which group has a block."""
-    if recurrent_groups(runner) and (mode := runner.vllm_config.cache_config.mamba_cache_mode) != "none":
-        raise incomplete(f"with mamba_cache_mode {mode} block tables go on naming blocks that others have")
 
 
 def incomplete(why: str) -> RuntimeError:

@@ -61,13 +61,9 @@ def compare(
 ) -> dict[str, Generation]:
     """Decode `prompts` (token ids) once in each mode; returns the generations by mode.
 
-    Pages never written hold NaN, except in `blind`: it reads them, and would show nothing but NaN. There they hold
-    zeros, as in a cache that vLLM has just made.
+    Pages never written hold NaN, but in `blind`, which reads them, zeros, as in a cache that vLLM has just made.
     """
-    decoders = {
-        mode: SpeculativeDecoder(target, mode, EagleDrafter(head, k), poison=mode != "blind", seed=seed)
-        for mode in modes
-    }
+    decoders = {mode: SpeculativeDecoder(target, mode, EagleDrafter(head, k), seed=seed) for mode in modes}
     with one_thread():
         return {mode: decoder.generate(prompts, max_tokens) for mode, decoder in decoders.items()}
 

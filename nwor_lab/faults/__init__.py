@@ -11,8 +11,8 @@ A worker that is up takes one by `start` and gives it back by `end`, both throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ from nwor_lab.faults.wrong import Change, Replace
 DIRTY, UNWRITTEN, WRONG, STRAY = "dirty_layer_steps", "unwritten_rows", "wrong_rows", "stray_slots"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fault:
     """One way in which what a mode moves, or what its attention sees, is wrong.
 
@@ -38,7 +38,7 @@ class Fault:
 
     name: str
     breaks: str
-    red: frozenset[str] = frozenset()
+    red: Collection[str] = frozenset()
     modes: tuple[str, ...] = ()
     needs: str = ""
     operator: str = ""
@@ -73,88 +73,55 @@ class Fault:
 
 # -- the catalogue -----------------------------------------------------------------------------------------------------
 
-HELD, BOTH = ("stage",), ("cow", "stage")
-GROUPS, FP8 = "several cache groups", "an fp8 cache"
-COMMIT, RESTORE = "commit_all_layers", "restore_all_layers"
-
-
-def _of(name: str, breaks: str, red: str = "", modes: tuple[str, ...] = (), **how: Any) -> Fault:
-    return Fault(name, breaks, frozenset(red.split()), modes, **how)
-
-
-def _wrong(operator: str, argument: str, name: str, breaks: str, change: Callable[[Any], Any]) -> Fault:
-    return Fault(name, breaks, operator=operator, change=wrong.one(argument, change))
-
+HELD, BOTH, COMMIT, RESTORE = ("stage",), ("cow", "stage"), "commit_all_layers", "restore_all_layers"
+GROUPS = "several cache groups"
 
 _EVERY = (
-    _of("commit: nothing", "A step ends without its commit or restore.", f"{UNWRITTEN} {DIRTY}", HELD,
-        patch=wrong.never_committed),
-    _of("commit: one layer", "Kept drafts reach the pages of the first layer alone.", UNWRITTEN, HELD,
-        operator=COMMIT, change=wrong.first_layer_only),
-    _of("commit: another layer's bytes", "Each layer gets the rows of its neighbour.", WRONG, HELD,
-        operator=COMMIT, change=wrong.another_layer),
-    _of("commit: another request's bytes", "Two requests get each other's rows.", WRONG, HELD,
-        operator=COMMIT, change=wrong.another_request),
-    _of("commit: another head's bytes", "Heads get each other's rows.", WRONG, HELD,
-        operator=COMMIT, change=wrong.another_head),
-    _of("commit: keys without values", "Half of each kept row is not written.", UNWRITTEN, HELD,
-        patch=wrong.part_committed("keys")),
-    _of("commit: one head", "Kept rows are written for the first head alone.", UNWRITTEN, HELD,
-        patch=wrong.part_committed("head 0")),
-    _of("commit: one row too many", "A rejected row is written.", DIRTY, HELD,
-        operator=COMMIT, change=wrong.one_less_rejected),
-    _of("commit: one row too few", "The last kept draft is not written.", UNWRITTEN, HELD,
-        operator=COMMIT, change=wrong.one_more_rejected),
-    _of("commit: in the next step", "Rows come a step late.", f"{UNWRITTEN} {DIRTY}", HELD, patch=wrong.committed_late),
-    _of("log: nothing", "What a restore puts back was never saved.", DIRTY, HELD,
-        patch=wrong.left_out("log_all_layers")),
-    _of("log: stale", "The log holds the bytes of the first step.", DIRTY, ("cow",), patch=wrong.logged_once),
-    _of("restore: nothing", "Rejected rows stay in the pages.", DIRTY, BOTH, patch=wrong.left_out(RESTORE)),
-    _of("restore: another layer's bytes", "Each layer gets back what its neighbour held.", DIRTY, BOTH,
-        operator=RESTORE, change=wrong.another_layer),
-    _of("restore: another request's bytes", "Two requests get back what the other's slots held.", DIRTY, ("cow",),
-        operator=RESTORE, change=wrong.another_request),
-    _of("restore: another head's bytes", "Heads get back what the others held.", DIRTY, ("cow",),
-        operator=RESTORE, change=wrong.another_head),
-    _of("restore: one row too many", "The last kept draft is undone.", UNWRITTEN, BOTH,
-        operator=RESTORE, change=wrong.one_more_rejected),
-    _of("restore: one row too few", "A rejected row stays in the pages.", DIRTY, BOTH,
-        operator=RESTORE, change=wrong.one_less_rejected),
-    _of("restore: requantised", "Old fp8 bytes come back as rounded numbers.", DIRTY, ("cow",),
-        needs=FP8, operator=RESTORE, change=wrong.requantised),
-    _of("a write between steps", "A byte changes when no step runs.", STRAY, BOTH, patch=wrong.written_between_steps),
-    _of("groups: slots of the first", "Each cache group's window opens on the first one's slots.", DIRTY, ("cow",),
-        needs=GROUPS, patch=wrong.slots_of_first_group),
-    _of("groups: the first alone is committed", "The windows of the other cache groups are dropped.", UNWRITTEN, HELD,
-        needs=GROUPS, patch=wrong.first_group_committed),
-    _of("groups: the first alone is restored", "The windows of the other cache groups are dropped.", DIRTY, ("cow",),
-        needs=GROUPS, patch=wrong.first_group_committed),
+    Fault("commit: nothing", "A step ends without its commit.", {UNWRITTEN, DIRTY}, HELD, patch=wrong.never_committed),
+    Fault("commit: one layer", "Kept drafts reach the pages of the first layer alone.", {UNWRITTEN}, HELD,
+          operator=COMMIT, change=wrong.first_layer_only),
+    Fault("commit: another layer's bytes", "Each layer gets the rows of its neighbour.", {WRONG}, HELD,
+          operator=COMMIT, change=wrong.another_layer),
+    Fault("commit: keys without values", "Half of each kept row is not written.", {UNWRITTEN}, HELD,
+          operator=COMMIT, change=wrong.values_as_they_were),
+    Fault("commit: one row too many", "A rejected row is written.", {DIRTY}, HELD,
+          operator=COMMIT, change=wrong.one_less_rejected),
+    Fault("commit: one row too few", "The last kept draft is not written.", {UNWRITTEN}, HELD,
+          operator=COMMIT, change=wrong.one_more_rejected),
+    Fault("commit: in the next step", "Rows come a step late.", {UNWRITTEN, DIRTY}, HELD, patch=wrong.committed_late),
+    Fault("log: nothing", "What a restore puts back was never saved.", {DIRTY}, BOTH,
+          patch=wrong.left_out("log_all_layers")),
+    Fault("restore: nothing", "Rejected rows stay in the pages.", {DIRTY}, BOTH, patch=wrong.left_out(RESTORE)),
+    Fault("restore: another layer's bytes", "Each layer gets back what its neighbour held.", {DIRTY}, BOTH,
+          operator=RESTORE, change=wrong.another_layer),
+    Fault("restore: one row too many", "The last kept draft is undone.", {UNWRITTEN}, BOTH,
+          operator=RESTORE, change=wrong.one_more_rejected),
+    Fault("a write between steps", "A byte changes when no step runs.", {STRAY}, BOTH,
+          patch=wrong.written_between_steps),
+    Fault("groups: slots of the first", "Each cache group's window opens on the first one's slots.", {DIRTY}, ("cow",),
+          needs=GROUPS, patch=wrong.slots_of_first_group),
+    Fault("groups: the first alone is committed", "The windows of the other cache groups are dropped.", {UNWRITTEN},
+          HELD, needs=GROUPS, patch=wrong.first_group_committed),
     # No byte of the cache is wrong: tokens are, and log-probabilities shift.
-    _of("attention: drafts hidden", "No query sees the drafts before it, the second generation's flaw.", modes=HELD,
-        patch=wrong.attends_over(wrong.drafts_hidden)),
-    _of("attention: drafts hidden from one head", "One KV head does not see the drafts.", modes=HELD,
-        patch=wrong.attends_over(lambda given: wrong.drafts_hidden(given, slice(1)))),
-    _of("attention: a page missed", "The last whole page before a window is not read.", modes=HELD,
-        patch=wrong.attends_over(wrong.last_page_missed)),
+    Fault("attention: drafts hidden", "No query sees the drafts before it, the second generation's flaw.", modes=HELD,
+          patch=wrong.attends_over(wrong.drafts_hidden)),
+    Fault("attention: drafts hidden from one head", "One KV head does not see the drafts.", modes=HELD,
+          patch=wrong.attends_over(lambda given: wrong.drafts_hidden(given, slice(1)))),
+    Fault("attention: a page missed", "The last whole page before a window is not read.", modes=HELD,
+          patch=wrong.attends_over(wrong.last_page_missed)),
     # Of operators that no mode runs, and of what opens a window: the comparison with plain Python sees them.
-    _wrong("commit_draft_layer", "key_cache", "layer: the layout guessed", "A cache of as many heads as slots in a "
-           "block is taken for one of the other layout.", lambda cache: cache.transpose(1, 2)),
-    _wrong("commit_draft_layer", "k_scale", "layer: the scale ignored", "Keys are quantised as if their scale were 1.",
-           lambda scale: None),
-    _wrong("commit_draft_layer", "accepted_mask", "layer: the mask a row late", "Each row gets the verdict of the one "
-           "before.", lambda mask: mask.roll(1)),
-    _wrong("commit_draft_layer", "value_cache", "layer: keys without values", "Values are not written.",
-           lambda cache: cache.clone()),
-    _wrong("restore_rejected_drafts", "accepted_mask", "layer: rejected rows kept", "Accepted rows are undone.",
-           lambda mask: ~mask),
-    _wrong("log_cache_slots", "slot_mapping", "layer: slots of the captured step", "A replayed graph reads the slots "
-           "that it was captured with.", lambda slots: slots.roll(1)),
-    _wrong("commit_staged_kv_cache", "accepted_len", "layer: one staged row too few", "The last accepted row is lost.",
-           lambda accepted: (accepted - 1).clamp(min=0)),
-    _wrong("open_window", "cu_num_logits", "window: prefill rows for drafts", "The last row of a prefill is held back.",
-           wrong.one_logit_more),
-    _wrong("open_window", "slot_mapping", "window: slots of the step before", "Rows are held for other slots than "
-           "theirs.", lambda slots: slots.roll(1)),
+    Fault("layer: the layout guessed", "A cache of as many heads as slots in a block is taken for one of the other "
+          "layout.", operator="commit_draft_layer", change=wrong.one("key_cache", lambda cache: cache.transpose(1, 2))),
+    Fault("layer: the scale ignored", "Keys are quantised as if their scale were 1.", operator="commit_draft_layer",
+          change=wrong.one("k_scale", lambda scale: None)),
+    Fault("layer: rejected rows kept", "Accepted rows are undone.", operator="restore_rejected_drafts",
+          change=wrong.one("accepted_mask", lambda mask: ~mask)),
+    Fault("layer: slots of the captured step", "A replayed graph reads the slots that it was captured with.",
+          operator="log_cache_slots", change=wrong.one("slot_mapping", lambda slots: slots.roll(1))),
+    Fault("layer: one staged row too few", "The last accepted row is lost.", operator="commit_staged_kv_cache",
+          change=wrong.one("accepted_len", lambda accepted: (accepted - 1).clamp(min=0))),
+    Fault("window: prefill rows for drafts", "The last row of a prefill is held back.", operator="open_window",
+          change=wrong.one("cu_num_logits", wrong.one_logit_more)),
 )  # fmt: skip
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _EVERY}
 """The catalogue, by name."""
@@ -173,21 +140,19 @@ def injectable(mode: str, needs: str = "") -> list[Fault]:
 
 # -- in a worker that is up --------------------------------------------------------------------------------------------
 
-_injected: list[AbstractContextManager[None]] = []
+_injected = ExitStack()
 
 
 def start(worker: Any, name: str) -> None:
     """Inject a fault into this worker until `end`; in place of the one before. Graphs have to be captured again."""
     end(worker)
-    _injected.append(FAULTS[name].inject())
-    _injected[-1].__enter__()
+    _injected.enter_context(FAULTS[name].inject())
     _remake_attention(worker)
 
 
 def end(worker: Any) -> None:
     """End the fault that `start` has injected, if there is one."""
-    while _injected:
-        _injected.pop().__exit__(None, None, None)
+    _injected.close()
     _remake_attention(worker)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -57,22 +58,6 @@ def another_layer(given: Arguments) -> Arguments:
     return {"rows": _laid_out_as(given["rows"], given["rows"].roll(1, 0))}
 
 
-def another_head(given: Arguments) -> Arguments:
-    return {"rows": _laid_out_as(given["rows"], given["rows"].flip(2))}
-
-
-def another_request(given: Arguments) -> Arguments:
-    """Pairs of requests with as many drafts, kept and rejected, have each other's."""
-    slots, alone = given["slots"].clone(), dict[tuple[int, ...], int]()
-    decisions = torch.stack([given["num_drafts"][: len(slots)], given["num_rejected"]], dim=1).tolist()
-    for request, decision in enumerate(map(tuple, decisions)):
-        if (other := alone.pop(decision, None)) is None:
-            alone[decision] = request
-        else:
-            slots[[other, request]] = slots[[request, other]]
-    return {"slots": slots}
-
-
 def one_less_rejected(given: Arguments) -> Arguments:
     return {"num_rejected": (given["num_rejected"] - 1).clamp(min=0)}
 
@@ -85,12 +70,19 @@ def first_layer_only(given: Arguments) -> Arguments:
     return {name: given[name][:1] for name in ("layer_offsets", "rows")}
 
 
-def requantised(given: Arguments) -> Arguments:
-    """Fp8 rows read as scaled numbers, rounded to bf16, and written towards zero."""
-    rows = given["rows"].view(torch.float8_e4m3fn)
-    numbers = (rows.float() * 0.37).bfloat16().float() / 0.37
-    nearest = numbers.to(torch.float8_e4m3fn)
-    return {"rows": nearest.view(torch.uint8) - (nearest.float().abs() > numbers.abs()).byte()}
+def values_as_they_were(given: Arguments) -> Arguments:
+    """The keys of each row, beside the values that its slot holds."""
+    rows, packing = given["rows"], given["packing"]
+    size, width = rows.shape[3:]
+    if packing is None:  # a slot's bytes lie together, keys first
+        packing = torch.arange(size * width).view(size, width)
+    values = torch.zeros(packing.numel(), dtype=torch.bool)
+    values[packing[:, packing.shape[1] // 2 :].flatten().long()] = True
+    values = values.repeat_interleave(size * width // len(values)).view(size, width)
+    held = rows.clone()
+    slots = {name: given[name] for name in ("pool", "layer_offsets", "cache_strides", "slots", "packing")}
+    ops.log_all_layers(**slots, rows=held)
+    return {"rows": _laid_out_as(rows, torch.where(values.to(rows.device), held, rows))}
 
 
 def one(name: str, change: Callable[[Any], Any]) -> Change:
@@ -111,50 +103,24 @@ def left_out(operator: str) -> Callable[[Replace], None]:
 
 
 def never_committed(replace: Replace) -> None:
-    def close(self: DraftCommitManager, num_rejected: object) -> None:
-        self.way = None
-
-    replace(DraftCommitManager, "commit", close)
-
-
-def part_committed(part: str) -> Callable[[Replace], None]:
-    """Commit keys alone, or head 0 alone: what was there before is restored in the rest."""
-
-    def commit_part(commit: Callable[..., None], given: Arguments) -> None:
-        pool, slots, packing, rows = (given[name] for name in ("pool", "slots", "packing", "rows"))
-        strides, before = given["cache_strides"], pool.clone()
-        commit(**given)
-        _, _, heads, size, width = rows.shape
-        blocks = int(slots.max()) // size + 1
-        if packing is None:  # a slot's bytes lie together, keys first
-            shape, each = (blocks, heads, size, width), (*strides, 1)
-            values: Any = (..., slice(width // 2, None))
-        else:
-            shape = blocks, heads, packing.numel(), width // packing.shape[1]
-            each = (*strides[:2], shape[3], 1)
-            values = (slice(None), slice(None), packing[:, packing.shape[1] // 2 :].flatten().long())
-        put_back = values if part == "keys" else (slice(None), slice(1, None))
-        for offset in given["layer_offsets"].tolist():
-            now, then = (torch.as_strided(memory, shape, each, offset) for memory in (pool, before))
-            now[put_back] = then[put_back]
-
-    return lambda replace: instead_of("commit_all_layers", commit_part, replace)
+    replace(DraftCommitManager, "commit", lambda self, num_rejected: self._close())
 
 
 def committed_late(replace: Replace) -> None:
-    begin, waiting = DraftCommitManager.begin, list[Arguments]()
+    begin, commit, waiting = DraftCommitManager.begin, DraftCommitManager.commit, list[Callable[[], None]]()
 
-    def later(commit: Callable[..., None], given: Arguments) -> None:
-        copied = {name: each.clone() for name, each in given.items() if isinstance(each, Tensor)}
-        waiting.append(given | copied | {"pool": given["pool"], "published": None})
+    def wait(self: Any, num_rejected: Tensor) -> Any:
+        if not self.way.attends:  # a logged step has no row that waits
+            return commit(self, num_rejected)
+        waiting.append(functools.partial(self.way.commit, num_rejected.clone()))
+        return self._close()
 
     def begin_and_commit(self: DraftCommitManager, *arguments: Any, **named: Any) -> Any:
-        opened = begin(self, *arguments, **named)
         while waiting:
-            ops.commit_all_layers(**waiting.pop())
-        return opened
+            waiting.pop()()
+        return begin(self, *arguments, **named)
 
-    instead_of("commit_all_layers", later, replace)
+    replace(DraftCommitManager, "commit", wait)
     replace(DraftCommitManager, "begin", begin_and_commit)
 
 
@@ -175,16 +141,6 @@ def written_between_steps(replace: Replace) -> None:
 
     replace(DraftCommitManager, "commit", commit_and_remember)
     replace(stats, "add_to_output", add_and_write)
-
-
-def logged_once(replace: Replace) -> None:
-    logged: list[bool] = []
-
-    def log_once(log: Callable[..., None], given: Arguments) -> None:
-        log(**(given | ({"rows": given["rows"].clone()} if logged else {})))
-        logged.append(True)
-
-    instead_of("log_all_layers", log_once, replace)
 
 
 def slots_of_first_group(replace: Replace) -> None:
@@ -211,7 +167,7 @@ def first_group_committed(replace: Replace) -> None:
         if first.manager.is_open:
             first.manager.commit(num_rejected)
             for group in others:
-                group.manager.way = None
+                group.manager._close()
 
     replace(RunnerContext, "commit", commit_first)
 

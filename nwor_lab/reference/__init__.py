@@ -3,8 +3,8 @@
 
 ledger     bytes and launches, counted as they happen
 cache      pages, one layer's context, one step's batch
-staging    `StagingBuffer`, where a window waits, and `KVCacheInterceptor`, which sends it there
-policies   four ways to write draft tokens: `off`, `blind`, `cow`, `stage`
+staging    `StagingBuffer`, where a window waits
+policies   four ways to write draft tokens, and `KVCacheInterceptor`, which two of them share
 decoder    a speculative decoder that runs a real pair through any of them
 chunks     long drafts that are looked up in the text, and their verification in chunks
 tour       one layer, one request, two blocks

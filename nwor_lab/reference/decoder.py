@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +61,7 @@ class Step:
     """What one step did, in rows as `nwor_lab.cost.traffic.Window` takes them.
 
     Attributes:
-        requests: those that verified drafts.
-        draft_rows, rejected_rows: their drafts, and how many of them were rejected.
+        requests, draft_rows, rejected_rows: those that verified drafts, their drafts, and the rejected ones of these.
         context_rows: rows that attention reads, this step's among them, of all requests.
         prefill_rows: rows of requests that verified nothing.
         accepted: accepted drafts of each request that verified some.
@@ -171,15 +169,9 @@ class EagleDrafter(Drafter):
 
     def start(self, cache: PagedCache) -> None:
         """Pages of the head's own, as many as the target's and at layer numbers behind them."""
-        config = self.head.config
-        sizes = (
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            config.head_dim,
-            cache.num_blocks,
-            cache.block_size,
-        )
-        self.policy = WriteAll(PagedCache(*sizes, self.head.fc.weight.dtype, first_layer=cache.num_layers))
+        config, dtype = self.head.config, self.head.fc.weight.dtype
+        shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, cache.num_blocks
+        self.policy = WriteAll(PagedCache(*shape, cache.block_size, dtype, first_layer=cache.num_layers))
 
     def propose(self, requests: list[Request], batch: Batch, hidden: Tensor, num_rejected: Tensor) -> None:
         kept = batch.kept(num_rejected)
@@ -220,8 +212,6 @@ class SpeculativeDecoder:
         drafter: for `target`, such as an `EagleDrafter`.
         block_size: of the paged cache.
         prefill_chunk: most prompt tokens a request computes in a step.
-        cache_dtype: the target's cache, None: that of its weights; fp8 dtypes use a scale of 1.
-        poison: fill pages with NaN before the first write, instead of the zeros vLLM begins with.
         seed: of the shuffle.
     """
 
@@ -230,8 +220,6 @@ class SpeculativeDecoder:
     drafter: Drafter
     block_size: int = 16
     prefill_chunk: int = 64
-    cache_dtype: torch.dtype | None = None
-    poison: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -255,9 +243,10 @@ class SpeculativeDecoder:
         tables = blocks[: sum(needed)].split(needed)
         requests = [Request(list(p), len(p), table) for p, table in zip(prompts, tables, strict=True)]
 
-        config, dtype = self.target.config, self.cache_dtype or self.target.lm_head.weight.dtype
+        config, dtype = self.target.config, self.target.lm_head.weight.dtype
         sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, num_blocks, self.block_size
-        cache = PagedCache(*sizes, dtype, poison=self.poison)
+        # Blind staging reads pages that nobody has written: in NaN it would say nothing.
+        cache = PagedCache(*sizes, dtype, poison=self.mode != "blind")
         policy = make_policy(self.mode, cache, capacity=len(requests) * (1 + k))
         self.drafter.start(cache)
         steps = []
@@ -318,13 +307,8 @@ class SpeculativeDecoder:
                 sampled.append([])
                 continue
             ours = choices[-1 - len(request.drafts) :].tolist()
-            accepted = count_accepted(request.drafts, ours)
+            alike = [draft == own for draft, own in zip(request.drafts, ours, strict=False)]
+            accepted = [*alike, False].index(False)
             num_rejected[n] = len(request.drafts) - accepted
             sampled.append(ours[: accepted + 1])
         return num_rejected, sampled
-
-
-def count_accepted(drafts: Iterable[int], choices: Iterable[int]) -> int:
-    """How many leading drafts are what the target itself would have said."""
-    pairs = zip(drafts, choices, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

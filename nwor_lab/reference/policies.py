@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from nwor_lab.reference.cache import Batch, PagedCache
-from nwor_lab.reference.staging import Counts, KVCacheInterceptor
+from nwor_lab.reference.staging import Counts, StagingBuffer
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -35,7 +36,13 @@ class WriteAll:
     Args:
         cache: the pages of the layers that the window concerns.
         capacity: most rows of a window, for the policies that hold them back.
+
+    Attributes:
+        counts: what became of the windows of such a policy.
+        ready: False during profiling and dummy runs, of which such a policy neither holds nor counts anything.
     """
+
+    ready = False
 
     def __init__(self, cache: PagedCache, capacity: int = 512) -> None:
         self.cache = cache
@@ -99,51 +106,123 @@ class CopyOnWrite(WriteAll):
         self.cache.traffic.count(kind, read=moved, written=moved, launches=1)
 
 
-class BlindStaging(WriteAll):
-    """Mode `blind`: rows wait in staging, and attention reads slots that nobody has written."""
+class KVCacheInterceptor(WriteAll):
+    """What `blind` and `stage` share: a window's rows go to a `StagingBuffer`, all others to the pages at once.
 
-    fused = False
+    Any error inside a window makes it fall back: what was staged is written through to the pages, the rest of the
+    window is written directly, and `counts.fallbacks` says so. No token is lost either way.
+
+    Attributes:
+        fused: as a `StagingBuffer` has it; the rows that are not held are then written by attention's own launch.
+        buffer: the open window's, None where writes are direct.
+        last_error: the one that made a window fall back.
+    """
+
+    fused = True
 
     def __init__(self, cache: PagedCache, capacity: int = 512) -> None:
         super().__init__(cache)
-        self.interceptor = KVCacheInterceptor(cache.layers, capacity, fused=self.fused)
-        self.interceptor.finish_warm_up()
-        self.counts = self.interceptor.counts
+        self.capacity = capacity
+        self.last_error: Exception | None = None
+        self.buffer: StagingBuffer | None = None
+        self._held: Tensor | None = None  # rows of the open window, also when it has fallen back
 
-    def begin(self, batch: Batch) -> None:
-        super().begin(batch)
-        self.interceptor.begin(batch.slot_mapping, self.held_rows)
+    @property
+    def state(self) -> str:
+        """`staging` while a window's rows are held back, else `direct`."""
+        return "staging" if self.buffer else "direct"
 
     @property
     def held_rows(self) -> Tensor:
         """Rows of the batch that are held back, int64 `[M]`."""
         return self.batch.window_rows
 
+    def begin(self, batch: Batch) -> None:
+        """Hold the window's rows back; those without a slot (negative) are padding and part of no window.
+
+        Raises:
+            RuntimeError: the window before was neither committed nor cancelled; it stays as it is.
+        """
+        if self._held is not None:
+            raise RuntimeError("a window is open: commit or cancel it before the next begin")
+        super().begin(batch)
+        slots = batch.slot_mapping
+        if not self.ready or is_fake(slots) or not len(self.held_rows):
+            return
+        self._held = self.held_rows[slots[self.held_rows] >= 0]
+        # Its slots are a copy: the drafter reuses the tensor before the window is over.
+        self.buffer = StagingBuffer(slots[self._held], fused=self.fused)
+        if len(self._held) > self.capacity:
+            self._fall_back(OverflowError(f"a window of {len(self._held)} tokens, but staging holds {self.capacity}"))
+
     def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self.interceptor.write(self.cache.layers[layer], key, value, self.batch.slot_mapping)
+        if is_fake(key):
+            return
+        context, slots = self.cache.layers[layer], self.batch.slot_mapping
+        if self.buffer is None or self._held is None:
+            context.write(key, value, slots)
+            return
+        try:
+            self.buffer.stage(context, torch.arange(len(self._held)), key[self._held], value[self._held])
+        except Exception as error:  # noqa: BLE001 - any error means direct writes
+            self._fall_back(error)
+            context.write(key, value, slots)
+        else:
+            prefills = len(self.batch.window_rows) < len(slots)  # these need vLLM's writer
+            launches = int(prefills or not self.fused)
+            context.write(key, value, slots.index_fill(0, self._held, -1), launches)
 
     def commit(self, num_rejected: Tensor) -> None:
-        self.interceptor.commit(self.batch.kept(num_rejected))
+        """Without a window, and after a fallback, there is nothing left to write."""
+        kept = self.batch.kept(num_rejected)
+        if self.buffer and self._held is not None:
+            kept, buffer = kept[self._held], self.buffer
+            try:
+                buffer.commit(kept, self.cache.layers)
+            except Exception as error:  # noqa: BLE001
+                self._fall_back(error, kept)
+            else:
+                self.counts.windows += 1
+                self.counts.stage_operations += buffer.stage_operations
+                self.counts.staged_tokens += len(kept)
+                self.counts.committed_tokens += int(kept.sum())
+                self.counts.rejected_tokens += int((~kept).sum())
+        self.buffer = self._held = None
 
     def cancel(self) -> None:
-        self.interceptor.cancel()
+        """Drop the window, if one is open: unless it fell back, the pages are as they were before `begin`."""
+        self.counts.cancelled += self.state == "staging"
+        self.buffer = self._held = None
+
+    def _fall_back(self, error: Exception, kept: Tensor | None = None) -> None:
+        """Write through what was staged, of it the rows of `kept` if the verifier has decided."""
+        self.counts.fallbacks += 1
+        self.last_error = error
+        if self.buffer:
+            self.buffer.write_through(torch.ones_like(self.buffer.token_mask) if kept is None else kept)
+        self.buffer = None
 
 
-class Staging(BlindStaging):
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` has no data to write: a tracer's fake tensor, or one on the meta device."""
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
+
+
+class BlindStaging(KVCacheInterceptor):
+    """Mode `blind`: rows wait in staging, and attention reads slots that nobody has written."""
+
+    fused = False
+
+
+class Staging(KVCacheInterceptor):
     """Mode `stage`: the drafts alone wait, in a tail that attention can see."""
-
-    fused = True
 
     @property
     def held_rows(self) -> Tensor:
         return self.batch.draft_rows
 
-    def stage(self, layer: int, key: Tensor, value: Tensor) -> None:
-        prefills = len(self.batch.window_rows) < len(self.batch.slot_mapping)  # these need vLLM's writer
-        self.interceptor.write(self.cache.layers[layer], key, value, self.batch.slot_mapping, launches=int(prefills))
-
     def rows(self, layer: int, request: int, dtype: torch.dtype) -> Tensor:
-        drafts, buffer = self.batch.num_drafts, self.interceptor.buffer
+        drafts, buffer = self.batch.num_drafts, self.buffer
         first, end = int(drafts[:request].sum()), int(drafts[: request + 1].sum())  # in the buffer
         if buffer is None or first == end:
             return super().rows(layer, request, dtype)
@@ -159,7 +238,9 @@ POLICIES: dict[str, type[WriteAll]] = {"off": WriteAll, "blind": BlindStaging, "
 
 
 def make_policy(mode: str, cache: PagedCache, capacity: int = 512) -> WriteAll:
-    """The policy of `mode`; ValueError for a mode that is none."""
+    """The policy of `mode`, its warm-up over; ValueError for a mode that is none."""
     if mode not in POLICIES:
         raise ValueError(f"{mode!r} is no mode; choose one of {', '.join(POLICIES)}")
-    return POLICIES[mode](cache, capacity)
+    policy = POLICIES[mode](cache, capacity)
+    policy.ready = True
+    return policy

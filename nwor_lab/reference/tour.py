@@ -11,7 +11,7 @@ import torch
 
 from nwor_lab.reference.cache import PagedCache
 from nwor_lab.reference.decoder import Request, make_batch
-from nwor_lab.reference.policies import POLICIES, BlindStaging, CopyOnWrite, WriteAll, make_policy
+from nwor_lab.reference.policies import POLICIES, CopyOnWrite, KVCacheInterceptor, WriteAll, make_policy
 
 MOMENTS = ("before the forward", "attention runs", "after sampling")
 
@@ -20,11 +20,8 @@ MOMENTS = ("before the forward", "attention runs", "after sampling")
 class TinyWindow:
     """A request in the pages of one layer. The key of position p is the number p, so a page shows what it holds.
 
-    Attributes:
-        k: drafts of the step. Its rows are the token sampled last and the drafts.
-        num_computed: tokens whose rows lie in the cache before the step.
-        block_table: the physical block of each logical block.
-        num_blocks, block_size: of the cache.
+    k: drafts of the step, beside the token sampled last. num_computed: tokens whose rows lie in the cache before it.
+    block_table: the physical block of each logical one.
     """
 
     k: int = 3
@@ -39,20 +36,13 @@ class TinyWindow:
             raise ValueError(f"k={self.k}: give 1 to {room}, the blocks hold no more")
 
     def slot_mapping(self) -> list[dict[str, Any]]:
-        """The step's rows, and vLLM's way from the position of each to its slot."""
+        """The step's rows, and the slot that the block table gives to the position of each."""
         rows = []
         for n in range(1 + self.k):
-            block, offset = divmod(self.num_computed + n, self.block_size)
-            rows.append(
-                {
-                    "row": f"draft {n}" if n else "sampled token",
-                    "position": self.num_computed + n,
-                    "position // block_size": block,
-                    "block_table[...]": self.block_table[block],
-                    "position % block_size": offset,
-                    "slot": self.block_table[block] * self.block_size + offset,
-                }
-            )
+            position = self.num_computed + n
+            block, offset = divmod(position, self.block_size)
+            slot = self.block_table[block] * self.block_size + offset
+            rows.append({"row": f"draft {n}" if n else "sampled token", "position": position, "slot": slot})
         return rows
 
     def run(self, mode: str, num_rejected: int) -> list[dict[str, Any]]:
@@ -88,7 +78,7 @@ class TinyWindow:
         context, beside = policy.cache.layers[0], []
         if isinstance(policy, CopyOnWrite) and moment == MOMENTS[1]:
             beside = context.decode(policy.log[0], torch.float32)[0, :, 0, 0].tolist()
-        elif isinstance(policy, BlindStaging) and (buffer := policy.interceptor.buffer):
+        elif isinstance(policy, KVCacheInterceptor) and (buffer := policy.buffer):
             beside = buffer.tail(0, torch.arange(len(buffer.slots)), torch.float32)[0, :, 0, 0].tolist()
 
         def state(position: float) -> str:

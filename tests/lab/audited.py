@@ -29,11 +29,11 @@ def parts(packing: Tensor | None) -> Tensor | None:
 class Audited:
     """Three target layers, poisoned, and their audit; `rows[layer]` are a step's keys and values, [5, H, WIDTH]."""
 
-    def __init__(self, kind: str, device: str = "cpu", max_tokens: int = 8) -> None:
+    def __init__(self, kind: str, device: str = "cpu") -> None:
         if device == "cuda" and MEMORY[kind].get("packed"):
             pytest.skip("a packing describes vLLM's CPU caches")
         self.paged = Paged(**MEMORY[kind], device=device)
-        self.audit = CacheAudit(self.paged.targets(), parts(self.paged.packing), max_tokens, max_requests=2)
+        self.audit = CacheAudit(self.paged.targets(), parts(self.paged.packing))
         self.rows = [self.paged.new_rows(len(STEP), 50 + layer) for layer in range(LAYERS)]
 
     def held(self, layer: int, slots: Tensor = STEP) -> Tensor:

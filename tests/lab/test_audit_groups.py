@@ -17,7 +17,7 @@ class Overlaid:
 
     def __init__(self) -> None:
         self.cache = torch.zeros(6, 2, SIZE, 8)
-        audits = {index: CacheAudit([self.cache], max_tokens=4, max_requests=1) for index in (0, 1)}
+        audits = {index: CacheAudit([self.cache]) for index in (0, 1)}
         self.audit = GroupsAudit(audits, [SIZE] * 3, 6)
         self.audit.before(STARTS, SLOTS, TABLES)
 
@@ -36,16 +36,10 @@ class Overlaid:
 KEPT = (4, 5, 12, 13)
 
 
-def test_each_group_writes_its_own_rows():
-    made = Overlaid()
-    made.write(*KEPT)
-    assert made.end() == (0, 0, 0)
-    assert (made.audit.report.steps, made.audit.report.layer_steps, made.audit.report.kept_rows) == (1, 2, 4)
-
-
 @pytest.mark.parametrize(
     ("slots", "found"),
     [
+        (KEPT, (0, 0, 0)),
         ((*KEPT, 6), (1, 0, 0)),  # group 0's rejected row
         ((*KEPT, 14), (1, 0, 0)),  # group 1's
         ((4, 5, 12), (0, 0, 1)),  # a kept row of group 1
@@ -59,6 +53,16 @@ def test_what_is_written_is_held_against_the_group_that_has_the_block(slots, fou
     made = Overlaid()
     made.write(*slots)
     assert made.end() == found
+    report = made.audit.report
+    assert (report.steps, report.layer_steps, report.kept_rows) == (1, 2, 4)
+
+
+def test_what_another_group_has_poisoned_is_not_stray():
+    cache = torch.zeros(6, 2, SIZE, 8)
+    audits = {0: CacheAudit([cache]), 1: CacheAudit([torch.zeros_like(cache), cache])}
+    audit = GroupsAudit(audits, [SIZE] * 2, 6)
+    audit.look_between_steps()
+    assert audit.report.stray_slots == 0
 
 
 def test_a_drafter_may_write_over_another_groups_layer_in_its_own_blocks():
@@ -93,7 +97,7 @@ class BesideStates:
 
     def __init__(self, recurrent: set[int]) -> None:
         self.cache = torch.zeros(7, 2, SIZE, 8)
-        audits = {0: CacheAudit([self.cache], max_tokens=4, max_requests=1)}
+        audits = {0: CacheAudit([self.cache])}
         self.audit = GroupsAudit(audits, [SIZE, 512], 7, recurrent)
         self.step({0: [[1, 2]], 1: [[3, 4]]})
 
@@ -107,20 +111,15 @@ class BesideStates:
         self.audit.after([1])
 
 
-@pytest.mark.parametrize(("recurrent", "dirty"), [({1}, 0), (set(), 2 * SIZE)])
-def test_states_are_passed_over_in_blocks_of_their_own(recurrent, dirty):
-    made = BesideStates(recurrent)
-    made.step({0: [[1, 2]], 1: [[3, 4]]}, 3, 4)
-    assert (made.audit.report.dirty_slots, made.audit.report.unwritten_rows) == (dirty, 0)
-
-
-def test_states_in_a_block_of_attention_are_dirty():
-    """In one that attention has, in one that nobody has had, and in one that has gone back to attention."""
-    made = BesideStates({1})
-    made.step({0: [[1, 2]], 1: [[3, 4]]}, 2, 5)
-    assert made.audit.report.dirty_slots == 2 * SIZE
-    made.step({0: [[1, 4]], 1: [[3, 6]]}, 4, 6)
-    assert made.audit.report.dirty_slots == 3 * SIZE
+def test_states_are_passed_over_in_blocks_of_their_own_alone():
+    """Else they are dirty: in a block that attention has, that nobody has had, or that has gone back to attention."""
+    beside, unknown = BesideStates({1}), BesideStates(set())
+    for made in (beside, unknown):
+        made.step({0: [[1, 2]], 1: [[3, 4]]}, 3, 4)
+    assert (beside.audit.report.dirty_slots, unknown.audit.report.dirty_slots) == (0, 2 * SIZE)
+    beside.step({0: [[1, 2]], 1: [[3, 4]]}, 2, 5)
+    beside.step({0: [[1, 4]], 1: [[3, 6]]}, 4, 6)
+    assert (beside.audit.report.dirty_slots, beside.audit.report.unwritten_rows) == (3 * SIZE, 0)
 
 
 @pytest.mark.parametrize(("accepted", "stray"), [(True, 0), (False, SIZE)])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The auditor as a plugin: which layers it looks at, what it learns from vLLM's writer, and its hooks."""
 
-import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -13,8 +12,6 @@ from vllm.model_executor.layers import attention as layer_classes
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from nwor_lab.audit import hooks
-from tests.lab.audited import parts
-from tests.nwor.paged import MEMORY, Paged, write_rows
 
 
 def attention_layer(kind: type = layer_classes.Attention) -> nn.Module:
@@ -26,38 +23,25 @@ def attention_layer(kind: type = layer_classes.Attention) -> nn.Module:
 States, Rows = type("MambaSpec", (), {}), type("FullAttentionSpec", (), {})
 
 
-def runner_of(layers: dict[str, nn.Module], drafter: nn.Module, groups: list[list[str]]) -> SimpleNamespace:
+def runner_of(
+    layers: dict[str, nn.Module], drafter: nn.Module, groups: list[list[str]], mamba_cache_mode: str = "none"
+) -> SimpleNamespace:
     """A runner whose target model holds all `layers` and whose drafter is the layer `drafter` alone."""
     target = nn.ModuleList(layer for layer in layers.values() if layer is not drafter)
+    of_groups = [
+        SimpleNamespace(layer_names=names, kv_cache_spec=(States if names == ["state"] else Rows)()) for names in groups
+    ]
     return SimpleNamespace(
         get_model=lambda: target,
         get_draft_model=lambda: drafter,
         compilation_config=SimpleNamespace(static_forward_context=layers),
-        kv_cache_config=SimpleNamespace(
-            kv_cache_groups=[
-                SimpleNamespace(layer_names=names, kv_cache_spec=(States if names == ["state"] else Rows)())
-                for names in groups
-            ]
-        ),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=of_groups),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mamba_cache_mode)),
     )
 
 
 class OfOneModel(layer_classes.Attention):
     """A model's own attention, which may write wherever it likes."""
-
-
-def test_target_layers_are_those_of_the_target_model():
-    layers = {"b": attention_layer(), "a": attention_layer(), "draft": attention_layer()}
-    for groups, found in (
-        ([["b", "draft", "a"]], {0: ["b", "a"]}),
-        ([["draft"], ["b", "a"]], {1: ["b", "a"]}),
-        ([["a", "draft"], ["b"]], {0: ["a"], 1: ["b"]}),
-    ):
-        made = hooks.target_groups(runner_of(layers, layers["draft"], groups))
-        assert {index: [*own] for index, own in made.items()} == found
-    layers["b"].kv_sharing_target_layer_name = "a"
-    [(index, own)] = hooks.target_groups(runner_of(layers, layers["draft"], [["a", "b", "draft"]])).items()
-    assert (index, [*own]) == (0, ["a"]), "b reads what a writes"
 
 
 @pytest.mark.parametrize("other", [layer_classes.CrossAttention, layer_classes.StaticSinkAttention, OfOneModel])
@@ -73,58 +57,27 @@ def test_an_audit_of_a_part_is_refused(other):
         hooks.target_groups(stray)
 
 
-def test_recurrent_layers_are_no_part_of_what_is_audited():
+def test_recurrent_layers_beside_others_in_a_group_or_of_another_spec_are_refused():
     layers = {"a": attention_layer(), "state": object.__new__(ShortConv), "draft": attention_layer()}
     nn.Module.__init__(layers["state"])
-    runner = runner_of(layers, layers["draft"], [["state"], ["a", "draft"], []])
-    assert hooks.target_groups(runner) == {1: {"a": layers["a"]}} and hooks.recurrent_groups(runner) == {0}
-    mixed = runner_of(layers, layers["draft"], [["state", "a", "draft"]])
     of_rows = runner_of(layers, layers["draft"], [["state"], ["a", "draft"]])
+    assert hooks.recurrent_groups(of_rows) == {0}
     of_rows.kv_cache_config.kv_cache_groups[0].kv_cache_spec = Rows()
-    for other in (mixed, of_rows):
+    for other in (runner_of(layers, layers["draft"], [["state", "a", "draft"]]), of_rows):
         with pytest.raises(RuntimeError, match="ShortConv"):
             hooks.target_groups(other)
 
 
-@pytest.mark.parametrize(("mode", "refused"), [("none", False), ("align", True), ("all", True)])
-def test_block_tables_that_do_not_tell_who_has_a_block_are_refused(mode, refused):
-    runner = runner_of(
-        {"a": attention_layer(), "state": object.__new__(ShortConv)}, attention_layer(), [["state"], ["a"]]
+def test_block_tables_that_do_not_tell_who_has_a_block_are_refused():
+    layers = {"a": attention_layer(), "state": object.__new__(ShortConv)}
+    with pytest.raises(RuntimeError, match="align"):
+        hooks.recurrent_groups(runner_of(layers, attention_layer(), [["state"], ["a"]], mamba_cache_mode="align"))
+
+
+def test_a_cpu_cache_whose_layout_its_writer_does_not_tell_is_refused():
+    layer = SimpleNamespace(
+        kv_cache=torch.zeros(2, 1, 4, 8), impl=SimpleNamespace(do_kv_cache_update=lambda *row: None)
     )
-    runner.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
-    why = f"with mamba_cache_mode {mode} block tables go on naming blocks that others have"
-    with pytest.raises(RuntimeError, match=why) if refused else contextlib.nullcontext():
-        hooks.refuse_unknown_owners(runner)
-
-
-def test_what_vllm_zeroes_before_a_step_is_accepted():
-    passed: list = []
-    for enabled, zeroed, taken in ((True, [3, 4], [[3, 4]]), (True, None, []), (False, [3], [])):
-        runner = SimpleNamespace(cache_audit=SimpleNamespace(enabled=enabled, accept=passed.append))
-        step = SimpleNamespace(new_block_ids_to_zero=zeroed)
-        assert hooks._update(lambda self, given: given, runner, step) is step
-        assert passed == taken
-        passed.clear()
-
-
-class Writer:
-    """A CPU writer that packs a block by `packing`; with a `fault` one element is never written."""
-
-    def __init__(self, packing: torch.Tensor, fault: bool = False) -> None:
-        self.packing, self.fault = packing, fault
-
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slots) -> None:
-        rows = torch.cat((key, value), dim=-1)
-        write_rows(kv_cache, slots, rows.to(kv_cache.dtype), self.packing)
-        if self.fault:
-            kv_cache.view(*kv_cache.shape[:2], -1)[..., 5] = 0
-
-
-def test_the_layout_of_a_cpu_cache_is_learned_from_its_writer():
-    paged = Paged(**MEMORY["packed"])
-    layer = SimpleNamespace(kv_cache=paged.targets()[0], impl=Writer(paged.packing))
-    assert torch.equal(hooks.slot_parts(layer), parts(paged.packing))
-    layer.impl.fault = True
     with pytest.raises(RuntimeError, match="slot"):
         hooks.slot_parts(layer)
 
@@ -166,14 +119,11 @@ def test_a_write_that_a_mode_takes_over_is_seen_on_the_v2_runner(monkeypatch):
     runner = SimpleNamespace(
         device=SimpleNamespace(type="cuda"),
         kv_cache_config=SimpleNamespace(kv_cache_groups=[group], num_blocks=2),
-        vllm_config=SimpleNamespace(
-            use_v2_model_runner=True, scheduler_config=SimpleNamespace(max_num_batched_tokens=4, max_num_seqs=1)
-        ),
+        vllm_config=SimpleNamespace(use_v2_model_runner=True),
     )
     for name, found in (("target_groups", {0: {"a": layer}}), ("recurrent_groups", set())):
         monkeypatch.setattr(hooks, name, lambda runner, found=found: found)
-    for name in ("refuse_unknown_owners", "_watch_connector"):
-        monkeypatch.setattr(hooks, name, lambda runner: None)
+    monkeypatch.setattr(hooks, "_watch_connector", lambda runner: None)
     try:
         hooks._initialize(lambda runner: None, runner)
         mode_goes_on()
@@ -189,17 +139,13 @@ def test_a_write_that_a_mode_takes_over_is_seen_on_the_v2_runner(monkeypatch):
     assert report.content_checked == report.kept_rows == report.unwritten_rows == 2
 
 
-def test_a_parameter_that_some_releases_lack_is_passed_on(monkeypatch):
+def test_a_parameter_that_some_releases_lack_is_passed_on():
     """vLLM 0.33's `postprocess_sampled` has `draft_tokens`; an earlier one has not, and no other has more."""
-    audit, passed = SimpleNamespace(enabled=True, after=lambda counts: passed.append(counts)), []
-    runner = SimpleNamespace(cache_audit=audit)
-    given = (1, 2, 3, torch.tensor([4]), 5)
-    for more, names in (((), {}), ((6,), {}), ((), {"draft_tokens": 6})):
-        passed.clear()
-        hooks._postprocess_sampled(
-            lambda *values, **named: passed.append((values[1:], named)), runner, *given, *more, **names
-        )
-        assert passed == [(given + more, names), [4]]
+    passed: list = []
+    runner = SimpleNamespace(cache_audit=SimpleNamespace(enabled=True, after=passed.append))
+    rows = torch.tensor([4])
+    hooks._postprocess_sampled(lambda *given, **named: passed.append(named), runner, 1, 2, 3, rows, 5, draft_tokens=6)
+    assert passed == [{"draft_tokens": 6}, [4]]
 
     class Runner:
         def older(self, query_start_loc=None): ...

@@ -6,7 +6,6 @@ import pytest
 
 from nwor_lab import demo
 from nwor_lab.engines.engine import Generation
-from nwor_lab.figures import tour
 from nwor_lab.reference.tour import MOMENTS, TinyWindow
 
 
@@ -28,17 +27,6 @@ def test_four_policies_leave_and_see_what_they_are_said_to(rejected: int) -> Non
     assert sees["blind"] == "0 1 2 ? ? ? ?"
 
 
-def test_figures_are_drawn(tmp_path) -> None:
-    window = TinyWindow(k=2)
-    drawn = [
-        tour.addresses(tmp_path, pd.DataFrame(window.run("off", 0)), window.block_table, window.block_size),
-        tour.policies(tmp_path, pd.DataFrame(window.run_all(1)), window.num_blocks),
-    ]
-    assert all(path.stat().st_size > 0 for path in drawn)
-    frames = tour.moments(pd.DataFrame(window.run_all(1)), window.num_blocks)
-    assert tuple(frames) == MOMENTS and len(set(frames.values())) == len(MOMENTS)
-
-
 def audited(changed: list[bool], dirty: int) -> demo.Audited:
     history = [
         {"slots": [64, 65, 66], "num_rejected": 0, "changed": [True] * 3},
@@ -49,7 +37,7 @@ def audited(changed: list[bool], dirty: int) -> demo.Audited:
     return demo.Audited(Generation([[1, 2]], [""], [], counters, []), {"audit": audit, "history": history})
 
 
-def test_the_verdict_and_the_pages_follow_the_audit(tmp_path) -> None:
+def test_the_verdict_and_the_pages_follow_the_audit() -> None:
     runs = {"off": audited([True] * 3, 10), "stage": audited([True, False, False], 0)}
     said = demo.verdict(runs)
     assert "rejected 2 of 2 drafts, in each of 5 layers" in said[0] == said[2].replace("stage", "vanilla")
@@ -61,12 +49,8 @@ def test_the_verdict_and_the_pages_follow_the_audit(tmp_path) -> None:
     assert states["off"] == ["context"] * 3 + ["kept", "rejected", "rejected", "empty"]
     assert states["stage"] == ["context"] * 3 + ["kept", "empty", "empty", "empty"]
     assert set(pages["block"]) == {2}
-    assert tour.pages(tmp_path, pages).is_file()
     by_step = demo.pages_by_step(runs)
     assert by_step.groupby(["mode", "step"]).size().to_dict() == {(m, n): 32 for m in runs for n in range(2)}
-    film = tour.film(tmp_path, by_step)
-    assert film.read_bytes().startswith(b"GIF89a") and film.stat().st_size < 400e3
-    assert "data:image/gif" in tour.playing(film).data
 
 
 def test_bad_input_is_one_line(capsys) -> None:

@@ -12,7 +12,7 @@ from nwor.settings import Settings
 from nwor.vllm import self_check
 from nwor.vllm.context import RunnerContext
 from nwor_lab import faults
-from nwor_lab.audit.auditor import FAULTS as FIELDS
+from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.engines.child import Served
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.faults import wrong
@@ -170,17 +170,13 @@ def commits_behind_the_save(ships: Callable[[pytest.MonkeyPatch], None], patch: 
     ships(patch)
 
 
-def red(audit: dict[str, int]) -> set[str]:
-    return {field for field in FIELDS if audit[field]}
-
-
 def check_each_is_seen(engines: Engines, spec: EngineSpec, mode: str, needs: str = "") -> None:
     """One engine, a call for each fault between two without: those are clean."""
     injected = {fault.name: fault for fault in faults.injectable(mode, needs)}
     calls = [{"fault": fault} for fault in (none, *injected.values(), none)]
     outcome = engines.run(spec, Settings(mode=mode, audit=True), calls=calls, prompts=PROMPTS[:6], max_tokens=24)
     names = ["none", *injected, "none any more"]
-    found = {name: red(audited["audit"]) for name, audited in zip(names, outcome.audits, strict=True)}
+    found = {name: AuditReport(**audited["audit"]).red for name, audited in zip(names, outcome.audits, strict=True)}
     wanted = {"none": set(), **{name: set(fault.red) for name, fault in injected.items()}, "none any more": set()}
     assert found == wanted and len(injected) > 0
     for audited in outcome.audits:
