@@ -42,7 +42,7 @@ def test_all_engines_start_before_one_is_waited_for(engines, counts, tmp_path) -
         (3, "off", True),
     ]
     passes = [(4, 64, 0.0, 0, 0), (4, 64, 1.0, 0, 0), (4, 64, 1.0, 1000, 0)]
-    asked = [call[3:] for call in engines.calls if call[1] == "generate"]
+    asked = [call[2:] for call in engines.calls if call[1] == "generate"]
     assert sorted(asked, key=str) == sorted(2 * passes, key=str)
     report = json.loads((tmp_path / "run" / "gpu_acceptance.json").read_text())
     assert (report["plan"]["ks"], list(report["ranks"])) == ([1, 3], ["k=1", "k=3"])
@@ -53,8 +53,9 @@ def test_the_command_alone_counts_at_scale() -> None:
     given = options.flat(parse(acceptance.Acceptance, [], "acceptance", ""))
     spec, plan, _ = options.parse_config(given | acceptance.COUNTING)
     assert plan.ks == tuple(range(1, 9)) and (spec.batch, plan.num_prompts) == (64, len(pair.load_prompts()))
-    assert [temperature for temperature, _, _ in plan.passes(0)].count(0.0) == 1
-    assert len({seed for temperature, _, seed in plan.passes(0) if temperature}) == plan.repeats
+    passes = acceptance.passes(plan, seed=0)
+    assert [temperature for temperature, _, _ in passes].count(0.0) == 1
+    assert len({seed for temperature, _, seed in passes if temperature}) == plan.repeats
     windows = results.read_table("gpu_acceptance", paths.RECORDED).query("metric == 'windows'")
     assert set(windows["k"]) == set(plan.ks)
     assert windows.groupby("temperature")["repeat"].nunique().to_dict() == {0.0: 1, 1.0: plan.repeats}
@@ -117,10 +118,10 @@ def test_a_guessed_curve_is_near_or_not_yet(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--repeats", "0"], "acceptance is counted in mode off, with at least one repeat"),
+        (["--repeats", "0"], "repeats must be at least 1"),
         (["--k", "2,2"], "ks must be different values"),
         (["--num-prompts", "9999"], "9999 prompts asked for"),
-        (["--max-model-len", "80"], "a prompt has .* tokens, max_model_len 80 leaves room for 8"),
+        (["--max-model-len", "80"], "a prompt has .* tokens, max_model_len 80 leaves room for 16"),
     ],
 )
 def test_wrong_counts_are_refused_before_an_engine_starts(words, says, engines, tmp_path, capsys) -> None:

@@ -78,20 +78,6 @@ def test_parity_of_a_shape_alone_can_fail(engines, tmp_path):
     assert [compare(plain.generation, made).within(ROUNDING) for made in outcome.generations] == [True, False]
 
 
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, mode):
-    """What is compared with itself must not be treated both times:
-    paused, it leaves dirty bytes and counts nothing."""
-    calls = [{"fault": faults.none, "paused": paused} for paused in (False, True, False)]
-    outcome = treated(engines, model, mode, calls=calls)
-    assert [generation.tokens for generation in outcome.generations] == 3 * [vanilla().tokens]
-    dirty = vanilla().audit["dirty_layer_steps"]
-    assert [found["audit"]["dirty_layer_steps"] for found in outcome.audits] == [0, dirty, 0]
-    windows = [generation.counters["drafts"] for generation in outcome.generations]
-    assert outcome.ranks[0]["counters"]["windows"] == windows[0] + windows[2]
-    assert outcome.metrics["nwor_scheduler_checks"] > 20 and outcome.metrics["nwor_scheduler_mismatches"] == 0
-
-
 def test_blind_attention_is_seen(engines, model, vanilla):
     """The historical flaw: attention never saw the staged tokens."""
     outcome = treated(engines, model, "stage", faults.blind_attention, logprobs=5)
