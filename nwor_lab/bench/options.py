@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from tyro.conf import arg
 
@@ -18,6 +18,9 @@ from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.engines.widened_pair import PAIR_AT, write_widened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 Modes = Annotated[tuple[str, ...], arg(aliases=("--mode",))]
@@ -79,7 +82,7 @@ def parse_config(given: Mapping[str, Any]) -> tuple[EngineSpec, Plan, list[list[
         prompts = random_prompts(plan)
     else:
         used = max(plan.num_prompts, *plan.sizes) if plan.num_prompts else None
-        prompts = tokenized(spec, pair.load_prompts(plan.prompts)[:used])
+        prompts = list(map(load_tokenizer(spec.model).encode, pair.load_prompts(plan.prompts)[:used]))
     if not prompts:
         raise ValueError("there are no prompts: give --num-prompts, or a file of --prompts that has some")
     room, longest = spec.max_model_len - plan.max_tokens, max(map(len, prompts))
@@ -124,8 +127,8 @@ def random_prompts(plan: Plan) -> list[list[int]]:
     return [[draw.randrange(10, 250) for _ in range(max(plan.random_prompts))] for _ in range(number)]
 
 
-def tokenized(spec: EngineSpec, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of the texts by the model's own tokenizer.
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """A model's own tokenizer.
 
     Raises:
         ValueError: there is no such model.
@@ -133,7 +136,8 @@ def tokenized(spec: EngineSpec, texts: Sequence[str]) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.model)
+        return AutoTokenizer.from_pretrained(model)
     except OSError as error:
-        raise shapes.unreadable(spec.model, error) from error
-    return [tokenizer.encode(text) for text in texts]
+        why = str(error).strip().splitlines()[0]
+        ways = f"give a model's folder, its name on the hub, or a --shape of {', '.join(shapes.SHAPES)}"
+        raise ValueError(f"model {model} cannot be read ({why}); {ways}") from error

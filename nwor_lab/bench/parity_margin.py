@@ -88,7 +88,7 @@ def of_pair(dtype: str, cache: str) -> Configuration:
         str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), dtype=dtype, kv_cache_dtype=cache, block_size=32,
         max_num_batched_tokens=512,
     )  # fmt: skip
-    return spec, options.tokenized(spec, pair.load_prompts(count=PROMPTS)), (1, GROUP)
+    return spec, list(map(options.load_tokenizer(spec.model).encode, pair.load_prompts(count=PROMPTS))), (1, GROUP)
 
 
 def of_shape(cache: str) -> Configuration:

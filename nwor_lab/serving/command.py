@@ -24,7 +24,6 @@ from typing import Any
 
 from nwor_lab import machine, pair, paths, progress
 from nwor_lab.bench import bench, options
-from nwor_lab.engines import shapes
 from nwor_lab.engines.spec import EngineOptions, EngineSpec
 from nwor_lab.run import results
 from nwor_lab.serving.load import Client, Load, ServingPlan, draw_prompts, equal_rows, read_report
@@ -119,8 +118,6 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
     """
-    from transformers import AutoTokenizer
-
     plan, engine, texts = asked.plan, asked.engine, pair.load_prompts(asked.prompts)
     if (room := engine.max_model_len - plan.answer) < plan.longest:
         raise ValueError(f"max_model_len {engine.max_model_len} leaves room for {room} tokens of a prompt: raise it")
@@ -129,11 +126,7 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
     if not asked.draft and engine.method != "ngram":
         raise ValueError(f"method {engine.method} needs a --draft")
     spec = options.from_options(EngineSpec, options.with_model(options.flat(asked)))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.model)
-    except OSError as error:
-        raise shapes.unreadable(spec.model, error) from error
-    return spec, draw_prompts(texts, tokenizer, plan)
+    return spec, draw_prompts(texts, options.load_tokenizer(spec.model), plan)
 
 
 def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], directory: Path) -> int:

@@ -115,18 +115,9 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             counters = read_counters(answer.read().decode())
         said = re.findall(r"NWOR mode .*", self.log.read_text(errors="replace"))
-        served = [int(n) for line in said for n in re.findall(rf"mode {self.mode} serves (\d+) layers", line)]
-        wrong = ""
-        if self.mode == "off":
-            wrong = "vLLM is patched" if said or counters else ""
-        elif not served:
-            wrong = f"the mode is not active: {'; '.join(said) or 'no word of it in the log'}"
-        elif loaded and self.mode in CLEAN and not counters.get("windows_total"):
-            wrong = "no window was opened"
-        elif counters.get("scheduler_mismatches_total"):
-            wrong = "commits differ from what the scheduler accepted"
-        if wrong:
+        if wrong := missing_proof(self.mode, said, counters, loaded):
             raise EngineError(f"nothing may be measured as {self.mode}: {wrong}; its server's log: {self.log}")
+        served = layers_served(self.mode, said)
         return {"layers": min(served, default=0), "ranks": len(served), **counters}
 
     def ask_to_end(self) -> None:
@@ -141,6 +132,22 @@ class Server:
         with contextlib.suppress(ProcessLookupError):  # an engine that outlives its server
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def layers_served(mode: str, said: Sequence[str]) -> list[int]:
+    """By rank the layers that a mode serves, by the lines that it has said of itself."""
+    return [int(n) for line in said for n in re.findall(rf"mode {mode} serves (\d+) layers", line)]
+
+
+def missing_proof(mode: str, said: Sequence[str], counters: Mapping[str, float], loaded: bool) -> str:
+    """Why a server does not prove that it serves its mode, and that alone; empty where it does."""
+    if mode == "off":
+        return "vLLM is patched" if said or counters else ""
+    if not layers_served(mode, said):
+        return f"the mode is not active: {'; '.join(said) or 'no word of it in the log'}"
+    if loaded and mode in CLEAN and not counters.get("windows_total"):
+        return "no window was opened"
+    return "commits differ from what the scheduler accepted" * bool(counters.get("scheduler_mismatches_total"))
 
 
 def read_counters(text: str) -> dict[str, float]:
