@@ -91,13 +91,10 @@ class Plan(Timing, Workload):
         every = list(itertools.product(self.random_prompts or (longest,), self.sizes))
         if not self.random_prompts:
             return every
-        fits = [(length, size) for length, size in every if size * (length + self.max_tokens) <= capacity]
-        for length, size in every:
-            if (length, size) not in fits:
-                progress.note(
-                    f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr
-                )
-        return fits
+        large = [(length, size) for length, size in every if size * (length + self.max_tokens) > capacity]
+        for length, size in large:
+            progress.note(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr)
+        return [load for load in every if load not in large]
 
 
 def settings_of(mode: str, audit: bool) -> Settings:
