@@ -86,7 +86,7 @@ def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
         table = step_ratios(frame, plan.modes[0], plan.tolerance)
         table[TIMES] = table[TIMES].where(table["at_parity"])
     else:
-        table = compared(frame, plan.tolerance).dropna().reset_index()
+        table = compared(frame, plan.tolerance).dropna(subset="requests").reset_index()
     table = table.astype({"equal_requests": int, "requests": int})
     load = [name for name in ("k", "prompt", "batch") if name in table]
     table = table.sort_values([*load, "mode"], key=lambda x: x.map(plan.modes.index) if x.name == "mode" else x)

@@ -50,7 +50,11 @@ def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     for mode, (rank, *_) in report["ranks"].items():
         line, audit = table.loc[mode], rank["audit"]
         accepted, committed = (report["metrics"][mode][ACCEPTED], rank["counters"].get("committed_tokens", 0))
-        made = {"TP": report["spec"]["tp"], "mode": mode, "equal": f"{line['equal_requests']}/{line['requests']}"}
+        made = {
+            "TP": report["spec"]["tp"],
+            "mode": mode,
+            "equal": f"{line['equal_requests']:.0f}/{line['requests']:.0f}",
+        }
         made["gap_nats"] = f"{line['largest_gap']:.3f}"
         made["dirty"] = f"{audit['dirty_layer_steps']:,} of {audit['layer_steps']:,}" if audit else ""
         made |= {"accepted": int(accepted), "committed": f"{committed:,}" if mode in CLEAN else ""}

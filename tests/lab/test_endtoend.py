@@ -262,6 +262,16 @@ def test_settings_are_apart_and_one_that_did_not_run_steadily_has_no_ratio():
     assert table["stable"].to_dict() == {4: True, 16: False} and table["step"].isna().to_dict() == {4: False, 16: True}
 
 
+def test_the_overview_has_parity_and_steps_of_each_mode(whole):
+    steps = steps_of({"off": (10.0, 10.0), "cow": (10.2, 10.2), "direct": (9.0, 9.0), "stage": (9.4, 9.6)})
+    one = steps.groupby("mode").head(1).drop(columns=["metric", "value", "repeat"]).to_dict("records")
+    rows = [{**line, **row} for line in one for row in Parity(**whole["parity"][line["mode"]]).rows()]
+    found = endtoend.overview(pd.concat([steps, pd.DataFrame(rows)]), whole).set_index("mode")
+    assert found["equal"].to_dict() == {"off": "8/8", "cow": "8/8", "direct": "7/8", "stage": "7/8"}
+    assert found["step"].to_dict() == {"off": "1.000", "cow": "1.020", "direct": "0.900", "stage": "0.950"}
+    assert found.loc["stage", "low to high"] == "0.940 to 0.960" and found.loc["off", "dirty"] == "4 of 6"
+
+
 def test_tables_for_a_page_have_no_nan_and_whole_counts(whole):
     table = endtoend.readable(endtoend.rank_table(whole))
     assert not table.isin(["nan", "NaN"]).any(axis=None)
