@@ -113,25 +113,13 @@ def verdict(runs: dict[str, Audited]) -> list[str]:
     return [*lines, f"{same} of {len(texts[0])} texts are equal, token for token."]
 
 
-@dataclass(frozen=True)
-class Demo:
-    num_prompts: int = 4
-    """prompts decoded, at most 8 at a time"""
-    max_tokens: int = 64
-    """tokens decoded after each prompt"""
-    k: int = 4
-    """drafts a request brings to a step"""
-
-
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Run the demo on the shipped pair; 0 when `stage` left nothing behind and every text is vanilla's."""
+    print("A drafter proposes, the target verifies; what it rejects should not stay in the KV cache.", flush=True)
     try:
-        asked = command_line.parse(Demo, argv, "python -m nwor_lab.demo", __doc__ or "")
-        prompts = pair.load_prompts(count=asked.num_prompts)
-        print("A drafter proposes, the target verifies; what it rejects should not stay in the KV cache.", flush=True)
         with progress.moving():
-            runs = side_by_side(prompts, k=asked.k, max_tokens=asked.max_tokens)
-    except (ValueError, OSError, RuntimeError) as error:
+            runs = side_by_side(pair.load_prompts(count=4))
+    except (OSError, RuntimeError) as error:
         return command_line.fail("demo", error)
     except KeyboardInterrupt:
         return command_line.fail("demo", "stopped; `make demo` starts it again", 130)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nwor.settings import Settings
-from nwor_lab.engines import pause
 from nwor_lab.engines.child import Generation, Served, status
 from nwor_lab.engines.spec import EngineSpec
 
@@ -74,12 +73,10 @@ class Engines:
         Raises a RuntimeError with the traceback of what stopped the engine, if something did.
 
         calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
-            ``abandon`` is how many steps other requests run for before they are aborted and these begin, ``paused``
-            says that the mode is for as long, ``fault`` is injected for as long and audited apart,
-            ``script`` is called with the engine instead of all else, ``asleep`` says that the engine sleeps and is
-            woken first, and ``joined``
-            lists the tokens by which the prompt of a request that joins the first prompt's goes on behind all of that
-            one's tokens (`_join`).
+            ``abandon`` is how many steps other requests run for before they are aborted and these begin, ``fault`` is
+            injected for as long and audited apart, ``script`` is called with the engine instead of all else,
+            ``asleep`` says that the engine sleeps and is woken first, and ``joined`` lists the tokens by which the
+            prompt of a request that joins the first prompt's goes on behind all of that one's tokens (`_join`).
         """
         each = [{"prompts": PROMPTS, "max_tokens": 40, **call, **more} for more in calls]
         try:
@@ -152,8 +149,6 @@ def _run(
                     continue
                 if "abandon" in call:
                     _abandon(served, call["prompts"], call["abandon"])
-                if call.get("paused"):
-                    served.on_every_rank(pause.pause)
                 if call.get("asleep"):
                     served.engine.sleep(level=1)
                     served.engine.wake_up()
@@ -167,8 +162,6 @@ def _run(
                     outcome.generations.append(served.generate(**asked))
                 if "fault" in call:
                     outcome.audits.append(served.on_every_rank(_end_audit)[0])
-                if call.get("paused"):
-                    served.on_every_rank(pause.resume)
             outcome.notes = [*NOTES]
             outcome.ranks, outcome.metrics = served.on_every_rank(status), served.metrics()
         except BaseException:  # noqa: BLE001  (a test may look for it)

@@ -10,9 +10,12 @@ answers repeat themselves, and what repeats is drafted well: answers have 64 tok
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,17 +23,20 @@ import numpy as np
 import pandas as pd
 from tyro.conf import arg
 
-from nwor_lab.bench import options
-from nwor_lab.bench.plan import Plan
-from nwor_lab.bench.survival import predict_rejected, summary, survival, verdicts
-from nwor_lab.engines.spec import EngineOptions
+from nwor_lab import machine, pair
+from nwor_lab.bench import bench, options
+from nwor_lab.bench.bench_table import rows_of_generation
+from nwor_lab.bench.plan import Plan, Workload, settings_of
+from nwor_lab.bench.survival import COUNTS, predict_rejected, summary, survival, verdicts
+from nwor_lab.engines.spec import EngineOptions, EngineSpec
+from nwor_lab.progress import say
 from nwor_lab.run import lessons, results
 
 __all__ = ["predict_rejected", "summary", "survival", "verdicts"]
 
 RECORDED = "gpu_acceptance"
 """Table of the counts at scale, in a run and in `data/recorded/`."""
-COUNTING: dict[str, Any] = {"count": True, "modes": ("off",), "audit": False}
+COUNTING: dict[str, Any] = {"modes": ("off",), "audit": False}
 """What a plan that counts has in common."""
 
 
@@ -42,7 +48,7 @@ class Acceptance(options.Models):
     """sampling temperatures; 0 is greedy"""
     repeats: int = 8
     """passes, each with seeds of its own; greedy ones are not repeated"""
-    workload: options.Prompts = field(default_factory=partial(options.Prompts, num_prompts=0))
+    workload: Workload = field(default_factory=partial(Workload, num_prompts=0))
     # With a cache of a given size engines start side by side.
     engine: EngineOptions = field(
         default_factory=partial(
@@ -50,6 +56,45 @@ class Acceptance(options.Models):
         )
     )
     output: options.Output = field(default_factory=partial(options.Output, name=RECORDED))
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+        if self.workload.num_prompts > 0:
+            pair.load_prompts(self.workload.prompts, self.workload.num_prompts)  # none is to be counted twice
+
+
+def passes(plan: Plan, seed: int) -> list[tuple[float, int, int]]:
+    """(temperature, repeat, seed of the first request) of each counted pass."""
+    every = itertools.product(plan.temperatures, range(plan.repeats))
+    return [(temperature, repeat, seed + 1000 * repeat) for temperature, repeat in every if temperature or not repeat]
+
+
+def count(
+    spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = ""
+) -> tuple[bench.Rows, dict[str, Any]]:
+    """Rows `survival.COUNTS` of vanilla by draft length, temperature and repeat, and every rank's status.
+
+    One engine a draft length: side by side on a GPU, on a CPU as many as have cores of their own.
+    """
+    settings, every = settings_of("off", audit=False), passes(plan, spec.seed)
+    specs = {f"k={k}": (replace(spec, k=k), settings, i * spec.tp) for i, k in enumerate(plan.ks)}
+    with bench.started(specs, logs) as engines:
+
+        def count_one(name: str) -> bench.Rows:
+            rows: bench.Rows = []
+            for number, (temperature, repeat, seed) in enumerate(every, 1):
+                say(f"{name}: pass {number} of {len(every)}, temperature {temperature:g}")
+                done = engines[name].generate(prompts, plan.max_tokens, temperature, seed)
+                where = {"mode": "off", "k": specs[name][0].k, "temperature": temperature}
+                where |= {"repeat": repeat, "seed": seed}
+                rows += [{**where, **row} for row in rows_of_generation(done) if row["metric"] in COUNTS]
+            return rows
+
+        at_once = max(1, len(os.sched_getaffinity(0)) // spec.tp) if machine.on_cpu() else len(engines)
+        with ThreadPoolExecutor(at_once) as pool:
+            rows = list(itertools.chain.from_iterable(pool.map(count_one, engines)))
+        return rows, {"ranks": {name: engine.report() for name, engine in engines.items()}}
 
 
 def claim(run: results.Run, table: pd.DataFrame, at_scale: pd.DataFrame, by_hand: Mapping[str, float]) -> None:
@@ -121,9 +166,7 @@ def measure(run: results.Run) -> pd.DataFrame:
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    from nwor_lab.bench import bench
-
-    return bench.run_command("acceptance", Acceptance, __doc__, argv, show, **COUNTING)
+    return bench.bench_command("acceptance", Acceptance, __doc__, argv, show, count, **COUNTING)
 
 
 def show(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> int:

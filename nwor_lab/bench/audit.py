@@ -18,7 +18,7 @@ import pandas as pd
 from nwor.settings import CLEAN, MODES
 from nwor_lab.audit.auditor import FAULTS, AuditReport
 from nwor_lab.bench import bench, options
-from nwor_lab.bench.plan import Plan
+from nwor_lab.bench.plan import Plan, Workload
 from nwor_lab.engines.spec import EngineOptions
 
 COLUMNS = (
@@ -38,14 +38,14 @@ class Audit(options.Models):
     """modes to audit, of off, cow, direct and stage"""
     ks: options.Ks = (4,)
     """draft lengths"""
-    workload: options.Prompts = field(default_factory=options.Prompts)
+    workload: Workload = field(default_factory=Workload)
     engine: EngineOptions = field(default_factory=EngineOptions)
     output: options.Output = field(default_factory=partial(options.Output, name="audit"))
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 when `cow` and `stage` are clean, 1 when one is dirty."""
-    return bench.run_command("audit", Audit, __doc__, argv, show_verdict, repeats=0)
+    return bench.bench_command("audit", Audit, __doc__, argv, show_verdict, repeats=0)
 
 
 def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:

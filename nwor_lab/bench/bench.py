@@ -3,22 +3,19 @@
 
     nwor bench --modes vllm,off,cow,direct,stage --k 4,8 --batches 1,4
 
-All engines of a draft length are up at once. A first greedy pass shows whether each mode gives the baseline's tokens,
-under the audit of the whole cache; a mode that does not gets no step time. Then the modes are timed, interleaved
-within each repeat in an order that the next repeat reverses, so that a slow minute of the machine hits all alike. It
-ends with a table and a sentence a mode, which says so where the repeats do not agree. `--repeats 0` stops after the
-first pass.
+All engines of a draft length are up at once. A greedy pass of each load shows whether each mode gives the baseline's
+tokens, the first under the audit of the whole cache; where a mode does not it gets no step time. Then the modes are
+timed, interleaved within each repeat in an order that the next repeat reverses, so that a slow minute of the machine
+hits all alike. It ends with a table and a sentence a mode, which says so where the repeats do not agree. `--repeats 0`
+times nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -29,10 +26,10 @@ import pandas as pd
 
 from nwor.settings import MODES, Settings
 from nwor_lab import command_line, machine, progress
-from nwor_lab.bench import options, survival
+from nwor_lab.bench import options
 from nwor_lab.bench.bench_table import kernel_rows, rows_of_generation, rows_of_ranks, summary, verdicts
 from nwor_lab.bench.parity import Parity, compare
-from nwor_lab.bench.plan import UNPATCHED, Plan, Timing, settings_of
+from nwor_lab.bench.plan import UNPATCHED, Plan, Timing, Workload, settings_of
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.engines.spec import EngineOptions
@@ -42,6 +39,8 @@ from nwor_lab.progress import say
 from nwor_lab.run import results
 
 Rows = list[dict[str, Any]]
+Load = tuple[int, int]
+"""The length of prompts, none of which is longer, and their number."""
 COMPARED = 8
 """Requests of each load that parity is checked on at least."""
 
@@ -54,14 +53,12 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
         logs: where engines log, as a path that ends in the beginning of their files' names; empty: temporary files.
 
     Returns:
-        Tidy rows, and a report by engine: every rank's status, metrics, parity and first answers. An engine is named
-        by its mode, and by its draft length where there are several.
+        Tidy rows, and a report by engine: every rank's status, metrics and parity. An engine is named by its mode, and
+        by its draft length where there are several.
 
     Raises:
         EngineError: an engine failed, or a rank does not serve the mode that was asked for.
     """
-    if plan.count:
-        return count(spec, plan, prompts, logs)
     rows: Rows = []
     report: dict[str, Any] = {}
     for k in plan.ks:
@@ -105,137 +102,102 @@ def started(specs: Mapping[str, tuple[EngineSpec, Settings, int]], logs: str) ->
         yield engines
 
 
-def count(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = "") -> tuple[Rows, dict[str, Any]]:
-    """Rows `survival.COUNTS` of vanilla by draft length, temperature and repeat, and every rank's status.
-
-    One engine a draft length: side by side on a GPU, on a CPU as many as have cores of their own.
-    """
-    settings = settings_of("off", audit=False)
-    specs = {f"k={k}": (replace(spec, k=k), settings, i * spec.tp) for i, k in enumerate(plan.ks)}
-    prompts, passes = prompts[: plan.num_prompts], plan.passes(spec.seed)
-    with started(specs, logs) as engines:
-
-        def count_one(name: str) -> Rows:
-            rows: Rows = []
-            for number, (temperature, repeat, seed) in enumerate(passes, 1):
-                say(f"{name}: pass {number} of {len(passes)}, temperature {temperature:g}")
-                done = engines[name].generate(prompts, plan.max_tokens, temperature, seed)
-                where = {"mode": "off", "k": specs[name][0].k, "temperature": temperature}
-                where |= {"repeat": repeat, "seed": seed}
-                rows += [{**where, **row} for row in rows_of_generation(done) if row["metric"] in survival.COUNTS]
-            return rows
-
-        at_once = max(1, len(os.sched_getaffinity(0)) // spec.tp) if machine.on_cpu() else len(engines)
-        with ThreadPoolExecutor(at_once) as pool:
-            rows = list(itertools.chain.from_iterable(pool.map(count_one, engines)))
-        return rows, {"ranks": {name: engine.report() for name, engine in engines.items()}}
-
-
 class Session:
     """Engines of one draft length, all up, by mode, and the prompts that they share.
 
-    A load is the length of prompts, none of which is longer, and their number; first is that of the first pass.
-
-    parity: by mode and load, of all passes compared so far. answers: the first texts of each mode's last pass.
+    parity: by mode and load.
     """
 
     def __init__(self, engines: list[Engine], spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]]) -> None:
         self.spec, self.plan = spec, plan
         self.engines = dict(zip(plan.modes, engines, strict=True))
-        longest, most = spec.max_model_len - plan.max_tokens, max(plan.num_prompts, *plan.sizes)
-        self.prompts = [prompt[:longest] for prompt in (list(prompts) * most)[:most]]
-        self.loads = plan.loads(longest, min(engine.capacity() for engine in engines))
-        self.shortest = min(plan.random_prompts, default=longest)
-        self.first = (self.shortest, plan.num_prompts)
-        self.parity: dict[str, dict[tuple[int, int], Parity]] = {mode: {} for mode in plan.modes}
-        self.answers: dict[str, list[str]] = {}
+        most = max(plan.num_prompts, *plan.sizes)
+        self.prompts = (list(prompts) * most)[:most]
+        room = spec.max_model_len - plan.max_tokens
+        self.loads: list[Load] = plan.loads(room, min(engine.capacity() for engine in engines))
+        self.parity: dict[str, dict[Load, Parity]] = {mode: {} for mode in plan.modes}
 
     def run(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
-        """Rows and report of all passes: the first, the timed ones, a profile."""
-        plan, rows, begin, longest = self.plan, Rows(), time.monotonic(), 0.0
-        self.check_parity(*self.first)
-        for repeat in range(plan.repeats):
-            now = time.monotonic()
-            if repeat and 0 < 60 * plan.max_minutes < now - begin + longest:
-                progress.note(f"{plan.max_minutes:g} minutes hold {repeat} of {plan.repeats} repeats", sys.stderr)
-                break
-            for temperature in plan.temperatures:
-                rows += self.timed(temperature, repeat)
-            longest = max(longest, time.monotonic() - now)
+        """Rows and report of all passes: those that are compared, the first of them audited, the timed ones, a profile.
+
+        Raises:
+            EngineError: the caches hold no load.
+        """
+        plan, rows = self.plan, Rows()
+        if not self.loads:
+            raise EngineError("the caches hold none of the loads: give fewer --batches or shorter prompts")
+        for load in self.loads:
+            self.check_parity(load)
+        for repeat, load in itertools.product(range(plan.repeats), self.loads):
+            rows += self.timed(load, repeat)
         ranks = {mode: engine.report() for mode, engine in self.engines.items()}
         metrics = {mode: engine.metrics() for mode, engine in self.engines.items()}
         try:
             rows += self.profiled() if plan.profile else []
         except EngineError as error:  # a probe that fails must not cost the run its times
             say(f"no profile: {error}")
-        for mode in plan.modes:
-            by_load = self.parity[mode]
-            rows += [{"mode": mode, **self.load(*load), **row} for load in by_load for row in by_load[load].rows()]
+        for mode, by_load in self.parity.items():
+            rows += [{"mode": mode, **self.columns(load), **row} for load in by_load for row in by_load[load].rows()]
             rows += [{"mode": mode, "batch": self.spec.batch, **row} for row in rows_of_ranks(ranks[mode])]
         parity = {mode: asdict(sum(by_load.values(), Parity())) for mode, by_load in self.parity.items()}
-        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity, "answers": self.answers}
+        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity}
 
-    def prompts_of(self, length: int, size: int) -> list[list[int]]:
-        """The prompts of a load."""
-        return [prompt[:length] for prompt in self.prompts[:size]]
-
-    def load(self, length: int, size: int) -> dict[str, int]:
+    def columns(self, load: Load) -> dict[str, int]:
         """Columns that identify a load."""
-        load = {"batch": min(size, self.spec.batch)}
-        return load | ({"prompt": length} if self.plan.random_prompts else {})
+        length, size = load
+        return {"batch": min(size, self.spec.batch)} | ({"prompt": length} if self.plan.random_prompts else {})
 
-    def check_parity(self, length: int, size: int) -> None:
+    def cache_prompts(self, prompts: list[list[int]]) -> None:
+        """Let every engine have the prompts in its cache, where it keeps them: else the first mode alone would not."""
+        for engine in self.engines.values() if self.spec.prefix_caching else ():
+            engine.generate(prompts, 1)
+
+    def check_parity(self, load: Load) -> None:
         """A greedy pass of a load by every mode, compared with the first one's. An audit, if there is one, ends with
-        the first pass.
+        it.
 
         A load of few requests is run with other prompts too, until there are `COMPARED`: one text may part too early.
         """
-        prompts, tokens = self.prompts_of(length, max(size, COMPARED)), self.plan.max_tokens
+        length, size = load
+        prompts = [prompt[:length] for prompt in self.prompts[: max(size, COMPARED)]]
         batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
-        if self.spec.prefix_caching:
-            for engine, batch in itertools.product(self.engines.values(), batches):
-                engine.generate(batch, 1)  # every mode finds the prompts cached: its sums are as in the others
+        for batch in batches:
+            self.cache_prompts(batch)
         passes: dict[str, list[Generation]] = {}
         for mode, engine in self.engines.items():
             say(f"parity: {mode}, {len(prompts)} prompts")
-            passes[mode] = [engine.generate(batch, tokens, logprobs=20) for batch in batches]  # as many as vLLM gives
+            passes[mode] = [engine.generate(batch, self.plan.max_tokens, logprobs=20) for batch in batches]
             engine.stop_audit()
+        alike = partial(compare, drafted=self.spec.acceptance_length > 0)
         for mode, generations in passes.items():
-            self.answers[mode] = generations[0].text[:4]
-            alike = partial(compare, drafted=self.spec.acceptance_length > 0)
-            found = sum(map(alike, passes[self.plan.modes[0]], generations), Parity())
-            self.parity[mode][length, size] = self.parity[mode].get((length, size), Parity()) + found
+            self.parity[mode][load] = sum(map(alike, passes[self.plan.modes[0]], generations), Parity())
 
-    def timed(self, temperature: float, repeat: int) -> Rows:
-        """Rows of one repeat: every load, by every mode.
-
-        Parity is checked first for loads that have not been compared: others than the first pass's, and where prompts
-        are cached all of them, since the first mode alone would find none, and the chip cool.
-        """
+    def timed(self, load: Load, repeat: int) -> Rows:
+        """Rows of one load and repeat, by every mode."""
         rows: Rows = []
-        plan = self.plan
-        for length, size in self.loads:
-            if self.spec.prefix_caching or (length, size) not in self.parity[plan.modes[0]]:
-                self.check_parity(length, size)
-            prompts = self.prompts_of(length, size)
-            load = {"repeat": repeat, "temperature": temperature, **self.load(length, size)}
-            for mode, engine in self.in_order(repeat):
-                say(f"repeat {repeat + 1} of {plan.repeats}: {mode}, {size} prompts")
-                done = engine.generate(prompts, plan.max_tokens, temperature, self.spec.seed + 1000 * repeat)
-                rows += [{"mode": mode, **load, **row} for row in rows_of_generation(done)]
+        length, size = load
+        prompts = [prompt[:length] for prompt in self.prompts[:size]]
+        self.cache_prompts(prompts)
+        for mode, engine in self.in_order(repeat):
+            say(f"repeat {repeat + 1} of {self.plan.repeats}: {mode}, {size} prompts")
+            done = engine.generate(prompts, self.plan.max_tokens, 0.0, self.spec.seed + 1000 * repeat)
+            common = {"mode": mode, "repeat": repeat, **self.columns(load)}
+            rows += [{**common, **row} for row in rows_of_generation(done)]
         return rows
 
     def profiled(self) -> Rows:
-        """Rows `kernel_us` of every mode and batch, once in each order: GPU microseconds of a decode step by kind of
-        kernel.
+        """Rows `kernel_us` of every mode and batch, once in each order, with prompts of the first length: GPU
+        microseconds of a decode step by kind of kernel.
         """
         rows: Rows = []
-        for size, repeat in itertools.product(self.plan.sizes, range(2)):
-            load = {"repeat": repeat, **self.load(self.shortest, size)}
+        loads = [load for load in self.loads if load[0] == self.loads[0][0]]
+        for (length, size), repeat in itertools.product(loads, range(2)):
+            prompts = [prompt[:length] for prompt in self.prompts[:size]]
             for mode, engine in self.in_order(repeat):
                 say(f"profile {repeat + 1} of 2: {mode}, {size} prompts")
-                found = kernel_rows(*engine.kernel_times(self.prompts_of(self.shortest, size), self.plan.max_tokens))
-                rows += [{"mode": mode, **load, "unit": "us", **row} for row in found]
+                common = {"mode": mode, "repeat": repeat, **self.columns((length, size)), "unit": "us"}
+                found = kernel_rows(*engine.kernel_times(prompts, self.plan.max_tokens))
+                rows += [{**common, **row} for row in found]
         return rows
 
     def in_order(self, repeat: int) -> list[tuple[str, Engine]]:
@@ -253,13 +215,16 @@ def require_served(mode: str, ranks: list[dict[str, Any]]) -> None:
         )
 
 
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench(options.Models):
     modes: options.Modes = MODES
     """modes to compare, of off, cow, direct, stage, and vllm without the plugin; the first is the baseline"""
     ks: options.Ks = (4,)
     """draft lengths; engines of one length are up at once, lengths follow each other"""
-    workload: options.Prompts = field(default_factory=options.Prompts)
+    workload: Workload = field(default_factory=Workload)
     timing: Timing = field(default_factory=Timing)
     engine: EngineOptions = field(default_factory=EngineOptions)
     output: options.Output = field(default_factory=partial(options.Output, name="bench"))
@@ -267,7 +232,39 @@ class Bench(options.Models):
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status, as `run_command` does."""
-    return run_command("bench", Bench, __doc__, argv, show_summary)
+    return bench_command("bench", Bench, __doc__, argv, show_summary)
+
+
+def bench_command(
+    command: str,
+    kind: type[Any],
+    description: str | None,
+    argv: list[str] | None,
+    show: Callable[[pd.DataFrame, Plan, dict[str, Any]], int],
+    run: Callable[..., tuple[Rows, dict[str, Any]]] = run,
+    **fixed: Any,
+) -> int:
+    """`run_command` for what runs a plan.
+
+    Args:
+        show: prints what was found, from the table, the plan and the report, and returns the exit status.
+        run: as the `run` of this module, which it is if not given.
+        fixed: fields of the plan that are no options.
+    """
+
+    def prepare(asked: Any) -> tuple[EngineSpec, Plan, list[list[int]]]:
+        return options.parse_config(options.flat(asked) | fixed)
+
+    def measure(asked: Any, prepared: tuple[EngineSpec, Plan, list[list[int]]], directory: Path) -> int:
+        spec, plan, prompts = prepared
+        with progress.moving():
+            rows, report = run(spec, plan, prompts, str(directory / "logs" / asked.output.name))
+        frame, path = write_results(directory, options.flat(asked) | fixed, spec, plan, rows, report)
+        status = show(frame, plan, report)
+        print(f"written: {path} and .json")
+        return status
+
+    return run_command(command, kind, description, argv, prepare, measure)
 
 
 def run_command(
@@ -275,38 +272,33 @@ def run_command(
     kind: type[Any],
     description: str | None,
     argv: list[str] | None,
-    show: Callable[[pd.DataFrame, Plan, dict[str, Any]], int],
-    **fixed: Any,
+    prepare: Callable[[Any], Any],
+    measure: Callable[[Any, Any, Path], int],
 ) -> int:
-    """Run a command of the family and return its exit status: 2 for wrong input, 1 for an engine that failed.
+    """Run a command that starts engines and return its exit status: 2 for wrong input, 1 for an engine that failed.
 
     Args:
-        kind: its options. fixed: fields of the plan that are none.
-        show: prints what was found, from the table, the plan and the report, and returns the exit status.
+        kind: its options, with the groups `engine` and `output`.
+        prepare: makes of the options what is measured, or raises ValueError or OSError for wrong input.
+        measure: measures it, given the options, what `prepare` made and the folder of the results.
     """
     fail = partial(command_line.fail, f"nwor {command}")
     try:
         try:
             asked = command_line.parse(kind, argv, f"nwor {command}", description or "")
-            given = options.flat(asked) | fixed
             with progress.moving():
                 progress.say("reading models and prompts", plain=False)
-                spec, plan, prompts = options.parse_config(given)
-            directory = results.check_folder(options.folder(asked.output))
+                prepared = prepare(asked)
+            directory = results.check_folder(asked.output.folder)
         except (ValueError, OSError) as error:
             return fail(error)
-        logs = directory / "logs" / given["name"]
-        print(f"weights and cache in {machine.summary(given['dtype'])}; engines' logs: {logs}-*.log", flush=True)
-        with progress.moving():
-            rows, report = run(spec, plan, prompts, str(logs))
-        frame, path = write_results(directory, given, spec, plan, rows, report)
+        where = directory / "logs" / asked.output.name
+        print(f"weights and cache in {machine.summary(asked.engine.dtype)}; logs: {where}-*.log", flush=True)
+        return measure(asked, prepared, directory)
     except (EngineError, OSError) as error:
         return fail(error, 1)
     except KeyboardInterrupt:
         return fail("interrupted before its end, no results were written; start it again", 130)
-    status = show(frame, plan, report)
-    print(f"written: {path} and .json")
-    return status
 
 
 def show_summary(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> int:
@@ -326,13 +318,13 @@ def write_results(
     report: Mapping[str, Any],
 ) -> tuple[pd.DataFrame, Path]:
     """Write a run's table and, beside it, its report; returns the table and its path. `plan` is a dataclass."""
-    named = given["shape"] or (given["model"] if given["model"].startswith(PAIR_AT) else "")
+    named = given.get("shape") or (given["model"] if given["model"].startswith(PAIR_AT) else "")
     model = named or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
     common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch, "seed": spec.seed}
     common |= {"k": spec.k, "kv_cache_dtype": spec.kv_cache_dtype}
     if spec.flash_attn_version:
         common["attention"] = f"flash{spec.flash_attn_version}"
-    if shape := shapes.SHAPES.get(given["shape"]):
+    if shape := shapes.SHAPES.get(given.get("shape", "")):
         common["kv_heads"] = shape["num_key_value_heads"]
     frame = results.tidy(rows, **common)
     if shape and "prompt" in frame:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a bench: tidy rows of what its engines did, and their summary."""
 
+from __future__ import annotations
+
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from nwor_lab.bench import parity
+from nwor_lab.bench.gpu_steps import compared, step_ratios
 from nwor_lab.bench.plan import Plan
-from nwor_lab.bench.survival import lengths, tokens_per_s
-from nwor_lab.cost.ratios import abba_ratio, is_stable
+from nwor_lab.cost.ratios import is_stable
 from nwor_lab.engines.engine import Generation
 
 
@@ -61,58 +61,36 @@ def kernel_rows(ranks: Sequence[dict[str, float]], steps: int) -> list[dict[str,
 
 
 def rows_of_ranks(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tidy rows of what holds for the whole run: each rank's counters and audit."""
-    counts = [
-        (f"{kind}.{name}", value, rank["rank"])
+    """Tidy rows of each rank's audit, of the whole run."""
+    return [
+        {"metric": f"audit.{name}", "value": value, "unit": "count", "rank": rank["rank"]}
         for rank in ranks
-        for kind in ("counters", "audit")
-        for name, value in rank[kind].items()
+        for name, value in rank["audit"].items()
         if not isinstance(value, list)
     ]
-    units = {True: "bytes", False: "count"}
-    return [{"metric": m, "value": v, "unit": units[".bytes" in m], "rank": rank} for m, v, rank in counts]
+
+
+SHOWN = (
+    "equal_requests", "requests", "largest_gap", "shift", "acceptance_length", "emitted_length", "step_ms", "ratio",
+    "low", "high", "tokens_per_s",
+)  # fmt: skip
+TIMES = ["step_ms", "ratio", "low", "high", "tokens_per_s"]
 
 
 def summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
-    """One line a draft length, load and mode: parity, tokens, step time and its ratio to the first mode's.
+    """One line a draft length, load and mode: parity, and where steps were timed what `step_ratios` says of them.
 
-    Tokens of a window are the verifier's and the user's (`survival.lengths`), those of a second the user's.
-    A step's time is the median over steps, of the median repeat; the ratio is the repeats' `abba_ratio`, `low` and
-    `high` their range. Where a mode is without parity its speed columns stay empty, and everywhere if a pass that is
-    not timed, as the first, is without.
+    Times of a load in which a mode is not at parity with the first one are missing.
     """
-    if len(plan.ks) == 1:
-        return _summary(frame, plan)
-    parts = [_summary(part, plan).assign(k=k) for k, part in frame.groupby("k")]
-    return pd.concat(parts, ignore_index=True)
-
-
-def _summary(frame: pd.DataFrame, plan: Plan) -> pd.DataFrame:
-    lines: list[dict[str, Any]] = []
-    timed = frame[frame.metric == "step_ms"]
-    loads = timed[[name for name in ("prompt", "batch") if name in timed]].drop_duplicates()
-    parts = {mode: frame[frame["mode"] == mode] for mode in plan.modes}
-    untimed = {mode: parity.of_rows(_without(part, loads)) for mode, part in parts.items()}
-    for _, load in loads.iterrows() if len(timed) else [(0, pd.Series())]:
-        baseline: Any = None
-        for mode, part in parts.items():
-            rows = part[(part[load.index] == load).all(axis=1)]
-            compared, total = parity.of_rows(rows), rows.groupby("metric")["value"].sum()
-            line = {"mode": mode, **{str(name): int(value) for name, value in load.items()}}
-            line["equal"] = f"{compared.equal}/{compared.requests}"
-            line |= {"gap_nats": compared.largest_gap, "shift_nats": compared.shift}
-            if len(timed):
-                line |= lengths(total)
-                steps = rows[rows.metric == "step_ms"].groupby("repeat").value.median()
-                good = (compared + untimed[mode]).within(plan.tolerance)
-                baseline = steps if baseline is None else baseline
-                ratios = (steps if good else steps[:0]) / baseline
-                line["step_ms"] = steps.median() if good else math.nan
-                line["ratio"] = abba_ratio(ratios) if good and len(ratios) else math.nan
-                line |= {"low": ratios.min(), "high": ratios.max()}
-                line["tokens_per_s"] = tokens_per_s(total) if good else math.nan
-            lines.append(line)
-    return pd.DataFrame(lines)
+    if (frame["metric"] == "step_ms").any():
+        table = step_ratios(frame, plan.modes[0], plan.tolerance)
+        table[TIMES] = table[TIMES].where(table["at_parity"])
+    else:
+        table = compared(frame, plan.tolerance).dropna(subset="requests").reset_index()
+    table = table.astype({"equal_requests": int, "requests": int})
+    load = [name for name in ("k", "prompt", "batch") if name in table]
+    table = table.sort_values([*load, "mode"], key=lambda x: x.map(plan.modes.index) if x.name == "mode" else x)
+    return table[["mode", *load, *(name for name in SHOWN if name in table)]].reset_index(drop=True)
 
 
 def verdicts(table: pd.DataFrame, plan: Plan) -> list[str]:
@@ -120,9 +98,9 @@ def verdicts(table: pd.DataFrame, plan: Plan) -> list[str]:
     base, said = plan.modes[0], []
     for mode in plan.modes[1:]:
         rows = table[table["mode"] == mode]
-        equal, requests = rows["equal"].str.split("/", expand=True).astype(int).sum()
+        equal, requests = rows["equal_requests"].sum(), rows["requests"].sum()
         texts = f"{equal} of {requests} texts are those of {base}"
-        gap, shift = rows["gap_nats"].max(), rows["shift_nats"].max()
+        gap, shift = rows["largest_gap"].max(), rows["shift"].max()
         if equal < requests:
             texts += f", the others part where tokens lie {gap:.3f} nats apart at most (mean shift {shift:.3f})"
         if "ratio" not in rows:
@@ -134,24 +112,21 @@ def verdicts(table: pd.DataFrame, plan: Plan) -> list[str]:
             continue
         low, high = timed["ratio"].min(), timed["ratio"].max()
         takes = f"{low:.3f}" if len(timed) == 1 else f"{low:.3f} to {high:.3f} in {len(timed)} loads"
-        unclear = int(((timed["low"] <= 1) & (timed["high"] >= 1)).sum())
-        if plan.repeats < 2:
-            noise = "one repeat does not tell noise"
-        else:
-            spread = f"from {timed['low'].min():.3f} to {timed['high'].max():.3f}"
-            where = "this is noise" if unclear == len(timed) else f"{unclear} of these are noise"
-            noise = f"all repeats ({spread}) agree on which is faster"
-            if unclear:
-                noise = f"repeats ({spread}) do not agree on which is faster: {where}"
-            elif not is_stable(timed).all():
-                noise += ", but lie far apart"
-        left = len(rows) - len(timed)
-        noise += f"; {left} loads are not at parity and have no times" if left else ""
-        said.append(f"{mode}: a step takes {takes} of that of {base}; {noise}. {texts[0].upper()}{texts[1:]}.")
+        said.append(
+            f"{mode}: a step takes {takes} of that of {base}; {_noise(timed, plan)}. {texts[0].upper()}{texts[1:]}."
+        )
+        if left := len(rows) - len(timed):
+            said[-1] += f" {left} loads are not at parity and have no times."
     return said
 
 
-def _without(rows: pd.DataFrame, loads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of no load of `loads`."""
-    beside = rows.merge(loads, on=list(loads), how="left", indicator=True)["_merge"]
-    return rows[(beside == "left_only").to_numpy()]
+def _noise(timed: pd.DataFrame, plan: Plan) -> str:
+    """Whether the repeats of a mode agree on which is faster."""
+    if plan.repeats < 2:
+        return "one repeat does not tell noise"
+    spread = f"from {timed['low'].min():.3f} to {timed['high'].max():.3f}"
+    unclear = int(((timed["low"] <= 1) & (timed["high"] >= 1)).sum())
+    if unclear:
+        where = "this is noise" if unclear == len(timed) else f"{unclear} of these are noise"
+        return f"repeats ({spread}) do not agree on which is faster: {where}"
+    return f"all repeats ({spread}) agree on which is faster" + ", but lie far apart" * (not is_stable(timed).all())

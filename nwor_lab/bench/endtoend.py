@@ -50,7 +50,12 @@ def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     for mode, (rank, *_) in report["ranks"].items():
         line, audit = table.loc[mode], rank["audit"]
         accepted, committed = (report["metrics"][mode][ACCEPTED], rank["counters"].get("committed_tokens", 0))
-        made = {"TP": report["spec"]["tp"], "mode": mode, "equal": line["equal"], "gap_nats": f"{line['gap_nats']:.3f}"}
+        made = {
+            "TP": report["spec"]["tp"],
+            "mode": mode,
+            "equal": f"{line['equal_requests']:.0f}/{line['requests']:.0f}",
+        }
+        made["gap_nats"] = f"{line['largest_gap']:.3f}"
         made["dirty"] = f"{audit['dirty_layer_steps']:,} of {audit['layer_steps']:,}" if audit else ""
         made |= {"accepted": int(accepted), "committed": f"{committed:,}" if mode in CLEAN else ""}
         if "ratio" in line and pd.notna(line["ratio"]):
@@ -81,11 +86,6 @@ def step_rows(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     return medians.assign(metric="step_ms", unit="ms")
 
 
-def audit_rows(report: Report) -> pd.DataFrame:
-    """What the audit counted, one line a mode and rank."""
-    return _audits(report).drop(columns="dirty_by_step")
-
-
 def dirty_rows(report: Report) -> pd.DataFrame:
     """Rows `dirty_slots` for the figure: slots that each step left dirty, all layers, by mode and rank."""
     rows = _audits(report)[["mode", "rank", "dirty_by_step"]].explode("dirty_by_step")
@@ -94,13 +94,9 @@ def dirty_rows(report: Report) -> pd.DataFrame:
 
 
 def _audits(report: Report) -> pd.DataFrame:
+    """What the audit counted, one line a mode and rank."""
     ranks = report["ranks"].items()
     return pd.DataFrame([{"mode": mode, "rank": r["rank"], **r["audit"]} for mode, found in ranks for r in found])
-
-
-def audited(report: Report) -> pd.DataFrame:
-    """`audit_rows` over all ranks: one row a metric, one column a mode."""
-    return audit_rows(report).drop(columns="rank").groupby("mode").sum().add_prefix("audit.").T
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------
@@ -124,7 +120,8 @@ def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
         values = f"{found.shift:.3g}, {found.largest_shift:.3g}, {found.largest_gap:.3g}"
         holds = found.places > 0 and found.within(most)
         run.claim(text, f"<= {most:g}, {bound:g}, {bound:g}", values, holds)
-    counts = [accepted_drafts(bench, mode) for mode in (next(iter(ranks)), "stage")]
+    first = bench[bench.repeat == 0].pivot_table("value", "mode", "metric", "sum")  # greedy repeats are the same again
+    counts = first.loc[[next(iter(ranks)), "stage"], ["accepted_tokens", "draft_tokens"]].to_numpy().tolist()
     z, some = abs(same_share(counts)), counts[0][0] > 0
     run.claim(f"{where}: stage accepts as many drafts as vanilla (|z|)", "< 3", z, z < 3 and some)
     for mode in ("cow", "stage"):
@@ -135,23 +132,20 @@ def claim(run: Run, bench: pd.DataFrame, report: Report) -> None:
         checked, wrong = int(metrics["nwor_scheduler_checks"]), int(metrics["nwor_scheduler_mismatches"])
         holds = checked > 0 and wrong == 0
         run.claim(f"{where}: {mode}'s commits are the scheduler's in every step", 0, wrong, holds)
-    claim_clean(run, where, audited(report))
+    claim_clean(run, where, report)
 
 
-def claim_clean(run: Run, where: str, table: pd.DataFrame) -> None:
-    """Record what must hold of an audit: vanilla and `direct` are dirty, the other modes show none of its faults.
-
-    table: one row a metric, one column a mode, as `audited` makes it.
-    """
-    wrong = table.loc[[f"audit.{fault}" for fault in FAULTS]].sum()
+def claim_clean(run: Run, where: str, report: Report) -> None:
+    """Record what must hold of the audit: vanilla and `direct` are dirty, the other modes show none of its faults."""
+    table = _audits(report).drop(columns="dirty_by_step").groupby("mode").sum()
     for mode in ("cow", "stage"):
-        steps, found = int(table.loc["audit.layer_steps", mode]), int(wrong[mode])
+        steps, found = int(table.loc[mode, "layer_steps"]), int(table.loc[mode, list(FAULTS)].sum())
         text = f"{where}: {mode} leaves no layer-step dirty, of {steps}"
         run.claim(text, 0, found, steps > 0 and found == 0)
     names = {UNPATCHED: "vLLM never patched", "off": "vanilla", "direct": "direct, the control,"}
-    for mode, name in ((mode, name) for mode, name in names.items() if mode in table):
-        dirty = int(table.loc["audit.dirty_layer_steps", mode])
-        run.claim(f"{where}: {name} leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
+    for mode in (mode for mode in names if mode in table.index):
+        dirty = int(table.loc[mode, "dirty_layer_steps"])
+        run.claim(f"{where}: {names[mode]} leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
 
 
 def claim_left(run: Run, where: str, report: Report, bench: pd.DataFrame | None = None) -> None:
@@ -185,12 +179,6 @@ def claim_left(run: Run, where: str, report: Report, bench: pd.DataFrame | None 
 def rejected_rows(metrics: Mapping[str, float]) -> int:
     """Rows of a layer that the scheduler, whose `metrics` these are, has heard were rejected."""
     return int(metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"])
-
-
-def accepted_drafts(bench: pd.DataFrame, mode: str) -> tuple[int, int]:
-    """Accepted and offered drafts of one mode, in the first repeat: greedy repeats are the same drafts again."""
-    rows = bench[(bench["mode"] == mode) & (bench.repeat == 0)].groupby("metric").value.sum()
-    return int(rows["accepted_tokens"]), int(rows["draft_tokens"])
 
 
 def cache_shape(spec: Mapping[str, Any]) -> Shape:

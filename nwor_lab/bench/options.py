@@ -4,25 +4,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from tyro.conf import arg
 
 from nwor_lab import machine, pair, paths
 from nwor_lab.bench.parity import tolerance
-from nwor_lab.bench.plan import Plan, Workload
+from nwor_lab.bench.plan import Plan
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.engines.widened_pair import PAIR_AT, write_widened
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 T = TypeVar("T")
 Modes = Annotated[tuple[str, ...], arg(aliases=("--mode",))]
 Ks = Annotated[tuple[int, ...], arg(name="k")]
-Shape = Annotated[str, arg(help=f"random weights of a shape: {', '.join(shapes.SHAPES)}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +38,6 @@ class Models:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts(Workload):
-    """What is decoded."""
-
-    prompts: str = str(paths.PROMPTS)
-    """JSONL file with a `prompt` a line"""
-    shape: Shape = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Output:
     """Where results go."""
 
@@ -53,10 +46,9 @@ class Output:
     name: str
     """name of the table and report"""
 
-
-def folder(output: Output) -> Path:
-    """The folder that was asked for; `output` has a name."""
-    return Path(output.run_dir or paths.RESULTS / output.name).resolve()
+    @property
+    def folder(self) -> Path:
+        return Path(self.run_dir or paths.RESULTS / self.name).resolve()
 
 
 def flat(options: Any) -> dict[str, Any]:
@@ -71,7 +63,7 @@ def flat(options: Any) -> dict[str, Any]:
 def parse_config(given: Mapping[str, Any]) -> tuple[EngineSpec, Plan, list[list[int]]]:
     """The spec, the plan and the prompts (token ids) that options by name describe.
 
-    An empty dtype is that of this machine, and a `tolerance` of 0 that of the dtypes.
+    An empty dtype is that of this machine.
 
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
@@ -84,16 +76,19 @@ def parse_config(given: Mapping[str, Any]) -> tuple[EngineSpec, Plan, list[list[
             raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
     given = with_model(given)
     usual = tolerance(given["dtype"], given["kv_cache_dtype"], given["load_format"] == FORMAT, not machine.on_cpu())
-    plan = from_options(Plan, given | {"tolerance": given.get("tolerance") or usual})
+    plan = from_options(Plan, given | {"tolerance": usual})
     spec = from_options(EngineSpec, given | {"k": plan.ks[0]})
-    if (room := spec.max_model_len - plan.max_tokens) < max(plan.random_prompts, default=1):
-        raise ValueError(f"max_model_len {spec.max_model_len} leaves room for {room} tokens of a prompt: raise it")
     if plan.random_prompts:
         prompts = random_prompts(plan)
     else:
-        prompts = tokenized(spec, plan, pair.load_prompts(given["prompts"]))
+        used = max(plan.num_prompts, *plan.sizes) if plan.num_prompts else None
+        prompts = list(map(load_tokenizer(spec.model).encode, pair.load_prompts(plan.prompts)[:used]))
     if not prompts:
         raise ValueError("there are no prompts: give --num-prompts, or a file of --prompts that has some")
+    room, longest = spec.max_model_len - plan.max_tokens, max(map(len, prompts))
+    if longest > room:
+        limit = f"max_model_len {spec.max_model_len} leaves room for {room}"
+        raise ValueError(f"a prompt has {longest} tokens, {limit}: raise it")
     return spec, replace(plan, num_prompts=plan.num_prompts or len(prompts)), prompts
 
 
@@ -110,9 +105,9 @@ def with_model(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--kv-cache-dtype {made['kv_cache_dtype']}: {refused}")
     if not machine.on_cpu() and made["tp"] > (gpus := torch.cuda.device_count()):
         raise ValueError(f"--tp {made['tp']}: there {'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)} here")
-    if made["shape"]:
+    if shape := made.get("shape"):
         folder = paths.RESULTS / "shapes" / f"{made['max_model_len']}"  # of its own: others may start beside it
-        target, head = shapes.write_shape(made["shape"], folder, made["max_model_len"])
+        target, head = shapes.write_shape(shape, folder, made["max_model_len"])
         made |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
     elif made["model"].startswith(PAIR_AT):
         folder = paths.RESULTS / "shapes" / f"{made['model']}-{made['dtype']}"
@@ -132,25 +127,17 @@ def random_prompts(plan: Plan) -> list[list[int]]:
     return [[draw.randrange(10, 250) for _ in range(max(plan.random_prompts))] for _ in range(number)]
 
 
-def tokenized(spec: EngineSpec, plan: Plan, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of the texts by the model's own tokenizer.
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """A model's own tokenizer.
 
     Raises:
-        ValueError: there is no such model; or acceptance is to be counted, and a prompt is missing or does not fit
-            beside its answer.
+        ValueError: there is no such model.
     """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.model)
+        return AutoTokenizer.from_pretrained(model)
     except OSError as error:
-        raise shapes.unreadable(spec.model, error) from error
-    prompts = [tokenizer.encode(text) for text in texts]
-    if plan.count:
-        if plan.num_prompts > len(prompts) or not prompts:
-            raise ValueError(f"{plan.num_prompts or 'some'} prompts asked for, {len(prompts)} given")
-        room, longest = spec.max_model_len - plan.max_tokens - max(plan.ks), max(map(len, prompts))
-        if longest > room:
-            limit = f"max_model_len {spec.max_model_len} leaves room for {room}"
-            raise ValueError(f"a prompt has {longest} tokens, {limit}")
-    return prompts
+        why = str(error).strip().splitlines()[0]
+        ways = f"give a model's folder, its name on the hub, or a --shape of {', '.join(shapes.SHAPES)}"
+        raise ValueError(f"model {model} cannot be read ({why}); {ways}") from error

@@ -11,7 +11,8 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nwor.settings import MODES, Settings
-from nwor_lab import progress
+from nwor_lab import paths, progress
+from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.machine import on_cpu
 
 UNPATCHED = "vllm"
@@ -28,6 +29,9 @@ class Workload:
     """lengths of prompts of random token ids, in place of a file's"""
     max_tokens: int = 64
     """tokens of every answer"""
+    prompts: str = str(paths.PROMPTS)
+    """JSONL file with a `prompt` a line"""
+    shape: Annotated[str, arg(help=f"random weights of a shape: {', '.join(SHAPES)}")] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,33 +40,28 @@ class Timing:
 
     batches: tuple[int, ...] = ()
     """prompts of each timed generation, one generation after the other, as far as caches hold them; none: all"""
-    temperatures: Annotated[tuple[float, ...], arg(name="temperature")] = (0.0,)
-    """sampling temperatures; 0 is greedy, and parity is checked there alone"""
     repeats: int = 5
     """timed passes; the modes are interleaved, and each repeat reverses their order"""
-    max_minutes: float = 0.0
-    """no repeat but the first begins that would end later than this, by the longest so far; 0 for no limit"""
-    tolerance: float = 0.0
-    """nats by which a mode may shift log-probabilities; 0 for what rounding in the dtypes explains"""
     profile: bool = False
     """also take GPU time by kind of kernel, in untimed generations"""
     audit: bool = True
-    """compare the whole cache byte by byte in the first pass, which is not timed"""
+    """compare the whole cache byte by byte while the first load is compared, which is not timed"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Timing, Workload):
-    """A grid of modes, draft lengths, temperatures and loads, and what is done at each of its points.
+    """A grid of modes, draft lengths and loads, and what is done at each of its points.
 
     modes: modes to compare, of off, cow, direct, stage, and vllm without the plugin; the first is the baseline.
     ks: draft lengths; engines of one length are up at once, lengths follow each other.
-    count: count accepted drafts and nothing else: no parity, audit or times; engines of all draft lengths work side by
-        side, and greedy passes are not repeated.
+    tolerance: nats by which a mode may shift log-probabilities.
+    temperatures: of sampling, where acceptance is counted; what is compared and timed is greedy.
     """
 
     modes: tuple[str, ...] = MODES
     ks: tuple[int, ...] = (4,)
-    count: bool = False
+    tolerance: float = 0.0
+    temperatures: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
         for mode in self.modes:
@@ -75,11 +74,9 @@ class Plan(Timing, Workload):
         for name in ("ks", "batches", "random_prompts"):
             if min(getattr(self, name), default=1) < 1:
                 raise ValueError(f"{'k' if name == 'ks' else name} must be at least 1, got {min(getattr(self, name))}")
-        for name, least in (("max_tokens", 1), ("num_prompts", 0), ("repeats", 0), ("max_minutes", 0)):
+        for name, least in (("max_tokens", 1), ("num_prompts", 0), ("repeats", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.count and (not self.repeats or self.modes != ("off",)):
-            raise ValueError("acceptance is counted in mode off, with at least one repeat")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -94,21 +91,10 @@ class Plan(Timing, Workload):
         every = list(itertools.product(self.random_prompts or (longest,), self.sizes))
         if not self.random_prompts:
             return every
-        fits = [(length, size) for length, size in every if size * (length + self.max_tokens) <= capacity]
-        for length, size in every:
-            if (length, size) not in fits:
-                progress.note(
-                    f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr
-                )
-        return fits
-
-    def passes(self, seed: int) -> list[tuple[float, int, int]]:
-        """(temperature, repeat, seed of the first request) of each counted pass."""
-        return [
-            (temperature, repeat, seed + 1000 * repeat)
-            for temperature, repeat in itertools.product(self.temperatures, range(self.repeats))
-            if temperature or not repeat
-        ]
+        large = [(length, size) for length, size in every if size * (length + self.max_tokens) > capacity]
+        for length, size in large:
+            progress.note(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr)
+        return [load for load in every if load not in large]
 
 
 def settings_of(mode: str, audit: bool) -> Settings:

@@ -19,12 +19,6 @@ COUNTS = ("tokens", "windows", "draft_tokens", "accepted_tokens", "emitted_draft
 """Metrics of a bench that count acceptance."""
 
 
-def interval(accepted: int, windows: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share (Wilson 1927); windows of one request are treated as independent."""
-    found = binomtest(accepted, windows).proportion_ci(method="wilson")
-    return float(found.low), float(found.high)
-
-
 def lengths(total: Any) -> dict[str, Any]:
     """Mean tokens of a window, by the sums of a bench's rows: two numbers, which the ends of answers set apart.
 
@@ -68,21 +62,25 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
         total = part.groupby("metric")["value"].sum()
         windows, drafts, accepted = (int(total[name]) for name in ("windows", "draft_tokens", "accepted_tokens"))
         at = part[part.metric == "accepted_at"].groupby("position").value.sum().sort_index()
-        found: list[tuple[str, str, float, float, float]] = []
         (mean, error), written = mean_accepted(at.tolist(), windows), drafts + windows
-        half, share = 1.96 * error, (drafts - accepted) / written
-        found.append(("acceptance_length", "tokens", 1 + mean, 1 + mean - half, 1 + mean + half))
-        if not math.isnan(emitted := lengths(total)["emitted_length"]):
-            found.append(("emitted_length", "tokens", emitted, math.nan, math.nan))
-        half *= windows / written
-        found.append(("rejected_share", "share", share, share - half, share + half))
-        found.append(("windows", "windows", windows, math.nan, math.nan))
-        found.append(("draft_tokens", "tokens", drafts, math.nan, math.nan))
-        lines = [dict(zip(("metric", "unit", "value", "low", "high"), line, strict=True)) for line in found]
+        half = 1.96 * error
+        found = [
+            ("acceptance_length", "tokens", 1 + mean, half),
+            ("emitted_length", "tokens", lengths(total)["emitted_length"], math.nan),
+            ("rejected_share", "share", (drafts - accepted) / written, half * windows / written),
+            ("windows", "windows", windows, math.nan),
+            ("draft_tokens", "tokens", drafts, math.nan),
+        ]
+        lines: list[dict[str, Any]] = [
+            {"metric": metric, "unit": unit, "value": value, "low": value - half, "high": value + half}
+            for metric, unit, value, half in found
+            if not math.isnan(value)
+        ]
         for position, count in at.items():
-            low, high = interval(int(count), windows)
-            bounds = {"position": int(position), "value": count / windows, "low": low, "high": high}
-            lines.append({"metric": "survival", "unit": "share", **bounds})
+            # Wilson's 95 % interval (Wilson 1927); windows of one request are treated as independent.
+            bounds = binomtest(int(count), windows).proportion_ci(method="wilson")
+            line = {"metric": "survival", "unit": "share", "position": int(position), "value": count / windows}
+            lines.append({**line, "low": float(bounds.low), "high": float(bounds.high)})
         rows += [{"mode": mode, "k": k, "temperature": temperature, **line} for line in lines]
     return pd.DataFrame(rows)
 

@@ -89,8 +89,8 @@ class Clock:
         return {name: max(0.0, own[name] - each * calls[name]) / steps / 1e3 for name in own}
 
 
-def hook_times(spec: EngineSpec, mode: str, requests: int) -> dict[str, float]:
-    """Microseconds of a decode step by hook, of an engine made in this very process.
+def hook_times(spec: EngineSpec, mode: str, requests: int, max_tokens: int) -> dict[str, float]:
+    """Microseconds of a decode step by hook, of an engine made in this very process that answers with `max_tokens`.
 
     Raises:
         RuntimeError: the mode does not serve.
@@ -105,7 +105,7 @@ def hook_times(spec: EngineSpec, mode: str, requests: int) -> dict[str, float]:
     if rank != mode:
         raise RuntimeError(f"mode {mode} is not active: {rank} is")
     prompts = [[(7 * i + 13 * j) % 300 + 3 for j in range(24)] for i in range(requests)]
-    return clock.decode_times(served, prompts, (spec.k + 1) * (WARM_UP + STEPS))
+    return clock.decode_times(served, prompts, max_tokens)
 
 
 def _serving(worker: Any) -> str:
@@ -158,7 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     for mode in asked.modes:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            found = pool.submit(hook_times, spec, mode, asked.requests).result()
+            tokens = (spec.k + 1) * (WARM_UP + STEPS)
+            found = pool.submit(hook_times, spec, mode, asked.requests, tokens).result()
         print(f"{mode}: {sum(found.values()):.0f} us of host time a step of {asked.requests} requests")
         for name, microseconds in sorted(found.items(), key=lambda item: -item[1]):
             print(f"  {microseconds:6.1f}  {name}")

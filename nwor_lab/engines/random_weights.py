@@ -8,7 +8,7 @@ that keeps the size of what goes through it, but for two kinds: queries, keys an
 that attention looks at some positions more than at others, and what a layer adds is smaller by the root of how many are
 added, as in GPT-2, so that rounding does not grow from layer to layer. Norms are 1, biases 0, and attention sinks of
 the size of scores. Over 32 layers in bf16 log-probabilities shift by at most 0.09 nats under ``stage``
-(`data/recorded/gpu_steps.parquet`); with an injected fault, blind attention or a commit left out, they did by 0.14 to
+(`data/recorded/gpu_direct.parquet`); with an injected fault, blind attention or a commit left out, they did by 0.14 to
 0.59.
 When it can go: when vLLM's dummy weights are initialised as a model's are.
 """

@@ -32,15 +32,6 @@ def find_shape(name: str) -> dict[str, int]:
     return SHAPES[name]
 
 
-def unreadable(model: str, error: OSError) -> ValueError:
-    """What to say where a model's config or tokenizer cannot be read, from a folder or from the hub."""
-    why = str(error).strip().splitlines()[0]
-    return ValueError(
-        f"model {model} cannot be read ({why}); give a model's folder, its name on the hub, or a --shape of "
-        f"{', '.join(SHAPES)}"
-    )
-
-
 def write_shape(name: str, directory: Path, max_model_len: int) -> tuple[Path, Path]:
     """Write the two configs below `directory` and return the folders of target and head.
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,16 @@ WRITERS = 8
 
 @dataclass(frozen=True)
 class _Sizes:
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
+    num_hidden_layers: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Sizes:
-        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-        return cls(*(config[name] for name in names))
+        return cls(**{field.name: config[field.name] for field in fields(cls)})
 
 
 def write_widened(shape: str, folder: Path, dtype: str = "auto") -> tuple[Path, Path]:
@@ -68,37 +68,31 @@ def write_widened(shape: str, folder: Path, dtype: str = "auto") -> tuple[Path, 
     sizes, written = find_shape(name), []
     for source in (PAIR_TARGET, PAIR_EAGLE):
         config = json.loads((source / "config.json").read_text())
-        layers = sizes["num_hidden_layers"] if source == PAIR_TARGET else config["num_hidden_layers"]
-        wide = {**config, **sizes, "num_hidden_layers": layers, "vocab_size": config["vocab_size"]}
+        wide = {**config, **sizes, "vocab_size": config["vocab_size"]}
+        if source == PAIR_EAGLE:
+            wide["num_hidden_layers"] = config["num_hidden_layers"]
         wide["rms_norm_eps"] = config["rms_norm_eps"] * config["hidden_size"] / wide["hidden_size"]
         wide["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-        _check_fits(config, wide, name)
+        _check_fits(_Sizes.of(config), _Sizes.of(wide), name)
         written.append(_write(source, config, wide, folder / source.name, DTYPES[dtype]))
     return written[0], written[1]
 
 
-def _check_fits(config: Mapping[str, Any], wide: Mapping[str, Any], name: str) -> None:
-    narrow, wider = _Sizes.of(config), _Sizes.of(wide)
-    places = _places(narrow, wider)
-    small = [
-        field for field in ("hidden", "intermediate", "head_dim") if getattr(narrow, field) > getattr(wider, field)
-    ]
-    if config["num_hidden_layers"] > wide["num_hidden_layers"]:
-        small.append("num_hidden_layers")
-    if max(kv for kv, _ in places) >= wider.kv_heads:
-        small.append("num_key_value_heads")
-    if wider.head_dim % narrow.head_dim:
-        small.append(f"head_dim (no multiple of {narrow.head_dim})")
+def _check_fits(narrow: _Sizes, wide: _Sizes, name: str) -> None:
+    small = [size for size, least in vars(narrow).items() if size != "num_key_value_heads" and vars(wide)[size] < least]
+    if wide.head_dim % narrow.head_dim or max(kv for kv, _ in _places(narrow, wide)) >= wide.num_key_value_heads:
+        small.append("heads or their size")
     if small:
         raise ValueError(f"the pair does not fit into the shape {name}, which is too small in {', '.join(small)}")
 
 
 def _places(narrow: _Sizes, wide: _Sizes) -> list[tuple[int, int]]:
     """Of each query head of the pair its KV head and its own place in the larger model; KV heads repeat as needed."""
-    group, wider_group = narrow.heads // narrow.kv_heads, wide.heads // wide.kv_heads
+    group = narrow.num_attention_heads // narrow.num_key_value_heads
+    wider_group = wide.num_attention_heads // wide.num_key_value_heads
     repeats = -(-group // wider_group)
     found = []
-    for head in range(narrow.heads):
+    for head in range(narrow.num_attention_heads):
         kv_head = head // group * repeats + head % group // wider_group
         found.append((kv_head, kv_head * wider_group + head % group % wider_group))
     return found
@@ -110,39 +104,27 @@ def _write(source: Path, config: Mapping[str, Any], wide: Mapping[str, Any], fol
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
     narrow, wider = _Sizes.of(config), _Sizes.of(wide)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    draw = torch.Generator(device).manual_seed(0)
-
-    def noise(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=draw, device=device, dtype=dtype).mul_(0.02).cpu()
-
-    base = _noise_of_a_layer(wider, noise)
+    base = _noise_of_a_layer(wider, dtype)
     stem = "model.layers." if source == PAIR_TARGET else "layers."
-    jobs: list[tuple[str, Callable[[], dict[str, Tensor]]]] = []
-    for layer in range(wide["num_hidden_layers"]):
-        own = {
-            name.removeprefix(f"{stem}{layer}."): x for name, x in weights.items() if name.startswith(f"{stem}{layer}.")
-        }
 
-        def layer_weights(layer: int = layer, own: dict[str, Tensor] = own) -> dict[str, Tensor]:
-            made = _widen_layer(own, base, narrow, wider, dtype) if own else base
-            if own and "input_layernorm.weight" not in own:  # an EAGLE head's first layer has none
-                made = {name: tensor for name, tensor in made.items() if name != "input_layernorm.weight"}
-            return {f"{stem}{layer}.{name}": tensor for name, tensor in made.items()}
-
-        jobs.append((f"model-{layer:05d}.safetensors", layer_weights))
-    others = {name: tensor for name, tensor in weights.items() if not name.startswith(stem)}
-    jobs.append(("model-others.safetensors", lambda: _widen_others(others, narrow, wider, dtype)))
-
-    def save(job: tuple[str, Callable[[], dict[str, Tensor]]]) -> dict[str, str]:
-        file, make = job
-        made = make()
+    def save(layer: int) -> dict[str, str]:
+        """Write a layer's tensors, or after the last layer all others, and return the file of each."""
+        if layer == wider.num_hidden_layers:
+            others = {name: tensor for name, tensor in weights.items() if not name.startswith(stem)}
+            made = _widen_others(others, narrow, wider, dtype)
+        else:
+            prefix = f"{stem}{layer}."
+            own = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+            tensors = _widen_layer(own, base, narrow, wider, dtype) if own else base
+            made = {prefix + name: x for name, x in tensors.items() if not own or name in own}
+        file = f"model-{layer:05d}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in made.items()}, folder / file, {"format": "pt"})
         return dict.fromkeys(made, file)
 
     with ThreadPoolExecutor(WRITERS) as pool:
-        places = {name: file for part in pool.map(save, jobs) for name, file in part.items()}
-    total = sum((folder / file).stat().st_size for file, _ in jobs)
+        parts = pool.map(save, range(wider.num_hidden_layers + 1))
+        places = {name: file for part in parts for name, file in part.items()}
+    total = sum(file.stat().st_size for file in folder.glob("model-*.safetensors"))
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
     for file in source.glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -150,21 +132,22 @@ def _write(source: Path, config: Mapping[str, Any], wide: Mapping[str, Any], fol
     return folder
 
 
-def _noise_of_a_layer(wide: _Sizes, noise: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
+def _noise_of_a_layer(wide: _Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
     """A layer that computes all that one does, and adds zeros."""
-    queries, keys = wide.heads * wide.head_dim, wide.kv_heads * wide.head_dim
+    hidden, intermediate = wide.hidden_size, wide.intermediate_size
+    queries, keys = wide.num_attention_heads * wide.head_dim, wide.num_key_value_heads * wide.head_dim
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator(device).manual_seed(0)
+    random = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    random |= {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}
     made = {
-        "self_attn.q_proj.weight": noise(queries, wide.hidden),
-        "self_attn.k_proj.weight": noise(keys, wide.hidden),
-        "self_attn.v_proj.weight": noise(keys, wide.hidden),
-        "mlp.gate_proj.weight": noise(wide.intermediate, wide.hidden),
-        "mlp.up_proj.weight": noise(wide.intermediate, wide.hidden),
+        f"{name}.weight": torch.randn(rows, hidden, generator=draw, device=device, dtype=dtype).mul_(0.02).cpu()
+        for name, rows in random.items()
     }
-    dtype = made["self_attn.q_proj.weight"].dtype
-    made["self_attn.o_proj.weight"] = torch.zeros(wide.hidden, queries, dtype=dtype)
-    made["mlp.down_proj.weight"] = torch.zeros(wide.hidden, wide.intermediate, dtype=dtype)
+    made["self_attn.o_proj.weight"] = torch.zeros(hidden, queries, dtype=dtype)
+    made["mlp.down_proj.weight"] = torch.zeros(hidden, intermediate, dtype=dtype)
     for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-        made[norm] = torch.ones(wide.hidden, dtype=dtype)
+        made[norm] = torch.ones(hidden, dtype=dtype)
     return made
 
 
@@ -172,11 +155,11 @@ def _widen_layer(
     own: Mapping[str, Tensor], base: Mapping[str, Tensor], narrow: _Sizes, wide: _Sizes, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """A layer of the pair among the random weights of `base`."""
-    d, size, wider = narrow.hidden, narrow.head_dim, wide.head_dim
+    d, size, wider = narrow.hidden_size, narrow.head_dim, wide.head_dim
     made = {name: tensor.clone() for name, tensor in base.items()}
     half = torch.arange(size // 2) * (wider // size)
     rotary, values = torch.cat([half, wider // 2 + half]), torch.arange(size)
-    group = narrow.heads // narrow.kv_heads
+    group = narrow.num_attention_heads // narrow.num_key_value_heads
 
     def put(name: str, head: int, dims: Tensor, rows: Tensor) -> None:
         """A head's rows, and zeros in what is left of it."""
@@ -191,12 +174,12 @@ def _widen_layer(
         put("self_attn.v_proj.weight", kv_head, values, own["self_attn.v_proj.weight"][kv_rows])
         made["self_attn.o_proj.weight"][:d, place * wider + values] = own["self_attn.o_proj.weight"][:, rows].to(dtype)
     for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
-        made[name][: narrow.intermediate].zero_()
-        made[name][: narrow.intermediate, :d] = own[name].to(dtype)
-    made["mlp.down_proj.weight"][:d, : narrow.intermediate] = own["mlp.down_proj.weight"].to(dtype)
+        made[name][: narrow.intermediate_size].zero_()
+        made[name][: narrow.intermediate_size, :d] = own[name].to(dtype)
+    made["mlp.down_proj.weight"][:d, : narrow.intermediate_size] = own["mlp.down_proj.weight"].to(dtype)
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         if name in own:
-            made[name] = _widen_norm(own[name], wide.hidden, dtype)
+            made[name] = _widen_norm(own[name], wide.hidden_size, dtype)
     return made
 
 
@@ -206,10 +189,10 @@ def _widen_norm(weight: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
 
 def _widen_others(weights: Mapping[str, Tensor], narrow: _Sizes, wide: _Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
     """Embedding, final norm, `lm_head` and an EAGLE head's `fc`."""
-    d, more, made = narrow.hidden, wide.hidden - narrow.hidden, dict[str, Tensor]()
+    d, more, made = narrow.hidden_size, wide.hidden_size - narrow.hidden_size, dict[str, Tensor]()
     for name, weight in weights.items():
         if name.endswith("norm.weight"):
-            made[name] = _widen_norm(weight, wide.hidden, dtype)
+            made[name] = _widen_norm(weight, wide.hidden_size, dtype)
         elif name == "fc.weight":  # of a token's embedding and the target's feature, side by side
             halves = [torch.nn.functional.pad(half, (0, more, 0, more)) for half in weight.split(d, dim=1)]
             made[name] = torch.cat(halves, dim=1).to(dtype)

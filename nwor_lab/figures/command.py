@@ -71,6 +71,12 @@ def step_parts(out: style.Folder, table: Tables) -> Path:
     return ratios.step_parts(out, rows[rows["kv_heads"] == 32].query(gpu_steps.MAIN))
 
 
+def expected(out: style.Folder, table: Tables) -> Path:
+    steps = pd.concat([table("gpu_direct"), table("gpu_decode")])
+    points = predicted.against_measured(steps, attention=table("attention"))
+    return breakeven.expected(out, kernels.priced(table("kernel_times")), points)
+
+
 FIGURES: dict[str, Callable[[style.Folder, Tables], Path]] = {
     "pages": pages,
     "policies": lambda out, table: policies.policies(out, table("reference")),
@@ -82,11 +88,7 @@ FIGURES: dict[str, Callable[[style.Folder, Tables], Path]] = {
     "serving": serving,
     "cliff": lambda out, table: ratios.cliff(out, attention.over_each(table("gpu_cliff"))),
     "break_even": lambda out, table: breakeven.break_even(out),
-    "expected": lambda out, table: breakeven.expected(
-        out,
-        kernels.priced(table("kernel_times")),
-        predicted.against_measured(table("gpu_steps"), attention=table("attention")),
-    ),
+    "expected": expected,
     "promises": lambda out, table: promises.promises(out),
 }
 """Each figure by its file's name, and what draws it. `pages` and `break_even` are computed, and take no table."""

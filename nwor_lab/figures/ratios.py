@@ -58,7 +58,7 @@ def steps(run: style.Place, lines: pd.DataFrame) -> Path:
     points = lines[lines["mode"] != "vllm"].sort_values(
         ["k", "kv_heads", "kv_cache_dtype", "prompt", "batch"], ascending=[False, False, True, True, True]
     )
-    points = points.rename(columns={"step": "ratio"})
+    points = points.assign(ratio=points["step"])
     caches = points["kv_cache_dtype"].replace("auto", "bf16")
     panels = "k=" + points["k"].astype(str) + ", " + points["kv_heads"].astype(str) + " KV heads, " + caches
     points = points.assign(panel=panels, setting=[f"{row.prompt:,} x {row.batch}" for row in points.itertuples()])
@@ -133,9 +133,8 @@ def step_parts(run: style.Place, table: pd.DataFrame) -> Path:
     Args:
         table: rows of `gpu_direct` of one setting but for the batch: metrics `step_ms`, and `kernel_us` by `kind`.
     """
-    own = table[(table["mode"] == table["engine"]) | (table["mode"] == "vllm")]
-    steps = own[own["metric"] == "step_ms"].groupby(["batch", "mode"])["value"].median()
-    parts = own[own["metric"] == "kernel_us"].groupby(["batch", "mode", "kind"])["value"].mean().unstack() / 1e3
+    steps = table[table["metric"] == "step_ms"].groupby(["batch", "mode"])["value"].median()
+    parts = table[table["metric"] == "kernel_us"].groupby(["batch", "mode", "kind"])["value"].mean().unstack() / 1e3
     parts = parts.assign(**{"no kernel": (steps - parts.sum(axis=1)).clip(lower=0)})
     shares = 100 * parts.div(steps.xs("vllm", level="mode"), axis=0, level="batch")
     batches, kinds = shares.index.unique("batch"), [kind for kind in PARTS if kind in shares and shares[kind].sum() > 0]

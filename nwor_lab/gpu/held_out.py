@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings the search of `nwor tune` has timed, and which are held out: what is won on those was not tuned for.
 
-Column `tuned_on` of the tables `attention` and `gpu_steps`.
+Column `tuned_on` of the tables `attention`, `gpu_direct` and `gpu_decode`.
 """
 
 from __future__ import annotations

@@ -4,14 +4,16 @@
     nwor serving --modes off,stage,cow --concurrency 1,16,64 --rates 8
 
 One server a mode, all up at once and one loaded at a time, so that modes alternate within each load; each pass over the
-loads has them in another order. The baseline `off` is vLLM that never loads NWOR's plugin. Every mode gets the same
+loads reverses their order. The baseline `off` is vLLM that never loads NWOR's plugin. Every mode gets the same
 requests in the same order: held-out Python text, greedy, prefix caching off unless asked for.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,26 +22,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from nwor_lab import command_line, machine, pair, paths, progress
+from nwor_lab import machine, pair, paths, progress
 from nwor_lab.bench import bench, options
-from nwor_lab.engines import shapes
-from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.engines.spec import EngineOptions, EngineSpec
 from nwor_lab.run import results
 from nwor_lab.serving.load import Client, Load, ServingPlan, draw_prompts, equal_rows, read_report
-from nwor_lab.serving.server import Server, ServingError, ended
+from nwor_lab.serving.server import Server, ended
 from nwor_lab.serving.table import summary, verdict
 
 Rows = list[dict[str, Any]]
-KEPT = ("input_lens", "ttfts", "latencies", "generated_texts")
-"""What is kept of each request."""
+PATIENCE = 600.0
+"""Seconds that servers may take to come up."""
 
 
 def run(
     spec: EngineSpec, plan: ServingPlan, prompts: Sequence[Mapping[str, Any]], directory: Path, name: str = "serving"
-) -> tuple[Rows, pd.DataFrame, dict[str, Any]]:
+) -> tuple[Rows, dict[str, Any]]:
     """Start the servers, load them, and end them in any case, Ctrl-C and SIGTERM included.
 
     `vllm.benchmarks.sweep` is not used: it runs one server at a time to the end of all its loads, without an
@@ -53,34 +51,32 @@ def run(
         name: of the run, with which its files begin.
 
     Returns:
-        Rows of metrics; of each request the tokens, times in seconds and text; by mode the proof of treatment.
+        Rows of metrics, and by mode the proof of treatment.
 
     Raises:
-        ServingError: a server died or was not up in time, a mode is not active, or a request failed.
+        EngineError: a server died or was not up in time, a mode is not active, or a request failed.
     """
     logs, data = directory / "logs", directory / f"{name}-requests.jsonl"
     results.write_text(data, "".join(json.dumps({"prompt": one["prompt"]}) + "\n" for one in prompts))
-    begin = time.monotonic()
-    rows, requests, before = Rows(), list[pd.DataFrame](), dict[str, list[str]]()
+    until = time.monotonic() + PATIENCE
+    rows, before = Rows(), dict[str, list[str]]()
     with ended({}) as servers:
-        progress.say(f"starting {len(plan.modes)} servers: {', '.join(plan.modes)} (a minute or two); logs: {logs}")
+        progress.say(f"starting {len(plan.modes)} servers: {', '.join(plan.modes)} (a minute or two)")
         for mode in plan.modes:
             servers[mode] = Server.of(spec, mode, logs / f"{name}-{mode}.log")
-        tokenizer = str(paths.PAIR_TARGET) if spec.load_format == FORMAT else spec.model
-        client = Client(tokenizer, data, plan.answer, logs / f"{name}-client.log")
+        client = Client(spec.model, data, plan.answer, logs / f"{name}-client.log")
         for mode, server in servers.items():
-            server.wait(begin + plan.patience - time.monotonic())
+            server.wait(until - time.monotonic())
             server.proof(loaded=False)
             progress.say(f"{mode}: server up")
         for server in servers.values():
             client.ask(server, Load(max(load.at_once for load in plan.loads), math.inf, plan.warmup), warm=0)
-        for number, load in plan.passes(begin):
+        for number, load in itertools.product(range(plan.orders), plan.loads):
             texts, at = dict[str, list[str]](), {"load": load.name, "repeat": number, "requests": load.requests}
-            for place, mode in enumerate(plan.in_order(number)):
+            for mode in plan.in_order(number):
                 report = client.ask(servers[mode], load)
                 found = {row["metric"]: row for row in read_report(report, load, mode, plan.answer)}
-                rows += [{**at, "mode": mode, "place": place, **row} for row in found.values()]
-                requests.append(pd.DataFrame({one: report[one] for one in KEPT}).assign(**at, mode=mode))
+                rows += [{**at, "mode": mode, **row} for row in found.values()]
                 texts[mode], speed = report["generated_texts"], found["tokens_per_s"]["value"]
                 progress.say(f"pass {number + 1} of {plan.orders}, {load.name}: {mode}, {speed:.1f} tokens a second")
             rows += [{**at, **row} for row in equal_rows(texts, before.get(load.name))]
@@ -88,7 +84,7 @@ def run(
         served = {mode: server.proof(loaded=True) for mode, server in servers.items()}
     for mode, proof in served.items():
         rows += [{"mode": mode, "metric": f"nwor.{of}", "value": value, "unit": "count"} for of, value in proof.items()]
-    return rows, pd.concat(requests, ignore_index=True), served
+    return rows, served
 
 
 def engine_here() -> EngineOptions:
@@ -106,41 +102,14 @@ class Serving(options.Models):
     """drafts a request brings to a step"""
     prompts: str = str(paths.PROMPTS)
     """JSONL file with a `prompt` a line, of which requests are cut"""
-    shape: options.Shape = ""
     plan: ServingPlan = field(default_factory=ServingPlan)
     engine: EngineOptions = field(default_factory=engine_here)
     output: options.Output = field(default_factory=partial(options.Output, name="serving"))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 2 for wrong input, 1 for a server or a request that failed."""
-    fail = partial(command_line.fail, "nwor serving")
-    try:
-        try:
-            asked = command_line.parse(Serving, argv, "nwor serving", __doc__ or "")
-            given = options.flat(asked)
-            with progress.moving():
-                progress.say("reading models and prompts", plain=False)
-                spec, prompts = parse_config(asked)
-            directory = results.check_folder(options.folder(asked.output))
-        except (ValueError, OSError) as error:
-            return fail(error)
-        print(f"weights and cache in {machine.summary(asked.engine.dtype)}; {asked.plan.describe(prompts)}", flush=True)
-        with progress.moving():
-            rows, requests, served = run(spec, asked.plan, prompts, directory, asked.output.name)
-        frame, path = bench.write_results(directory, given, spec, asked.plan, rows, {"served": served})
-    except (ServingError, OSError) as error:
-        return fail(error, 1)
-    except KeyboardInterrupt:
-        return fail("interrupted before its end, no results were written; start it again", 130)
-    table = summary(frame)
-    said = verdict(table) + "\nOne pass does not tell noise." * (asked.plan.orders == 1)
-    results.write_table(f"{path.with_suffix('')}-requests.parquet", requests)
-    results.write_table(f"{path.with_suffix('')}-summary.csv", table)
-    results.write_text(f"{path.with_suffix('')}-verdict.txt", said + "\n")
-    print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
-    print(f"{said}\nwritten: {path}, .json, and beside it the requests, this table and the verdict")
-    return 0
+    """Run the command and return its exit status, as `bench.run_command` does."""
+    return bench.run_command("serving", Serving, __doc__, argv, parse_config, measure)
 
 
 def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
@@ -149,8 +118,6 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
     """
-    from transformers import AutoTokenizer
-
     plan, engine, texts = asked.plan, asked.engine, pair.load_prompts(asked.prompts)
     if (room := engine.max_model_len - plan.answer) < plan.longest:
         raise ValueError(f"max_model_len {engine.max_model_len} leaves room for {room} tokens of a prompt: raise it")
@@ -159,13 +126,25 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
     if not asked.draft and engine.method != "ngram":
         raise ValueError(f"method {engine.method} needs a --draft")
     spec = options.from_options(EngineSpec, options.with_model(options.flat(asked)))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(paths.PAIR_TARGET if asked.shape else spec.model)
-    except OSError as error:
-        raise shapes.unreadable(spec.model, error) from error
-    if asked.shape and (words := shapes.find_shape(asked.shape)["vocab_size"]) < len(tokenizer):
-        raise ValueError(f"shape {asked.shape} has {words} words, the pair's tokenizer {len(tokenizer)}")
-    return spec, draw_prompts(texts, tokenizer, plan)
+    return spec, draw_prompts(texts, options.load_tokenizer(spec.model), plan)
+
+
+def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], directory: Path) -> int:
+    """Load the servers, write what was found and print it."""
+    (spec, prompts), plan = prepared, asked.plan
+    lengths = [one["tokens"] for one in prompts]
+    median = statistics.median_low(lengths)
+    print(f"prompts of {min(lengths)} to {max(lengths)} tokens, median {median}, answers of {plan.answer}", flush=True)
+    with progress.moving():
+        rows, served = run(spec, plan, prompts, directory, asked.output.name)
+    frame, path = bench.write_results(directory, options.flat(asked), spec, plan, rows, {"served": served})
+    table = summary(frame)
+    said = verdict(table) + "\nOne pass does not tell noise." * (plan.orders == 1)
+    results.write_table(f"{path.with_suffix('')}-summary.csv", table)
+    results.write_text(f"{path.with_suffix('')}-verdict.txt", said + "\n")
+    print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
+    print(f"{said}\nwritten: {path}, .json, and beside it this table and the verdict")
+    return 0
 
 
 if __name__ == "__main__":

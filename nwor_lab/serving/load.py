@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import math
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from nwor.settings import MODES
-from nwor_lab import progress
-from nwor_lab.serving.server import SERVED, Server, ServingError
+from nwor_lab.engines.engine import EngineError
+from nwor_lab.serving.server import SERVED, Server
 
 WARM = 2
 """Requests before each load, not measured."""
@@ -71,13 +70,9 @@ class ServingPlan:
     longest: int = 1500
     """tokens of the longest prompt"""
     orders: int = 3
-    """passes over all loads, each with the modes in another order"""
-    max_minutes: float = 0.0
-    """no pass but the first begins that would end later than this, by the longest so far; 0 for no limit"""
+    """passes over all loads; each reverses the order of the modes"""
     warmup: int = 8
     """requests by which every server is warmed up before the first load"""
-    patience: float = 600.0
-    """seconds that servers may take to come up"""
 
     def __post_init__(self) -> None:
         for mode in self.modes:
@@ -92,7 +87,7 @@ class ServingPlan:
                 raise ValueError(f"{name} must be different values, above 0, got {','.join(map(str, values))}")
         if min(self.requests) < 1:
             raise ValueError(f"requests must be at least 1, got {min(self.requests)}")
-        at_least = {"answer": 2, "shortest": 1, "longest": self.shortest, "orders": 1, "warmup": 1, "max_minutes": 0}
+        at_least = {"answer": 2, "shortest": 1, "longest": self.shortest, "orders": 1, "warmup": 1}
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -103,28 +98,9 @@ class ServingPlan:
         numbers = itertools.chain(self.requests, itertools.repeat(self.requests[-1]))
         return [Load(n, 0.0 if n else rate, number) for (n, rate), number in zip(kinds, numbers, strict=False)]
 
-    def describe(self, prompts: Sequence[Mapping[str, Any]]) -> str:
-        lengths = sorted(one["tokens"] for one in prompts)
-        middle = lengths[len(lengths) // 2]
-        return f"prompts of {lengths[0]} to {lengths[-1]} tokens, median {middle}, answers of {self.answer}"
-
-    def passes(self, begin: float) -> Iterator[tuple[int, Load]]:
-        """Number and loads of each pass that `max_minutes` after `begin` (by `time.monotonic`) leave room for."""
-        longest = 0.0
-        for number in range(self.orders):
-            now = time.monotonic()
-            if number and 0 < 60 * self.max_minutes < now - begin + longest:
-                progress.note(f"{self.max_minutes:g} minutes hold {number} of {self.orders} passes", sys.stderr)
-                return
-            for load in self.loads:
-                yield number, load
-            longest = max(longest, time.monotonic() - now)
-
     def in_order(self, number: int) -> tuple[str, ...]:
-        """The modes in the order of a pass: ABCD, DCBA, BADC, CDAB, and again."""
-        pairs = [self.modes[i : i + 2][::-1] for i in range(0, len(self.modes), 2)]
-        swapped = tuple(itertools.chain.from_iterable(pairs))
-        return (self.modes, self.modes[::-1], swapped, swapped[::-1])[number % 4]
+        """The modes in the order of a pass: each reverses the one before."""
+        return self.modes[:: -1 if number % 2 else 1]
 
 
 def draw_prompts(texts: Sequence[str], tokenizer: Any, plan: ServingPlan) -> list[dict[str, Any]]:
@@ -188,7 +164,7 @@ class Client:
         """The client's report of one load on one server.
 
         Raises:
-            ServingError: the server died.
+            EngineError: the server died.
         """
         how = ["--max-concurrency", str(load.at_once)] if load.at_once else ["--request-rate", str(load.rate)]
         how += ["--num-prompts", str(load.requests), "--num-warmups", str(warm), "--base-url", server.url]
@@ -204,18 +180,18 @@ def read_report(report: Mapping[str, Any], load: Load, mode: str, answer: int) -
     """Metrics, values and units of a report, by `COLUMNS`.
 
     Raises:
-        ServingError: a request failed, an answer has not its length, or no draft was verified.
+        EngineError: a request failed, an answer has not its length, or no draft was verified.
     """
     errors = [str(error).strip().splitlines() for error in report["errors"] if error]
     if report["failed"] or errors or report["completed"] != load.requests:
         first = f": {errors[0][-1]}" if errors else ""
-        raise ServingError(
+        raise EngineError(
             f"{mode}, {load.name}: {load.requests - report['completed']} of {load.requests} requests failed{first}"
         )
     if set(report["output_lens"]) != {answer}:
-        raise ServingError(f"{mode}, {load.name}: answers of {sorted(set(report['output_lens']))} tokens, not {answer}")
+        raise EngineError(f"{mode}, {load.name}: answers of {sorted(set(report['output_lens']))} tokens, not {answer}")
     if not report.get("spec_decode_num_drafts"):
-        raise ServingError(f"{mode}, {load.name}: the server verified no draft")
+        raise EngineError(f"{mode}, {load.name}: the server verified no draft")
     return [{"metric": name, "value": float(report[key]), "unit": unit} for key, (name, unit) in COLUMNS.items()]
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nwor.settings import CLEAN, Settings
-from nwor_lab import paths
+from nwor_lab.engines.engine import EngineError
 from nwor_lab.engines.spec import EngineSpec
 
 SERVED = "nwor"
@@ -31,16 +31,10 @@ GRACE = 15.0
 """Seconds that a server has to end by itself."""
 
 
-class ServingError(RuntimeError):
-    """A server died, does not serve its mode, or a request failed; the message says which."""
-
-
 def words(spec: EngineSpec) -> list[str]:
     """The options of vLLM's command line that `EngineSpec.llm_arguments` stand for."""
     arguments = spec.llm_arguments()
-    if arguments.pop("skip_tokenizer_init"):  # random weights of a shape are served with the pair's tokenizer
-        arguments["tokenizer"] = str(paths.PAIR_TARGET)
-    del arguments["disable_log_stats"]  # a server keeps them
+    del arguments["skip_tokenizer_init"], arguments["disable_log_stats"]  # a server needs the one and keeps the others
     made: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
@@ -90,15 +84,15 @@ class Server:
         return cls(mode, command, environment(spec, mode), log)
 
     def check(self, doing: str, failed: bool = False) -> None:
-        """Raise `ServingError`, with the end of the log, if the server died, or if `failed` is true all the same."""
+        """Raise `EngineError`, with the end of the log, if the server died, or if `failed` is true all the same."""
         code = self._process.poll()
         if failed or code is not None:
             what = "failed" if code is None else f"died with exit code {code}"
             end = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
-            raise ServingError(f"the server of {self.mode} {what} {doing}; the end of its log {self.log}:\n{end}")
+            raise EngineError(f"the server of {self.mode} {what} {doing}; the end of its log {self.log}:\n{end}")
 
     def wait(self, seconds: float) -> None:
-        """Return once it answers `/health`; raise `ServingError` if it dies, or does not within `seconds`."""
+        """Return once it answers `/health`; raise `EngineError` if it dies, or does not within `seconds`."""
         until = time.monotonic() + seconds
         while True:
             late = time.monotonic() > until
@@ -115,24 +109,15 @@ class Server:
             loaded: it has had requests, so that a mode that holds drafts must have counted windows.
 
         Raises:
-            ServingError: the mode is not active, or counts differ from vLLM's; for `off`, NWOR is there.
+            EngineError: the mode is not active, or counts differ from vLLM's; for `off`, NWOR is there.
         """
         self.check("before its counters were read")
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             counters = read_counters(answer.read().decode())
         said = re.findall(r"NWOR mode .*", self.log.read_text(errors="replace"))
-        served = [int(n) for line in said for n in re.findall(rf"mode {self.mode} serves (\d+) layers", line)]
-        wrong = ""
-        if self.mode == "off":
-            wrong = "vLLM is patched" if said or counters else ""
-        elif not served:
-            wrong = f"the mode is not active: {'; '.join(said) or 'no word of it in the log'}"
-        elif loaded and self.mode in CLEAN and not counters.get("windows_total"):
-            wrong = "no window was opened"
-        elif counters.get("scheduler_mismatches_total"):
-            wrong = "commits differ from what the scheduler accepted"
-        if wrong:
-            raise ServingError(f"nothing may be measured as {self.mode}: {wrong}; its server's log: {self.log}")
+        if wrong := missing_proof(self.mode, said, counters, loaded):
+            raise EngineError(f"nothing may be measured as {self.mode}: {wrong}; its server's log: {self.log}")
+        served = layers_served(self.mode, said)
         return {"layers": min(served, default=0), "ranks": len(served), **counters}
 
     def ask_to_end(self) -> None:
@@ -147,6 +132,22 @@ class Server:
         with contextlib.suppress(ProcessLookupError):  # an engine that outlives its server
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def layers_served(mode: str, said: Sequence[str]) -> list[int]:
+    """By rank the layers that a mode serves, by the lines that it has said of itself."""
+    return [int(n) for line in said for n in re.findall(rf"mode {mode} serves (\d+) layers", line)]
+
+
+def missing_proof(mode: str, said: Sequence[str], counters: Mapping[str, float], loaded: bool) -> str:
+    """Why a server does not prove that it serves its mode, and that alone; empty where it does."""
+    if mode == "off":
+        return "vLLM is patched" if said or counters else ""
+    if not layers_served(mode, said):
+        return f"the mode is not active: {'; '.join(said) or 'no word of it in the log'}"
+    if loaded and mode in CLEAN and not counters.get("windows_total"):
+        return "no window was opened"
+    return "commits differ from what the scheduler accepted" * bool(counters.get("scheduler_mismatches_total"))
 
 
 def read_counters(text: str) -> dict[str, float]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that notes what it is asked for, for tests of what an experiment runs and in which order."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from nwor_lab.engines.engine import EngineSpec, Generation
@@ -11,7 +10,7 @@ ACCEPTED = {1: 40, 2: 25, 3: 10}
 
 
 class FakeEngine:
-    """Notes each call in `calls`, beside its mode; a step takes 1 ms, under a paused mode 2.
+    """Notes each call in `calls`, beside its mode; a step takes 1 ms.
 
     For `bad_batch` prompts mode stage gives another token than vanilla.
     """
@@ -22,7 +21,7 @@ class FakeEngine:
     hooks: ClassVar[list[str]] = []
 
     def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
-        self.spec, self.settings, self.mode, self.served_by = spec, settings, settings.mode, settings.mode
+        self.spec, self.settings, self.mode = spec, settings, settings.mode
         self.every.append(self)
         self.calls.append((self.mode, "start"))
 
@@ -41,30 +40,22 @@ class FakeEngine:
     def stop_audit(self) -> None:
         pass
 
-    def on_every_rank(self, function: Callable[[Any], None]) -> None:
-        """Of `nwor_lab.engines.pause`."""
-        name = function.__name__
-        if name == "recapture_graphs":
-            self.calls.append((self.mode, name))
-        self.served_by = "off" if name == "pause" else self.mode
-
     def report(self) -> list[dict[str, Any]]:
-        rank = {"rank": 0, "mode": self.mode, "serving": self.served_by, "counters": {}, "audit": {}}
+        rank = {"rank": 0, "mode": self.mode, "serving": self.mode, "counters": {}, "audit": {}}
         return [{**rank, "hooks": self.hooks}]
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def kernel_times(self, prompts: list, max_tokens: int) -> tuple[list[dict[str, float]], int]:
-        self.calls.append((self.mode, "kernel_times", self.served_by))
+        self.calls.append((self.mode, "kernel_times"))
         return [{"nvjet": 8.0 * len(self.calls), "reshape_and_cache": 4.0}], 4
 
     def generate(self, prompts: list, max_tokens: int, temperature=0.0, seed=0, logprobs=0) -> Generation:
         how = (len(prompts), max_tokens, temperature, seed, logprobs)
-        self.calls.append((self.mode, "generate", self.served_by, *how))
-        token = 1 + (self.served_by == "stage" and len(prompts) == self.bad_batch)
+        self.calls.append((self.mode, "generate", *how))
+        token = 1 + (self.mode == "stage" and len(prompts) == self.bad_batch)
         cut = [min(self.spec.k, n) for n, windows in ACCEPTED.items() for _ in range(windows)]
         at = [sum(n > position for n in cut) for position in range(self.spec.k)]
         counters = {"drafts": 100, "draft_tokens": 100 * self.spec.k, "accepted_tokens": sum(cut), "decode_steps": 0}
-        seconds = 1e-3 if self.served_by == self.mode else 2e-3
-        return Generation([[token]] * len(prompts), [""] * len(prompts), [seconds] * 3, counters, at)
+        return Generation([[token]] * len(prompts), [""] * len(prompts), [1e-3] * 3, counters, at)

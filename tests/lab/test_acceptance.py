@@ -11,11 +11,11 @@ from fake_engine import ACCEPTED
 
 from nwor.settings import Settings
 from nwor_lab import pair, paths
-from nwor_lab.bench import acceptance, options
+from nwor_lab.bench import acceptance, bench, options
 from nwor_lab.bench.bench_table import rows_of_generation
 from nwor_lab.bench.survival import COUNTS, lengths
 from nwor_lab.command_line import parse
-from nwor_lab.engines.engine import Engine, EngineSpec, Generation
+from nwor_lab.engines.engine import EngineSpec, Generation
 from nwor_lab.run import results
 
 
@@ -42,7 +42,7 @@ def test_all_engines_start_before_one_is_waited_for(engines, counts, tmp_path) -
         (3, "off", True),
     ]
     passes = [(4, 64, 0.0, 0, 0), (4, 64, 1.0, 0, 0), (4, 64, 1.0, 1000, 0)]
-    asked = [call[3:] for call in engines.calls if call[1] == "generate"]
+    asked = [call[2:] for call in engines.calls if call[1] == "generate"]
     assert sorted(asked, key=str) == sorted(2 * passes, key=str)
     report = json.loads((tmp_path / "run" / "gpu_acceptance.json").read_text())
     assert (report["plan"]["ks"], list(report["ranks"])) == ([1, 3], ["k=1", "k=3"])
@@ -53,8 +53,9 @@ def test_the_command_alone_counts_at_scale() -> None:
     given = options.flat(parse(acceptance.Acceptance, [], "acceptance", ""))
     spec, plan, _ = options.parse_config(given | acceptance.COUNTING)
     assert plan.ks == tuple(range(1, 9)) and (spec.batch, plan.num_prompts) == (64, len(pair.load_prompts()))
-    assert [temperature for temperature, _, _ in plan.passes(0)].count(0.0) == 1
-    assert len({seed for temperature, _, seed in plan.passes(0) if temperature}) == plan.repeats
+    passes = acceptance.passes(plan, seed=0)
+    assert [temperature for temperature, _, _ in passes].count(0.0) == 1
+    assert len({seed for temperature, _, seed in passes if temperature}) == plan.repeats
     windows = results.read_table("gpu_acceptance", paths.RECORDED).query("metric == 'windows'")
     assert set(windows["k"]) == set(plan.ks)
     assert windows.groupby("temperature")["repeat"].nunique().to_dict() == {0.0: 1, 1.0: plan.repeats}
@@ -117,10 +118,10 @@ def test_a_guessed_curve_is_near_or_not_yet(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--repeats", "0"], "acceptance is counted in mode off, with at least one repeat"),
+        (["--repeats", "0"], "repeats must be at least 1"),
         (["--k", "2,2"], "ks must be different values"),
         (["--num-prompts", "9999"], "9999 prompts asked for"),
-        (["--max-model-len", "80"], "a prompt has .* tokens, max_model_len 80 leaves room for 8"),
+        (["--max-model-len", "80"], "a prompt has .* tokens, max_model_len 80 leaves room for 16"),
     ],
 )
 def test_wrong_counts_are_refused_before_an_engine_starts(words, says, engines, tmp_path, capsys) -> None:
@@ -156,11 +157,14 @@ def test_both_lengths_are_told_and_the_emitted_one_only_where_it_was_counted(cou
 
 
 @pytest.mark.engine
-def test_what_the_end_of_an_answer_cuts_off_is_the_verifiers_and_not_the_users() -> None:
-    """A drafter that is always right: windows yield 7 tokens, of which limits and stops amid one let fewer through."""
-    target = str(paths.PAIR_TARGET)
-    spec = EngineSpec(target, target, method="draft_model", k=6, dtype="float32", num_blocks=99)
-    with Engine(spec, Settings()) as engine:
+def test_lengths_are_of_windows_and_of_what_users_get() -> None:
+    """A drafter that is always right: windows yield 7 tokens, of which limits and stops amid one let fewer through.
+    One that has often none: a step without drafts is no window of one token."""
+    target, common = str(paths.PAIR_TARGET), {"dtype": "float32", "num_blocks": 99}
+    right = EngineSpec(target, target, method="draft_model", k=6, **common)
+    seldom = EngineSpec(target, method="ngram", k=4, **common)
+    with bench.started({"right": (right, Settings(), 0), "seldom": (seldom, Settings(), 1)}, "") as engines:
+        engine = engines["right"]
         prompts = engine.encode(pair.load_prompts(count=6))
         whole = engine.generate(prompts, 15)
         assert lengths(totals(whole)) == {"acceptance_length": 7, "emitted_length": 7}
@@ -171,13 +175,7 @@ def test_what_the_end_of_an_answer_cuts_off_is_the_verifiers_and_not_the_users()
             windows = sum(-(-tokens // 7) for tokens in emitted)
             expected = {"acceptance_length": 7, "emitted_length": pytest.approx(sum(emitted) / windows)}
             assert lengths(totals(found)) == expected and sum(emitted) < 7 * windows
-
-
-@pytest.mark.engine
-def test_steps_without_drafts_are_no_windows_of_one_token() -> None:
-    spec = EngineSpec(str(paths.PAIR_TARGET), method="ngram", k=4, dtype="float32", num_blocks=99)
-    with Engine(spec, Settings()) as engine:
-        found = engine.generate(engine.encode(pair.load_prompts(count=6)), 30)
+        found = engines["seldom"].generate(prompts, 30)
     counters, total = found.counters, totals(found)
     assert counters["decode_steps"] > 2 * counters["drafts"] > 0, "some steps had no drafts"
     assert total["tokens"] == len(found.tokens) + counters["decode_steps"] + total["emitted_drafts"]

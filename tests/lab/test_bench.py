@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a bench runs, in which order, what it makes of it, and how it ends when something is wrong."""
 
+import itertools
 import json
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from fake_engine import FakeEngine
 
 from nwor.settings import Settings
-from nwor_lab.bench import acceptance, audit, bench, bench_table, options, small_effect
+from nwor_lab.bench import acceptance, audit, bench, bench_table, options
 from nwor_lab.bench.parity import tolerance
 from nwor_lab.bench.plan import Plan
 from nwor_lab.command_line import parse
@@ -47,46 +47,32 @@ def test_a_repeat_runs_every_mode_and_the_next_reverses_their_order(engines):
     """A prefill or a cool chip in the first mode would be taken for the mode's doing: cached prompts are run before."""
     plan = Plan(modes=("cow", "stage"), batches=(1, 2), repeats=2, max_tokens=5, audit=False)
     rows, _ = bench.run(EngineSpec("shape", prefix_caching=True), plan, [[1, 2, 3]])
-    asked = [(call[0], *call[3:]) for call in engines.calls if call[1] == "generate"]
-
-    def compared(size: int) -> list[tuple]:
-        made = [(mode, size, 1, 0.0, 0, 0) for mode in plan.modes]
-        every = [call for call in made for _ in range(8 // size)]  # 8 requests, however many at once
-        return every + [(mode, size, 5, 0.0, 0, 20) for mode in plan.modes for _ in range(8 // size)]
-
-    expected = compared(plan.num_prompts)
-    for repeat in range(2):
-        for size in plan.sizes:
-            expected += compared(size)
-            expected += [(mode, size, 5, 0.0, 1000 * repeat, 0) for mode in plan.modes[:: -1 if repeat else 1]]
-    assert sorted(asked, key=str) == sorted(expected, key=str)
-    timed_calls = [[call for call in calls if call[2] == 5 and call[5] == 0] for calls in (asked, expected)]
-    assert timed_calls[0] == timed_calls[1]
+    asked = [(call[0], *call[2:]) for call in engines.calls if call[1] == "generate"]
+    expected = []
+    for size in plan.sizes:  # 8 requests are compared, however many at once
+        expected += (8 // size) * [(mode, size, 1, 0.0, 0, 0) for mode in plan.modes]
+        expected += [(mode, size, 5, 0.0, 0, 20) for mode in plan.modes for _ in range(8 // size)]
+    for repeat, size in itertools.product(range(2), plan.sizes):
+        expected += [(mode, size, 1, 0.0, 0, 0) for mode in plan.modes]
+        expected += [(mode, size, 5, 0.0, 1000 * repeat, 0) for mode in plan.modes[:: -1 if repeat else 1]]
+    assert asked == expected
     steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby("mode").value.agg(["count", "max"])
     assert steps.to_dict("index") == {mode: {"count": 12, "max": 1.0} for mode in plan.modes}
 
 
-@pytest.mark.parametrize(("batches", "compared"), [((), 0), ((8,), 0), ((1, 8), 1)])
-def test_a_load_that_the_first_pass_was_not_is_compared_once(batches, compared, engines):
-    """Engines beside each other keep their graphs, so that once will do; and not again what the first pass was."""
-    bench.run(SPEC, Plan(modes=("off", "stage"), batches=batches, repeats=3), [[1, 2, 3]])
-    passes = [call[3] for call in engines.calls if call[:2] == ("stage", "generate") and call[7]]
-    assert passes == [8] + 8 * [1] * compared
-
-
-@pytest.mark.parametrize(("bad_batch", "without"), [(0, []), (2, [2]), (8, [1, 2, 4])])
+@pytest.mark.parametrize(("bad_batch", "without"), [(0, []), (2, [2])])
 def test_all_that_is_timed_is_held_to_parity(bad_batch, without, engines, monkeypatch):
-    """One batch that goes wrong costs the mode its own times, and the first pass, of 8 requests, all of them."""
+    """One load that goes wrong costs the mode its times of that load."""
     monkeypatch.setattr(FakeEngine, "bad_batch", bad_batch)
     plan = Plan(modes=("off", "stage"), batches=(1, 2, 4), repeats=2, max_tokens=5, audit=False)
     rows, report = bench.run(SPEC, plan, [[1, 2, 3]])
-    assert [found["equal"] for found in report["parity"].values()] == [4 * 8, 4 * 8 - 8 * bool(bad_batch)]
+    assert [found["equal"] for found in report["parity"].values()] == [3 * 8, 3 * 8 - 8 * bool(bad_batch)]
     summary = bench_table.summary(pd.DataFrame(rows), plan)
     table = summary.set_index(["mode", "batch"])
     assert (table.step_ms["off"] == 1).all() and table.step_ms["stage"].dropna().eq(1).all()
     assert table.step_ms["stage"].isna().pipe(lambda bad: bad.index[bad].tolist()) == without
     (said,) = bench_table.verdicts(summary, plan)
-    assert ("not at parity" in said or "not parity" in said) == bool(without)
+    assert ("not at parity" in said) == bool(without)
 
 
 def test_vllm_without_the_plugin_runs_beside_the_modes(engines, monkeypatch):
@@ -149,51 +135,10 @@ def test_kernels_are_profiled_in_both_orders(engines):
     """A mode that comes first finds a cooler chip, and its kernels are the faster: the table has the mean."""
     plan = Plan(modes=("off", "stage"), repeats=0, profile=True, audit=False)
     rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
-    assert [call[2] for call in engines.calls if call[1] == "kernel_times"] == ["off", "stage", "stage", "off"]
+    assert [call[0] for call in engines.calls if call[1] == "kernel_times"] == ["off", "stage", "stage", "off"]
     found = pd.DataFrame(rows).query("metric == 'kernel_us' and kind == 'KV write'")
     assert found.groupby("mode").size().to_dict() == {"off": 2, "stage": 2} and (found.value == 1).all()
     assert sorted(found.repeat) == [0, 0, 1, 1]
-
-
-def test_a_small_effect_is_of_each_engine_beside_itself_paused(engines, monkeypatch, capsys):
-    """A paused engine takes twice as long here; graphs are captured anew in each repeat, whose order turns."""
-    monkeypatch.setattr(small_effect, "started", bench.started)
-    words = ["--mode", "direct,stage", "--random-prompts", "16", "--repeats", "2", "--num-prompts", "3"]
-    assert small_effect.main(words) == 0
-    printed = capsys.readouterr().out
-    assert "stage over itself paused: 0.5000" in printed and "over direct, each over itself paused: 1.0000" in printed
-    calls = [call for call in engines.calls if call[1] == "recapture_graphs" or (call[1] == "generate" and call[4] > 1)]
-    assert [call[:3] for call in calls if call[0] == "stage"] == [
-        ("stage", "recapture_graphs"), ("stage", "generate", "off"), ("stage", "generate", "stage"),
-        ("stage", "recapture_graphs"), ("stage", "generate", "stage"), ("stage", "generate", "off"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("minutes", "seconds", "repeats"),
-    [
-        (0.1, (60, 60, 60), 1),
-        (0.0, (60, 60, 60), 3),
-        (3.5, (60, 60, 60), 3),
-        (2.5, (60, 60, 60), 2),
-        (3.5, (60, 100, 50), 2),
-    ],
-)
-def test_no_repeat_begins_that_would_outlast_the_minutes(minutes, seconds, repeats, engines, monkeypatch, capsys):
-    """A lent GPU goes back at its time: what is whole by then is kept. The first repeat is always run."""
-    clock, timed = [0.0], bench.Session.timed
-
-    def taking(session, temperature, repeat):
-        clock[0] += seconds[repeat] / 2
-        return timed(session, temperature, repeat)
-
-    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(bench.Session, "timed", taking)
-    plan = Plan(modes=("off", "stage"), temperatures=(0.0, 1.0), repeats=3, max_minutes=minutes)
-    rows, _ = bench.run(SPEC, plan, [[1, 2, 3]])
-    steps = pd.DataFrame(rows).query("metric == 'step_ms'").groupby(["mode", "temperature"])["repeat"].nunique()
-    assert (steps == repeats).all() and len(steps) == 4
-    assert (f"minutes hold {repeats} of 3 repeats" in capsys.readouterr().err) == (repeats < 3)
 
 
 def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):
@@ -221,7 +166,6 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):
         (["--k", "0"], "k must be at least 1, got 0"),
         (["--model", "no/such/model"], "--shape of llama-2-7b"),
         (["--prompts", "./nothing.jsonl"], "no prompts at nothing.jsonl"),
-        (["--max-minutes", "-1"], "max_minutes must be at least 0, got -1.0"),
         (["--k", "2,x"], "--k: 'x' is not a whole number"),
         (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--max-tokens"], "--max-tokens: a value is missing"),
@@ -229,8 +173,8 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):
         (["--profile"], "--profile sees the kernels of a GPU"),
         (["--shape", "tiny"], "--shape has no tokenizer"),
         (["--shape", "huge"], "is not one of llama-2-7b"),
-        (["--random-prompts", "16,449"], "max_model_len 512 leaves room for 448 tokens of a prompt: raise it"),
-        (["--max-model-len", "64"], "max_model_len 64 leaves room for 0 tokens of a prompt: raise it"),
+        (["--random-prompts", "16,449"], "max_model_len 512 leaves room for 448: raise it"),
+        (["--max-model-len", "64"], "max_model_len 64 leaves room for 0: raise it"),
         (["--random-prompts", "16", "--num-prompts", "0"], "there are no prompts: give --num-prompts"),
         (["--run-dir", "/proc/nwor"], "cannot write results to /proc/nwor"),
     ],
@@ -249,7 +193,7 @@ def test_an_engine_that_fails_and_an_interrupt_leave_one_line_and_no_result(
     def fail(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr(bench, "run", fail)
+    monkeypatch.setattr(bench, "started", fail)
     assert bench.main(["--run-dir", str(tmp_path)]) == status
     assert capsys.readouterr().err.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -263,7 +207,7 @@ def test_an_engine_that_fails_and_an_interrupt_leave_one_line_and_no_result(
         (audit, "--temperature=1"),
         (acceptance, "--modes=off"),
         (acceptance, "--profile"),
-        (bench, "--count"),
+        (bench, "--temperature=1"),
     ],
 )
 def test_what_a_command_is_for_is_no_option_of_it(command, word, engines, capsys):
@@ -278,7 +222,6 @@ def test_what_a_command_is_for_is_no_option_of_it(command, word, engines, capsys
         (["--dtype", "float32"], tolerance("float32")),
         (["--dtype", "bfloat16"], tolerance("bfloat16")),
         pytest.param(["--kv-cache-dtype", "fp8"], tolerance("bfloat16", "fp8"), marks=needs_fp8_cache),
-        (["--tolerance", "0.1"], 0.1),
     ],
 )
 def test_a_tolerance_is_one_of_what_rounds(words, bound):

@@ -51,17 +51,3 @@ def test_an_engine_that_was_killed_is_named_with_its_log(up, at, tmp_path):
         engine._ready = up
         with pytest.raises(EngineError, match=f"{at}.* -9"):
             engine.report()
-
-
-@pytest.mark.engine
-def test_an_engine_that_fails_says_why_in_one_line_and_keeps_its_log(tmp_path, capfd):
-    """What vLLM prints is in the log, and not in the terminal or on a notebook's page."""
-    spec = EngineSpec(*PAIR, kv_cache_dtype="nonsense")
-    cow = Engine(spec, Settings(mode="cow"), log=tmp_path / "cow.log")
-    with cow as engine, pytest.raises(EngineError) as failed:
-        engine.wait()
-    message = str(failed.value)
-    assert message.startswith("the cow engine failed at start: ") and "nonsense" in message and "\n" not in message
-    assert message.endswith(f"its log: {tmp_path / 'cow.log'}")
-    assert "Traceback" in (tmp_path / "cow.log").read_text()
-    assert capfd.readouterr() == ("", "")

@@ -60,18 +60,16 @@ class Links(HTMLParser):
         self.found |= {value for name, value in attributes if name in ("href", "src") and value}
 
 
-def check_serving(run: Path, orders: int = 2, requests: int = 2) -> None:
-    """What notebook 04 leaves of vLLM's own servers and client: each mode proven, its turns, and every answer."""
+def check_serving(run: Path) -> None:
+    """What notebook 04 leaves of vLLM's own servers and client: each mode proven, and its turns."""
     frame, report = pd.read_parquet(run / "serving.parquet"), json.loads((run / "serving.json").read_text())
     table = pd.read_csv(run / "serving-summary.csv").set_index("mode")
     assert table["parity"].all() and table["acceptance"].between(1.5, 5).all() and table.loc["stage", "ratio"] > 0
     assert report["served"]["off"] == {"layers": 0, "ranks": 0} and report["served"]["stage"]["layers"] == 5
     windows = frame[(frame["mode"] == "stage") & (frame.metric == "windows")]["value"].sum()
     assert report["served"]["stage"]["windows_total"] > windows > 0, "those of the warm-up beside"
-    places = frame.dropna(subset=["place"]).groupby(["repeat", "mode"])["place"].first().to_dict()
-    assert places == {(0, "off"): 0, (0, "stage"): 1, (1, "stage"): 0, (1, "off"): 1}
-    answers = pd.read_parquet(run / "serving-requests.parquet")["generated_texts"]
-    assert len(answers) == len(table) * orders * requests and answers.str.len().gt(10).all()
+    turns = frame.dropna(subset=["load"])[["repeat", "mode"]].drop_duplicates().to_numpy().tolist()
+    assert turns == [[0, "off"], [0, "stage"], [1, "stage"], [1, "off"]]
 
 
 @pytest.mark.engine

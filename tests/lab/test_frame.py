@@ -153,12 +153,6 @@ def test_every_target_is_listed_and_can_be_planned(bare: Path) -> None:
         assert make(bare, "--dry-run", target).returncode == 0, target
 
 
-def test_ci_runs_make_test() -> None:
-    script = paths.ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert "make test" in script.read_text()
-
-
 # -- commands ----------------------------------------------------------------------------------------------------
 
 

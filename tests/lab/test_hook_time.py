@@ -65,6 +65,6 @@ def test_hooks_of_an_engine_are_timed(monkeypatch):
     spec = EngineSpec(
         str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), dtype="float32", batch=2, num_blocks=32, max_model_len=1024
     )
-    found = in_child(hook_time.hook_times, spec, "stage", 2)
+    found = in_child(hook_time.hook_times, spec, "stage", 2, 150)
     assert {"_sample", "_model_forward", "schedule", "update_from_output"} <= found.keys()
     assert sum(found.values()) > 0 and not {"forward", "do_kv_cache_update"} & found.keys()

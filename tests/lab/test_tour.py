@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from nwor_lab import demo
-from nwor_lab.engines.engine import Generation
+from nwor_lab.engines.engine import EngineError, Generation
 from nwor_lab.reference.tour import MOMENTS, TinyWindow
 
 
@@ -53,7 +53,11 @@ def test_the_verdict_and_the_pages_follow_the_audit() -> None:
     assert by_step.groupby(["mode", "step"]).size().to_dict() == {(m, n): 32 for m in runs for n in range(2)}
 
 
-def test_bad_input_is_one_line(capsys) -> None:
-    assert demo.main(["--num-prompts", "65"]) == 2
+def test_an_engine_that_fails_is_one_line(capsys, monkeypatch) -> None:
+    def fail(*given: object) -> None:
+        raise EngineError("the stage engine failed at start")
+
+    monkeypatch.setattr(demo, "side_by_side", fail)
+    assert demo.main() == 2
     error = capsys.readouterr().err
-    assert error.startswith("demo: 65 prompts asked for") and error.count("\n") == 1
+    assert error.startswith("demo: the stage engine") and error.count("\n") == 1

@@ -92,7 +92,9 @@ def test_every_import_of_the_lab_is_in_an_extra():
     listed = [requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra]
     known = {re.match(r"[\w.-]+", requirement).group().lower().replace("_", "-") for requirement in listed}
     others = {name: path for name, path in imports("nwor_lab").items() if name not in SOURCES}
-    distributions = {name: {"zmq": "pyzmq", "PIL": "pillow"}.get(name, name).replace("_", "-").lower() for name in others}
+    distributions = {
+        name: {"zmq": "pyzmq", "PIL": "pillow"}.get(name, name).replace("_", "-").lower() for name in others
+    }
     assert {name: path for name, path in others.items() if distributions[name] not in known} == {}
 
 

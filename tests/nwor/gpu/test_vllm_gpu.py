@@ -112,27 +112,6 @@ def test_a_mode_is_exact_beside_flash_attention_2(engines, tmp_path, mode):
 
 
 @both
-@pytest.mark.parametrize("stack", ["v2 FA graphs", "v2 Triton graphs fp8", "v2 FA eager"])
-def test_paused_a_mode_is_vanilla_and_resumed_itself(engines, model, vanilla, stack, mode):
-    """Under graphs too, which hold what was captured; and to the bit `cow` is what it is paused."""
-    settings = Settings(mode=mode, audit=True)
-    paused = engines.run(spec_of(model, stack), settings, calls=[{"paused": True}], logprobs=5)
-    assert_parity(vanilla(stack), paused, stack)
-    assert paused.audit["dirty_layer_steps"] == vanilla(stack).audit["dirty_layer_steps"] > 0
-    assert not any(paused.ranks[0]["counters"].values()), "no window opened, and none was cancelled"
-    interleaved = [{}, {"paused": True}, {}, {"paused": True}]
-    outcome = engines.run(spec_of(model, stack), Settings(mode=mode, debug_sync=True), calls=interleaved, logprobs=5)
-    first, between, second, last = outcome.generations
-    assert first.tokens == second.tokens and between.tokens == last.tokens
-    if mode == "cow":
-        assert first.top_logprobs == between.top_logprobs
-    windows = outcome.ranks[0]["counters"]["windows"]
-    assert windows >= first.counters["drafts"] + second.counters["drafts"] and windows < 1.2 * (
-        first.counters["drafts"] + second.counters["drafts"]
-    ), "a step ahead of the scheduler, the device also runs a last window"
-
-
-@both
 def test_under_batch_invariance_a_request_is_the_same_alone_and_in_company(model, monkeypatch, mode):
     """Since vLLM attends: stage logs every step. vLLM's CPU build has none."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
