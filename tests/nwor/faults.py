@@ -75,7 +75,8 @@ def unreadable_packing(patch: pytest.MonkeyPatch) -> None:
 def plugin_missing_in_worker(patch: pytest.MonkeyPatch) -> None:
     from nwor.vllm import worker
 
-    patch.setattr(worker, "install", lambda settings: None)
+    wrap = worker.wrap
+    patch.setattr(worker, "wrap", lambda owner, name, make: name == "init_device" or wrap(owner, name, make))
 
 
 def layer_without_hook(patch: pytest.MonkeyPatch) -> None:
