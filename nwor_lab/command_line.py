@@ -6,6 +6,7 @@ A dataclass inside one is a group of options of its own. Several values are writ
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -16,6 +17,11 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 T = TypeVar("T")
 RULES = ConstructorRegistry()
+PLAINER = {
+    r"invalid literal for int\(\) with base 10: (.*)": r"\1 is not a whole number",
+    r"could not convert string to float: (.*)": r"\1 is not a number",
+}
+"""What Python says of a word that is no number, and what a command says."""
 
 
 def parse(kind: Callable[..., T], argv: list[str] | None, command: str, description: str) -> T:
@@ -57,6 +63,8 @@ def _refuse(event: _errors.ParseErrorEvent) -> None:
         case _errors.InstantiationFailure():
             assert event.argument is not None
             said = f"{event.argument.display_name()}: {event.message}"
+            for python, plain in PLAINER.items():
+                said = re.sub(python, plain, said)
         case _errors.InvalidChoice():
             said = f"{event.argument.display_name()}: {event.value} is not of {', '.join(event.choices)}"
         case _errors.BadValue():
