@@ -93,8 +93,9 @@ class Config:
     side_by_side: int = 1
 
 
-# Of an entry's shape, what a factor between two shapes counts.
+# Of an entry's shape, what a factor between two shapes counts; most of all that of the rows of a tile.
 _WEIGHTS = {"cache_bytes": 8, "query": 4, "group": 4, "head_size": 4, "programs": 1}
+_ROWS_WEIGHT = 8
 
 
 def of_entry(entry: Mapping[str, Any]) -> Config:
@@ -175,16 +176,20 @@ def nearest(
 ) -> dict[str, Any] | None:
     """The entry of the table for the nearest shape, None where the table is empty.
 
-    Nearest by factors between shapes: of bytes of an element, rows of a window, query heads of a KV head, head size,
-    and programs without splits.
+    Nearest by factors between shapes: of rows of a tile, bytes of an element, rows of a window, query heads of a KV
+    head, head size, and programs without splits.
     """
     shape = {
         "cache_bytes": cache_bytes, "query": max_query_len, "group": group, "head_size": head_size,
         "programs": requests * kv_heads,
     }  # fmt: skip
 
+    def rows(of: Mapping[str, Any]) -> int:
+        return row_tiles(of["query"], of["group"], query_fp8=of["cache_bytes"] == 1)[0]
+
     def distance(entry: dict[str, Any]) -> float:
-        return sum(weight * abs(math.log2(shape[name] / entry[name])) for name, weight in _WEIGHTS.items())
+        of_tile = _ROWS_WEIGHT * abs(math.log2(rows(shape) / rows(entry)))
+        return of_tile + sum(weight * abs(math.log2(shape[name] / entry[name])) for name, weight in _WEIGHTS.items())
 
     return min(table, key=distance, default=None)
 

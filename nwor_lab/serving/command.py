@@ -2,6 +2,7 @@
 """Modes as people meet them: requests that arrive while others decode, by vLLM's own server and client.
 
     nwor serving --modes off,stage,cow --concurrency 1,16,64 --rates 8
+    nwor serving --modes off --audit sample=16      # what the sampled auditor costs
 
 One server a mode, all up at once and one loaded at a time, so that modes alternate within each load; each pass over the
 loads reverses their order. The baseline `off` is vLLM that never loads NWOR's plugin. Every mode gets the same
@@ -24,10 +25,11 @@ from typing import Any
 
 from nwor_lab import machine, pair, paths, progress
 from nwor_lab.bench import bench, options
+from nwor_lab.bench.audit_cost import require_installed
 from nwor_lab.engines.spec import EngineOptions, EngineSpec
 from nwor_lab.run import results
 from nwor_lab.serving.load import Client, Load, ServingPlan, draw_prompts, equal_rows, read_report
-from nwor_lab.serving.server import Server, ended
+from nwor_lab.serving.server import AUDITED, Server, ended
 from nwor_lab.serving.table import summary, verdict
 
 Rows = list[dict[str, Any]]
@@ -61,9 +63,10 @@ def run(
     until = time.monotonic() + PATIENCE
     rows, before = Rows(), dict[str, list[str]]()
     with ended({}) as servers:
-        progress.say(f"starting {len(plan.modes)} servers: {', '.join(plan.modes)} (a minute or two)")
-        for mode in plan.modes:
-            servers[mode] = Server.of(spec, mode, logs / f"{name}-{mode}.log")
+        progress.say(f"starting {len(plan.servers)} servers: {', '.join(plan.servers)} (a minute or two)")
+        for mode in plan.servers:
+            audit = plan.audit if mode == AUDITED else ""
+            servers[mode] = Server.of(spec, mode, logs / f"{name}-{mode.replace(' ', '-')}.log", audit)
         client = Client(spec.model, data, plan.answer, logs / f"{name}-client.log")
         for mode, server in servers.items():
             server.wait(until - time.monotonic())
@@ -119,6 +122,8 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
     """
     plan, engine, texts = asked.plan, asked.engine, pair.load_prompts(asked.prompts)
+    if plan.audit:
+        require_installed()
     if (room := engine.max_model_len - plan.answer) < plan.longest:
         raise ValueError(f"max_model_len {engine.max_model_len} leaves room for {room} tokens of a prompt: raise it")
     if (most := max(plan.concurrency, default=1)) > engine.batch:

@@ -17,7 +17,7 @@ from tyro.conf import arg
 
 from nwor.settings import MODES
 from nwor_lab.engines.engine import EngineError
-from nwor_lab.serving.server import SERVED, Server
+from nwor_lab.serving.server import AUDITED, SERVED, Server
 
 WARM = 2
 """Requests before each load, not measured."""
@@ -57,6 +57,8 @@ class ServingPlan:
 
     modes: Annotated[tuple[str, ...], arg(aliases=("--mode",))] = ("off", "stage", "cow", "direct")
     """modes to compare, of off, cow, direct and stage; the first is off, the baseline, vLLM never patched"""
+    audit: str = ""
+    """also a server in which nothing but the sampled auditor (kv_audit/) is, this its VLLM_KV_AUDIT: sample=16"""
     concurrency: tuple[int, ...] = (1, 16, 64)
     """requests in flight of each closed loop, in which an answer's end sends the next request"""
     rates: tuple[float, ...] = ()
@@ -98,9 +100,14 @@ class ServingPlan:
         numbers = itertools.chain(self.requests, itertools.repeat(self.requests[-1]))
         return [Load(n, 0.0 if n else rate, number) for (n, rate), number in zip(kinds, numbers, strict=False)]
 
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The modes, and `AUDITED` where an audit is asked for."""
+        return self.modes + (AUDITED,) * bool(self.audit)
+
     def in_order(self, number: int) -> tuple[str, ...]:
-        """The modes in the order of a pass: each reverses the one before."""
-        return self.modes[:: -1 if number % 2 else 1]
+        """The servers in the order of a pass: each reverses the one before."""
+        return self.servers[:: -1 if number % 2 else 1]
 
 
 def draw_prompts(texts: Sequence[str], tokenizer: Any, plan: ServingPlan) -> list[dict[str, Any]]:

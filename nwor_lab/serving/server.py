@@ -27,6 +27,10 @@ from nwor_lab.engines.spec import EngineSpec
 
 SERVED = "nwor"
 """Name by which every server serves its model."""
+AUDITED = "kv audit"
+"""Name of the server in which nothing but the sampled auditor is."""
+PLUGINS = {"off": "nwor_lab", AUDITED: "nwor_lab,kv_audit"}
+"""What vLLM loads where it never loads NWOR's plugin, so that nothing of NWOR's is in it."""
 GRACE = 15.0
 """Seconds that a server has to end by itself."""
 
@@ -45,11 +49,12 @@ def words(spec: EngineSpec) -> list[str]:
     return made
 
 
-def environment(spec: EngineSpec, mode: str) -> dict[str, str]:
-    """Environment of a server. In mode ``off`` vLLM never loads NWOR's plugin, so nothing of it is patched."""
-    if mode == "off":
-        spec = replace(spec, plugins="nwor_lab")
-    made = {**os.environ, **spec.environ(), **Settings(mode=mode).environ()}
+def environment(spec: EngineSpec, mode: str, audit: str = "") -> dict[str, str]:
+    """Environment of a server. audit: of `AUDITED`, as ``VLLM_KV_AUDIT``."""
+    if mode in PLUGINS:
+        spec = replace(spec, plugins=PLUGINS[mode])
+    settings = Settings(mode="off" if mode == AUDITED else mode)
+    made = {**os.environ, **spec.environ(), **settings.environ()} | ({"VLLM_KV_AUDIT": audit} if audit else {})
     del made["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine is a process of its own
     return made | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stdout"}
 
@@ -58,7 +63,7 @@ class Server:
     """vLLM's server of one mode, started at once.
 
     Attributes:
-        mode: of ``off``, ``cow``, ``direct`` and ``stage``.
+        mode: of ``off``, ``cow``, ``direct`` and ``stage``, or `AUDITED`.
         url: where it answers, on this machine alone.
         log: file of what it prints.
     """
@@ -77,11 +82,11 @@ class Server:
             )  # fmt: skip
 
     @classmethod
-    def of(cls, spec: EngineSpec, mode: str, log: Path) -> Server:
+    def of(cls, spec: EngineSpec, mode: str, log: Path, audit: str = "") -> Server:
         """The server of a mode, by the entry point that every build has: `vllm serve` asks for vLLM's own name."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words(spec)]
         command += ["--served-model-name", SERVED, "--disable-uvicorn-access-log"]
-        return cls(mode, command, environment(spec, mode), log)
+        return cls(mode, command, environment(spec, mode, audit), log)
 
     def check(self, doing: str, failed: bool = False) -> None:
         """Raise `EngineError`, with the end of the log, if the server died, or if `failed` is true all the same."""
@@ -103,7 +108,7 @@ class Server:
             time.sleep(0.5)
 
     def proof(self, loaded: bool) -> dict[str, float]:
-        """Proof of treatment: the layers served by the mode's line in the log, and ``vllm:nwor_*`` of `/metrics`.
+        """Proof of treatment: the layers served by the mode's line in the log, and what `/metrics` counts of it.
 
         Args:
             loaded: it has had requests, so that a mode that holds drafts must have counted windows.
@@ -141,8 +146,12 @@ def layers_served(mode: str, said: Sequence[str]) -> list[int]:
 
 def missing_proof(mode: str, said: Sequence[str], counters: Mapping[str, float], loaded: bool) -> str:
     """Why a server does not prove that it serves its mode, and that alone; empty where it does."""
-    if mode == "off":
-        return "vLLM is patched" if said or counters else ""
+    if mode == AUDITED and loaded and not counters.get("slots_checked_total"):
+        return "no slot was checked"
+    if mode == AUDITED and counters.get("findings_total"):
+        return f"{counters['findings_total']:.0f} findings, of faults that nobody planted"
+    if mode in PLUGINS:
+        return "vLLM is patched" if said or (counters and mode == "off") else ""
     if not layers_served(mode, said):
         return f"the mode is not active: {'; '.join(said) or 'no word of it in the log'}"
     if loaded and mode in CLEAN and not counters.get("windows_total"):
@@ -151,9 +160,11 @@ def missing_proof(mode: str, said: Sequence[str], counters: Mapping[str, float],
 
 
 def read_counters(text: str) -> dict[str, float]:
-    """Values of ``vllm:nwor_*`` in the text of `/metrics`, whichever there are, without the prefix."""
+    """Values of ``vllm:nwor_*`` and ``vllm:kv_audit_*`` in the text of `/metrics`, whichever there are, without the
+    prefix.
+    """
     found: dict[str, float] = {}
-    for name, value in re.findall(r"^vllm:nwor_(\w+)(?:{.*})? (\S+)$", text, re.MULTILINE):
+    for name, value in re.findall(r"^vllm:(?:nwor|kv_audit)_(\w+)(?:{.*})? (\S+)$", text, re.MULTILINE):
         if not name.endswith("_created"):
             found[name] = found.get(name, 0.0) + float(value)
     return found

@@ -25,13 +25,13 @@ def test_the_grid_has_settings_that_were_tuned_on_and_others_that_were_not():
     searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet")
     assert set(searched["context"]) == set(held_out.CONTEXTS), "what is called tuned on was timed"
     known = AttentionShape(32, 8, 16, 512)
-    for other in ({"batch": 12}, {"context": 1024}, {"k": 4}, {"head_size": 64}, {"context": 0}, {"heads": 64}):
+    for other in ({"batch": 12}, {"context": 1024}, {"k": 5}, {"head_size": 64}, {"context": 0}, {"heads": 64}):
         assert held_out.is_tuned_on(known, table) and not held_out.is_tuned_on(replace(known, **other), table), other
     assert attention.grid([(32, 8)], [5], [], ["fp8"], [2]) == attention.shapes([(32, 8)], [5], ks=[2], caches=["fp8"])
 
 
 def test_whole_steps_say_what_their_tuning_was_searched_on(monkeypatch):
-    steps = [(8192, 64, 8), (8192, 12, 8), (1024, 64, 8), (8192, 64, 4), (None, 64, 8)]
+    steps = [(8192, 64, 8), (8192, 12, 8), (1024, 64, 8), (8192, 64, 5), (None, 64, 8)]
     table = pd.DataFrame(steps, columns=["prompt", "batch", "k"]).assign(tp=2, kv_heads=8, kv_cache_dtype="auto", n=1)
     pd.testing.assert_frame_equal(held_out.mark_steps(table, 32, 128), table)  # without a GPU
     monkeypatch.setattr(held_out, "tuning", lambda: configs.shipped(H200.name))

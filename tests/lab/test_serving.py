@@ -184,6 +184,10 @@ def test_a_server_is_proven_by_its_log_and_its_counters(tmp_path):
         ("off", [], {}, True, ""),
         ("off", SERVES, {}, True, "patched"),
         ("off", [], {"windows_total": 1.0}, True, "patched"),
+        (server.AUDITED, [], {"slots_checked_total": 0.0}, True, "no slot"),
+        (server.AUDITED, [], {"slots_checked_total": 9.0, "findings_total": 1.0}, True, "1 finding"),
+        (server.AUDITED, SERVES, {"slots_checked_total": 9.0}, True, "patched"),
+        (server.AUDITED, [], {"slots_checked_total": 9.0}, True, ""),
     ],
 )
 def test_a_mode_is_proven_or_it_is_said_what_is_missing(mode, said, counters, loaded, says):
@@ -250,6 +254,10 @@ def test_off_never_loads_the_plugin_and_modes_do(monkeypatch):
     off, stage = (server.environment(spec, mode) for mode in ("off", "stage"))
     assert (off["VLLM_PLUGINS"], off["VLLM_NWOR_MODE"]) == ("nwor_lab", "off")
     assert "VLLM_PLUGINS" not in stage and stage["VLLM_NWOR_MODE"] == "stage"
+    audited = server.environment(spec, server.AUDITED, "sample=4")
+    assert (audited["VLLM_NWOR_MODE"], audited["VLLM_KV_AUDIT"]) == ("off", "sample=4")
+    assert audited["VLLM_PLUGINS"].split(",") == ["nwor_lab", "kv_audit"]
+    assert ServingPlan(modes=("off",), audit="full").in_order(1) == (server.AUDITED, "off")
     words = server.words(spec)
     assert json.loads(words[words.index("--speculative-config") + 1]) == {
         "method": "eagle", "num_speculative_tokens": 3, "model": "head",
