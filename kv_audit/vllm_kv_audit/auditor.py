@@ -53,6 +53,7 @@ class Auditor:
         self.ring = new_ring(device)
         self.reporter = Reporter(rank, [each.names for each in pages])
         self._on_gpu = device.type == "cuda"
+        self._positions = np.arange(max_positions)
         self._copied = torch.zeros_like(self.ring, device="cpu", pin_memory=self._on_gpu)
         everyone = torch.arange(max_requests, device=device)
         self._first = [everyone[:count] for count in range(max_requests + 1)]  # a view less to make in each step
@@ -77,11 +78,9 @@ class Auditor:
     def begin_request(self, row: int, name: str, tokens: Sequence[int] | np.ndarray) -> None:
         """A request joins under `row`, with all tokens that are known of it."""
         self.reporter.name(row, name, self._step)
-        known = torch.as_tensor(np.asarray(tokens[: self.expected.shape[1]], dtype=np.int64))
-        identities = mix(known, torch.arange(len(known))).cumsum(0).int()
-        if self._on_gpu:
-            identities = identities.pin_memory()
-        self.expected[row, : len(known)].copy_(identities, non_blocking=True)
+        known = np.asarray(tokens[: self.expected.shape[1]], dtype=np.int64)
+        identities = mix(known, self._positions[: len(known)]).cumsum().astype(np.int32)
+        self.expected[row, : len(known)] = self._upload(identities)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """vLLM copies whole blocks, (from, to) each: so go their marks."""
@@ -127,11 +126,12 @@ class Auditor:
             computed: int [R], no request has more rows in the pages.
         """
         self._step += 1
-        self._batch, self._tables, self._joiners = batch, tables, joiners
+        self._batch, self._tables = batch, tables
+        self._joiners = [each for each in joiners if computed[each]]  # of the others nothing is in the pages yet
         requests = self._first[batch.num_requests]
-        if joiners:
-            self._most_joined = int(computed[joiners].max())
-            stay = np.setdiff1d(np.arange(batch.num_requests), joiners)
+        if self._joiners:
+            self._most_joined = int(computed[self._joiners].max())
+            stay = np.delete(np.arange(batch.num_requests), self._joiners)
             if not len(stay):
                 return
             requests = self._upload(stay)

@@ -50,7 +50,7 @@ def _content(
     """int32 [SLOTS], the hash of what lies in the slots in this layer, or in one of each."""
     base = tl.load(offsets + layer) + (slot // BLOCK_SIZE) * block_stride
     offset = slot % BLOCK_SIZE
-    total = tl.zeros([SLOTS], dtype=tl.int64)
+    total = tl.zeros([SLOTS, UNITS], dtype=tl.int64)
     for begin in range(0, HEADS * WIDTH, UNITS):
         unit = begin + tl.arange(0, UNITS)
         inside = unit < HEADS * WIDTH
@@ -63,8 +63,8 @@ def _content(
         head = (unit // WIDTH).to(tl.int64)
         address = base[:, None] + head[None, :] * head_stride + within
         value = tl.load(units + address, mask=mask, other=0).to(tl.int64)
-        total += tl.sum(value * tl.load(keys + unit, mask=inside, other=0)[None, :], axis=1)
-    return (total >> 32).to(tl.int32)
+        total += value * tl.load(keys + unit, mask=inside, other=0)[None, :]
+    return (tl.sum(total, axis=1) >> 32).to(tl.int32)
 
 
 @triton.jit
