@@ -26,7 +26,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,15 +125,8 @@ def run_points(
     chosen: list[Path],
     points: dict[str, parameters.Values],
     options: Reproduce,
-    begin: Callable[[], object],
 ) -> int:
-    """Run every point, here or on a Ray cluster; return the exit code, 0 when no notebook failed and all claims hold.
-
-    begin: called once nothing refuses the run any more, and before the first notebook.
-
-    Raises:
-        OSError: there is no Ray, or no node has what a point asks for.
-    """
+    """Run every point, here or on Ray; return the exit code, 0 when no notebook failed and all claims hold."""
     print(f"{'going on with' if options.resume else 'results go to'} {directory}", flush=True)
     folders = {directory / point: values for point, values in points.items()}
     run = functools.partial(run_point, cell_minutes=options.cell_minutes)
@@ -142,9 +135,8 @@ def run_points(
 
         done = {f for f, given in folders.items() if all(is_whole(book, f, given[book.stem]) for book in chosen)}
         todo = {folder: given for folder, given in folders.items() if folder not in done or not options.resume}
-        failed = on_ray.run(options.ray, options.gpus, run, chosen, todo, begin)
+        failed = on_ray.run(options.gpus, run, chosen, todo)
     else:
-        begin()
         failed = sum(run(folder, chosen, values, options.resume) for folder, values in folders.items())
     claims = {folder.name: results.claims(folder) for folder in folders}
     if "" in points:
@@ -260,9 +252,12 @@ def main(argv: list[str] | None = None) -> int:
         _read_request(directory, options)  # a wrong word leaves no folder behind
         with _alone(directory):
             request, chosen, points = _read_request(directory, options)  # another may have begun or ended meanwhile
-            named = [point for point in points if point]
-            begin = functools.partial(results.update_manifest, directory, request=request, points=named)
-            return run_points(directory, chosen, points, options, begin)
+            if options.ray:
+                from nwor_lab.run import on_ray
+
+                on_ray.connect(options.ray, options.gpus)
+            results.update_manifest(directory, request=request, points=[point for point in points if point])
+            return run_points(directory, chosen, points, options)
     except (OSError, ValueError) as error:
         return command_line.fail("nwor reproduce", error)
     except KeyboardInterrupt:

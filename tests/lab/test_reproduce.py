@@ -20,7 +20,7 @@ from books import ran, start, write_notebook
 from jupyter_client.provisioning.local_provisioner import LocalPortCache
 
 from nwor_lab import paths
-from nwor_lab.run import on_ray, parameters, report, reproduce, results
+from nwor_lab.run import parameters, report, reproduce, results
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -192,11 +192,6 @@ def test_without_ray_it_says_how_to_get_it(
     assert pin in (paths.ROOT / "requirements" / "ray.lock").read_text().splitlines()
 
 
-def test_a_node_with_other_code_refuses() -> None:
-    with pytest.raises(RuntimeError, match="install the same commit"):
-        on_ray._on_node(reproduce.run_point, "k=1", {}, {}, "another")
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """A Ray cluster of two nodes on this machine, one CPU and one (pretended) GPU each; its address."""
@@ -222,11 +217,11 @@ def test_a_cluster_runs_the_points_each_with_its_gpu(
     write_notebook(place, "01_book", meet)
     words = ["--run", "s", "--ray", cluster, "--gpus", "1"]
     assert reproduce.main([*words, "--grid", "k=3,4,2,1"]) == 1
-    assert "2 of 4 notebooks failed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "2 of 4 notebooks failed" in said and "k=1: " in said, "a point whose worker died"
     run = place / "results" / "s"
     assert len(list(place.glob("node-*"))) == 2, "both nodes had a point at the same time"
     assert "not mended" in (run / "k=2" / "logs" / "01_book.log").read_text()
-    assert (run / "k=1" / "logs" / "ray.log").read_text(), "a point whose worker died"
     assert [results.read_table("steps", run / f"k={k}")["value"].item() for k in (3, 4)] == [3, 4]
     (place / "mended").touch()
     assert reproduce.main([*words, "--resume", "--grid", "k=3,4,2"]) == 0

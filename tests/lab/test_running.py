@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run ends, says why, and is alone in its folder, whatever hangs, fails or interrupts it."""
 
-import functools
 import json
 import re
 import signal
@@ -13,7 +12,7 @@ pytest.importorskip("papermill", reason="papermill is not installed: no notebook
 
 from books import ran, start, write_notebook
 
-from nwor_lab.run import kernel, on_ray, parameters, reproduce, results
+from nwor_lab.run import parameters, reproduce, results
 
 # -- the kernel --------------------------------------------------------------------------------------------------------
 
@@ -69,19 +68,6 @@ def test_a_cell_that_takes_too_long_fails_and_what_to_do_is_said(
     assert not child.exists() or child.read_text().split()[2] == "Z", "what the cell had started is gone"
     (place / "go").touch()
     assert reproduce.main(["--run", "s", "--resume", "--cell-minutes", "0.5"]) == 0
-
-
-def test_a_cell_on_a_node_of_a_cluster_may_take_as_long_as_one_here(place: Path, monkeypatch) -> None:
-    book, asked = write_notebook(place, "01_book"), list[float]()
-
-    def too_long(notebook: Path, output: Path, given: dict, log: object, cell_minutes: float) -> None:
-        asked.append(cell_minutes)
-        raise TimeoutError("of a cell")
-
-    monkeypatch.setattr(kernel, "execute", too_long)
-    point = functools.partial(reproduce.run_point, cell_minutes=0.5)
-    failed, files = on_ray._on_node(point, "k=1", {book.name: book.read_bytes()}, {"01_book": {"k": 1}}, on_ray.code())
-    assert (failed, asked) == (1, [0.5]) and b"of a cell" in files["manifest.json"]
 
 
 # -- one run in a folder -----------------------------------------------------------------------------------------------
