@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of launches and bytes (`breakeven`) against whole steps that were measured on a GPU; none is left out."""
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from nwor_lab.cost.breakeven import H200, MODELS, known_shape, step_difference
+from nwor_lab import paths
+from nwor_lab.cost.breakeven import H200, MODELS, step_difference
 from nwor_lab.cost.ratios import abba_ratio
 from nwor_lab.cost.traffic import Shape, Window, served_traffic
 
@@ -125,15 +128,18 @@ def _medians(rows: pd.DataFrame) -> pd.Series:
 
 
 def shape_of(where: Mapping[str, Any]) -> Shape:
-    """The cache of a setting's model on one rank.
+    """The cache on one rank of a setting's model: one of `MODELS` or the shipped pair, by name, path or repository.
 
     Raises:
         ValueError: the model is unknown.
     """
-    model = str(where["model"])
-    shape = known_shape(model)
+    name = re.sub(r"-(chat|instruct|hf)\b", "", str(where["model"]).rsplit("/", 1)[-1].lower())
+    config = json.loads((paths.PAIR_TARGET / "config.json").read_text())
+    pair = Shape(config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
+    known = {"target": pair, **MODELS}
+    shape = next((shape for known_name, shape in known.items() if name.startswith(known_name)), None)
     if shape is None:
-        raise ValueError(f"no cache is known of model {model!r}; known: {', '.join(['target', *MODELS])}")
+        raise ValueError(f"no cache is known of model {name!r}; known: {', '.join(known)}")
     kv_heads = where.get("kv_heads", math.nan)
     return replace(
         shape,

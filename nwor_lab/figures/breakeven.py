@@ -23,15 +23,13 @@ MAPS = (
 """Rows of the break-even map: mode, model, label."""
 BATCHES = (1, 16, 64, 256)
 KS = tuple(range(1, 13))
-DOT: Any = {"color": "black", "marker": "o", "markerfacecolor": "white", "markersize": 3, "linestyle": "none"}
 
 
 def break_even(run: style.Place, chip: Chip = H200) -> Path:
-    """Draw where each mode is faster over k, acceptance and batch, with published models at their own acceptance."""
+    """Draw where each mode is faster over k, acceptance and batch."""
     grid = breakeven.differences(
         {model: MODELS[model] for _, model, _ in MAPS}, KS, np.linspace(0, 1, 21), BATCHES, chip
     )
-    dots = breakeven.published_differences(breakeven.published_survival(), BATCHES, chip)
     fig, axes = style.figure(style.TWO_COLUMNS, 4.4, nrows=len(MAPS), ncols=len(BATCHES), sharex=True, sharey=True)
     for line, (mode, model, label) in zip(axes, MAPS, strict=True):
         for ax, batch in zip(line, BATCHES, strict=True):
@@ -43,9 +41,6 @@ def break_even(run: style.Place, chip: Chip = H200) -> Path:
             )  # fmt: skip
             if wide.to_numpy().max() > 0:
                 ax.contourf(wide.columns, wide.index, wide, levels=[0, np.inf], colors="none", hatches=["////"])
-            there = dots[(dots["mode"] == mode) & (dots["batch"] == batch)]
-            there = there[[_same_rows(name, model) for name in there["model"]]]
-            ax.plot(there["k"], there["acceptance"], **DOT, clip_on=False, zorder=5)
             ax.set(xticks=(1, 4, 8, 12), yticks=(0, 0.5, 1))
             ax.grid(visible=False)
         line[0].set_ylabel(f"{label}\nacceptance")
@@ -55,24 +50,14 @@ def break_even(run: style.Place, chip: Chip = H200) -> Path:
     bar = fig.colorbar(mesh, ax=axes, shrink=0.6, pad=0.01, ticks=(-1000, -100, 0, 100, 1000))
     bar.set_label("us a step more than vanilla's")
     bar.minorticks_off()
-    handles = [
-        mpl.patches.Patch(facecolor="white", edgecolor="black", hatch="////", label="slower than vanilla"),
-        mpl.lines.Line2D([], [], **DOT, label="published models, at their own acceptance"),
-    ]
-    fig.legend(handles=handles, loc="outside upper center", ncols=3)
+    slower = mpl.patches.Patch(facecolor="white", edgecolor="black", hatch="////", label="slower than vanilla")
+    fig.legend(handles=[slower], loc="outside upper center")
     caption = (
         f"What a step costs beyond vanilla's by the model of launches and bytes, {chip.name} ({chip.launch_us:g} us a "
         f"launch, {chip.copy_bytes_per_s / 1e12:.2f} TB/s; {chip.source}), bf16, one rank. Acceptance: of each draft, "
-        "given that those before it were accepted; published models at the constant one that keeps as many rows. "
-        "Attention is taken to be as fast in each mode."
+        "given that those before it were accepted. Attention is taken to be as fast in each mode."
     )
-    data = pd.concat([grid.assign(source="model"), dots], ignore_index=True)
-    return style.save(fig, run, "break_even", data, caption)
-
-
-def _same_rows(name: str, model: str) -> bool:
-    ours, theirs = MODELS[model], breakeven.known_shape(name)
-    return theirs is not None and (theirs.num_kv_heads, theirs.head_size) == (ours.num_kv_heads, ours.head_size)
+    return style.save(fig, run, "break_even", grid, caption)
 
 
 def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame) -> Path:

@@ -143,9 +143,7 @@ def test_no_measured_step_is_hidden(tmp_path: Path, undrawn: None) -> None:
 
 
 def test_the_break_even_map_draws_the_model(tmp_path: Path, undrawn: None) -> None:
-    data = drawn_data(breakeven_plots.break_even(tmp_path))
-    grid, dots = data[data["source"] == "model"], data[data["source"] != "model"]
-    assert set(dots["model"]) >= {"Llama-2-chat-7B", "Vicuna-7B", "Llama-3.1-8B", "Qwen3-8B"}
+    grid = drawn_data(breakeven_plots.break_even(tmp_path))
     at = "mode == 'stage' and model == 'llama-2-7b' and k == 8 and acceptance == 0.5 and batch == 64"
     window = breakeven.Window.expected(64, breakeven.survival_of(0.5, 8))
     us = breakeven.H200.us(breakeven.step_difference("stage", breakeven.MODELS["llama-2-7b"], window))
