@@ -243,7 +243,6 @@ class Reproduce:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 1 where a notebook fails or a claim does not hold, 2 for wrong input, 130 when interrupted."""
-    directory = paths.RESULTS
     try:
         options = command_line.parse(Reproduce, argv, "nwor reproduce", __doc__ or "")
         directory = _folder(options)
@@ -257,11 +256,10 @@ def main(argv: list[str] | None = None) -> int:
 
                 on_ray.connect(options.ray, options.gpus)
             results.update_manifest(directory, request=request, points=[point for point in points if point])
-            return run_points(directory, chosen, points, options)
+            try:
+                return run_points(directory, chosen, points, options)
+            except KeyboardInterrupt:
+                print(f"\ninterrupted; go on with: {_resume(directory)}", file=sys.stderr)
+                return 130
     except (OSError, ValueError) as error:
         return command_line.fail("nwor reproduce", error)
-    except KeyboardInterrupt:
-        begun = "request" in results.read_manifest(directory)
-        why = f"go on with: {_resume(directory)}" if begun else "nothing was begun"
-        print(f"\ninterrupted; {why}", file=sys.stderr)
-        return 130

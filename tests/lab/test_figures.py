@@ -12,7 +12,6 @@ import pytest
 
 from nwor_lab import paths
 from nwor_lab.bench import gpu_steps
-from nwor_lab.bench.survival import predict_rejected
 from nwor_lab.cost import breakeven
 from nwor_lab.figures import breakeven as breakeven_plots
 from nwor_lab.figures import command as figures
@@ -164,14 +163,6 @@ def test_the_sliders_move_the_picture_and_the_words(capsys: pytest.CaptureFixtur
         assert f"stage: {us:+.1f} us a step" in capsys.readouterr().out
     breakeven_plots.draw_setting("llama-2-7b", 2, 0.5, 4, 512, 1)
     assert shown[0].tolist() != shown[-1].tolist()
-
-
-def test_the_rejected_share_follows_from_survival() -> None:
-    survival = 0.7 ** np.arange(1, 5)
-    rows = [{"metric": "survival", "value": value, "position": position} for position, value in enumerate(survival)]
-    predicted = predict_rejected(results.tidy(rows, unit="share", k=4, temperature=0.0)).set_index("k")["value"]
-    assert predicted[1] == pytest.approx((1 - 0.7) / 2)
-    assert predicted[4] == pytest.approx((4 - survival.sum()) / 5)
 
 
 def test_no_two_series_look_alike() -> None:

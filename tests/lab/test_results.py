@@ -254,14 +254,6 @@ def must_not() -> pd.DataFrame:
     raise AssertionError("measured")
 
 
-def test_without_a_gpu_tables_are_the_recorded_ones(run: results.Run, monkeypatch) -> None:
-    name = "kernel_times"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    recorded = results.measure_or_load_recorded(run, name, must_not)
-    assert len(recorded) > 1 and recorded["value"].notna().all() and run.id not in set(recorded["run_id"])
-    assert not (run.directory / f"{name}.parquet").exists()
-
-
 def test_with_a_gpu_they_are_measured_unless_the_recorded_are_asked_for(run: results.Run, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for source in ("", "measure"):
