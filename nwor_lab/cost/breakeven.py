@@ -6,17 +6,13 @@ and written at the bandwidth of a large copy. Nothing overlaps, nothing is fitte
 to be as fast in each mode, so this is what the write policy alone makes; the bookkeeping of the host is not in it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import inf
 
 import pandas as pd
 
 from nwor_lab import paths
 from nwor_lab.cost.traffic import Moved, Shape, Window, served_traffic
-
-MODES = ("cow", "stage")
 
 MODELS = {
     "llama-2-7b": Shape(32, 32, 128),
@@ -78,32 +74,6 @@ def survival_of(acceptance: float, k: int) -> list[float]:
 def step_difference(mode: str, shape: Shape, window: Window) -> Moved:
     """Bytes and launches of a step in `mode`, less those of vanilla's."""
     return served_traffic(mode, shape, window).total() - served_traffic("off", shape, window).total()
-
-
-def differences(
-    shapes: Mapping[str, Shape],
-    ks: Sequence[int],
-    acceptances: Iterable[float],
-    batches: Sequence[int],
-    chip: Chip = H200,
-) -> pd.DataFrame:
-    """What a step in each of `MODES` costs beyond vanilla's, over (model, k, acceptance, batch).
-
-    Args:
-        shapes: caches by name, such as `MODELS`.
-        acceptances: of each draft, given that those before it were accepted.
-
-    Returns:
-        One row a point: `model`, `mode`, `k`, `acceptance`, `batch`, and `launches`, `bytes` and `us` of one step on
-        one rank over vanilla's.
-    """
-    rows = []
-    for (model, shape), k, acceptance, batch, mode in product(shapes.items(), ks, acceptances, batches, MODES):
-        moved = step_difference(mode, shape, Window.expected(batch, survival_of(acceptance, k)))
-        point = {"model": model, "mode": mode, "k": k, "acceptance": acceptance, "batch": batch}
-        cost = {"launches": moved.launches, "bytes": moved.read + moved.written, "us": chip.us(moved)}
-        rows.append(point | cost)
-    return pd.DataFrame(rows)
 
 
 def published_survival() -> pd.DataFrame:
