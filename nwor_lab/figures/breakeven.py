@@ -92,5 +92,5 @@ def draw_setting(model: str, k: int, acceptance: float, batch: int, context: int
     ax.axvline(batch, color="black", linewidth=0.5, linestyle=":", label=f"batch {batch}")
     ax.set(xscale="log", xlabel="requests in the batch", ylabel="us a step more than vanilla's")
     ax.set_yscale("symlog", linthresh=10)
-    style.legend(ax, ncols=4)
+    style.legend(ax, ncols=5)
     style.plt.show()
