@@ -92,20 +92,15 @@ class EagleHead(nn.Module):
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
     """All tensors of the `*.safetensors` files in `path`."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {path}: give the folder of a checkpoint saved with safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def load_target(path: str | Path = PAIR_TARGET) -> PreTrainedModel:
     """The causal language model in the folder `path`, in float32 on the CPU.
 
     Raises:
-        FileNotFoundError: no checkpoint there. ValueError: missing or unexpected tensors.
+        OSError, ValueError: no checkpoint there, missing or unexpected tensors.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise FileNotFoundError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
     logging.disable_progress_bar()
     options = {"dtype": torch.float32, "attn_implementation": ATTENTION, "output_loading_info": True}
     target, info = AutoModelForCausalLM.from_pretrained(path, **options)

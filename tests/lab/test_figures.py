@@ -17,7 +17,6 @@ from nwor_lab.figures import breakeven as breakeven_plots
 from nwor_lab.figures import command as figures
 from nwor_lab.figures import policies, ratios, style
 from nwor_lab.run import results
-from nwor_lab.serving.table import summary
 
 
 @pytest.fixture(autouse=True)
@@ -81,19 +80,6 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what they say ---------------------------------------------------------------------------------------------------
 
 
-def test_each_write_policy_beside_vanilla(tmp_path: Path, undrawn: None) -> None:
-    wide = drawn_data(policies.policies(tmp_path, recorded("reference"))).pivot(
-        index="mode", columns="metric", values="value"
-    )
-    for mode in ("cow", "stage"):
-        assert wide.loc[mode, ["acceptance_length", "same_tokens", "dirty_kb"]].tolist() == [
-            wide.loc["off", "acceptance_length"], 1, 0,
-        ]  # fmt: skip
-    assert wide.loc["blind", "acceptance_length"] < wide.loc["off", "acceptance_length"]
-    moved = drawn_data(policies.bytes_moved(tmp_path, recorded("traffic")))
-    assert moved.query("metric == 'bytes_written'").set_index("mode")["value"].idxmax() == "cow"
-
-
 def test_steps_are_over_vllm_never_patched_and_none_without_parity(tmp_path: Path, undrawn: None) -> None:
     table = recorded("gpu_direct").query(gpu_steps.MAIN + " and kv_heads == 8")
     beside = gpu_steps.step_ratios(table)
@@ -106,19 +92,6 @@ def test_steps_are_over_vllm_never_patched_and_none_without_parity(tmp_path: Pat
     lost = beside.assign(step=beside["step"].mask(beside["batch"] == 4))
     path = ratios.steps(tmp_path, lost)
     assert "2 of 8 are left out" in path.with_suffix(".txt").read_text()
-
-
-def test_serving_has_a_dot_for_each_load_and_mode(tmp_path: Path, undrawn: None) -> None:
-    rows: list[dict[str, Any]] = []
-    for repeat, (mode, speed) in ((r, m) for r in (0, 1) for m in (("off", 100.0), ("stage", 108.0 + r))):
-        metrics = {"tokens_per_s": speed, "acceptance_length": 3.0, "median_tpot_ms": 1.0}
-        metrics |= dict.fromkeys(("median_itl_ms", "p99_itl_ms", "median_ttft_ms", "p99_ttft_ms"), 1.0)
-        common = {"load": "16 at once", "repeat": repeat, "mode": mode}
-        rows += [{**common, "metric": metric, "value": value} for metric, value in metrics.items()]
-    path = ratios.serving(tmp_path, summary(pd.DataFrame(rows)))
-    (line,) = drawn_data(path).to_dict("records")
-    assert (line["setting"], line["mode"]) == ("16 at once", "stage")
-    assert (line["low"], line["ratio"], line["high"]) == pytest.approx((1.08, 1.085, 1.09))
 
 
 def test_parts_of_a_step_add_up_to_it(tmp_path: Path, undrawn: None) -> None:

@@ -20,7 +20,7 @@ from tests.lab.reference_models import SMALL, tiny_pair
 
 sys.path.insert(0, str(DATA / "pair"))
 from corpus import corpus_hash, cut_prompts, read_corpus, train_tokenizer
-from train import DRAFTS, Recipe, main, unroll
+from train import DRAFTS, main, unroll
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
@@ -107,10 +107,3 @@ def test_recipe_trains_saves_and_loads(library, tmp_path, capsys):
     assert len(loss) == 4 and loss[2] < loss[0]
     assert len(load_prompts(tmp_path / "prompts.jsonl")) == 2
     assert "held_out_loss" in capsys.readouterr().out
-
-
-def test_wrong_arguments_say_what_to_do(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--stdlib"):
-        Recipe(stdlib=tmp_path)
-    with pytest.raises(ValueError, match="2048 positions"):
-        Recipe(length=4096)

@@ -47,9 +47,6 @@ def test_notebooks_are_named_by_their_beginning(place: Path) -> None:
     [
         (["-p", "mdoe", "off"], "no notebook here has a parameter mdoe; they have k, ks, mode"),
         (["-p", "run_dir", "x"], "run_dir"),
-        (["-p", "k", "two"], "01_book: k"),
-        (["-p", "k", "0"], "equal to 1"),
-        (["--grid", "k=1.5"], "01_book: k"),
         (["-p", "ks", "1,x"], "01_book: ks"),
         (["--grid", "kk=1"], "kk"),
         (["--grid", "k="], "--grid k=:"),
