@@ -40,8 +40,7 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
             whole step.
 
     Returns:
-        The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
-        `predicted`, `measured`, its range `low`, `high` over repeats, and `error` = predicted - measured. Where
+        The setting's columns, `mode`, `predicted`, `measured` and its range `low`, `high` over repeats. Where
         `attention` has the setting, `with_attention` is the ratio predicted with it, and NaN elsewhere.
 
     Raises:
@@ -71,12 +70,9 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
             us, whole = H200.us(step_difference(mode, shape, window)), math.nan
             if attention is not None and mode not in SAME_ATTENTION:
                 whole = _with_attention(mode, where, shape, window, attention)
-            point = {"requests": requests, "drafts": drafts, "rejected": window.rejected_rows, "difference_us": us}
-            point |= {"predicted": 1 + us / 1e3 / off_ms, "measured": abba_ratio(ratios)}
-            point |= {"low": ratios.min(), "high": ratios.max(), "error": point["predicted"] - point["measured"]}
-            points.append(
-                {**where, "mode": mode, "off_ms": off_ms, **point, "with_attention": 1 + whole / 1e3 / off_ms}
-            )
+            point = {"predicted": 1 + us / 1e3 / off_ms, "with_attention": 1 + whole / 1e3 / off_ms}
+            found = {"measured": abba_ratio(ratios), "low": ratios.min(), "high": ratios.max()}
+            points.append({**where, "mode": mode, **point, **found})
     return pd.DataFrame(points)
 
 
