@@ -82,24 +82,6 @@ def test_a_cpu_cache_whose_layout_its_writer_does_not_tell_is_refused():
         hooks.slot_parts(layer)
 
 
-def test_hooks_fit_the_installed_vllm_and_come_off_again():
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    before = dict(vars(GPUModelRunner))
-    try:
-        hooks.install()
-        hooks.install_v1()
-        hooks.install_v1()
-        assert GPUModelRunner._sample is not before["_sample"]
-        with pytest.raises(RuntimeError, match="_sample"):
-            hooks._wrapped.pop((GPUModelRunner, "_sample"))
-            GPUModelRunner._sample = before["_sample"]
-            hooks._wrap(GPUModelRunner, "_sample", "self logits", hooks._sample)
-    finally:
-        hooks.uninstall()
-    assert dict(vars(GPUModelRunner)) == before
-
-
 def test_a_write_that_a_mode_takes_over_is_seen_on_the_v2_runner(monkeypatch):
     """There a mode's hooks go on around the audit's, but for the write's. Each engine of a CPU shows V1."""
 
@@ -157,26 +139,6 @@ def test_a_parameter_that_some_releases_lack_is_passed_on():
     with pytest.raises(RuntimeError, match="newest"):
         hooks._wrap(Runner, "newest", "self query_start_loc", hooks._sample, optional="draft_tokens")
     hooks.uninstall()
-
-
-def test_the_plugin_installs_the_other_plugins_first(monkeypatch):
-    """The audit's hooks lie around those of the modes, whichever plugin vLLM calls first."""
-    from vllm import plugins
-
-    from nwor_lab import plugin
-
-    called = []
-    others = {"nwor_lab": plugin.register, "nwor": lambda: called.append("nwor")}
-    monkeypatch.setattr(plugins, "load_plugins_by_group", lambda group: others)
-    monkeypatch.setattr(hooks, "install", lambda: called.append("audit"))
-    plugin.register()
-    assert called == []
-    monkeypatch.setenv("VLLM_NWOR_AUDIT", "1")
-    plugin.register()
-    assert called == ["nwor", "audit"]
-    monkeypatch.setenv("VLLM_NWOR_AUDIT", "yes")
-    with pytest.raises(ValueError, match="must be 0 or 1"):
-        plugin.register()
 
 
 def test_an_audit_that_came_too_late_is_no_clean_one(monkeypatch):

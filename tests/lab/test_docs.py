@@ -24,26 +24,6 @@ def test_a_page_is_up_to_date(template: Path) -> None:
     assert generate.render(template) == TEMPLATES[template].read_text(), "run `make docs`"
 
 
-def test_a_wrong_number_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Written into the page, or into the recorded table that the page is of."""
-    page = tmp_path / "README.md"
-    right = values.decode_row()
-    page.write_text((paths.ROOT / "README.md").read_text().replace(right, right.replace("0.9", "0.8")))
-    monkeypatch.setattr(generate, "pages", lambda: {generate.TEMPLATES / "README.md.j2": page})
-    monkeypatch.setattr(generate, "RESULTS", tmp_path / "results.csv")
-    generate.main()
-    assert right in page.read_text()
-    generate.main()
-    assert capsys.readouterr().out.splitlines() == ["written: README.md, results.csv", "written: none"]
-    audited = values.table("gpu_audit")
-    dirtier = audited.assign(value=audited["value"].mask(audited["metric"] == "audit.dirty_layer_steps", 7))
-    recorded = values.table
-    monkeypatch.setattr(values, "table", lambda name: dirtier if name == "gpu_audit" else recorded(name))
-    assert values.audit("cow", "audit.dirty_layer_steps") == 7
-    generate.main()
-    assert capsys.readouterr().out == "written: README.md\n"
-
-
 def test_a_number_that_is_not_recorded_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LookupError, match="0 rows"):
         values.row(batches=(3,))

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
 
 import pandas as pd
-from books import ran, start, write_notebook
+from books import ran, write_notebook
 from jupyter_client.provisioning.local_provisioner import LocalPortCache
 
 from nwor_lab import paths
@@ -160,17 +160,6 @@ def test_a_grid_goes_on_past_a_failed_point_and_is_resumed(place: Path, capsys: 
     assert dict(zip(grid["k"], grid["value"], strict=True)) == {1: 1, 2: 2, 3: 3}, "what was measured at each point"
     page = (run / "index.html").read_text()
     assert "<th>steps</th>" in page and 'href="k%3D2/index.html"' in page and (run / "k=2" / "index.html").exists()
-
-
-def test_a_killed_grid_is_resumed_where_it_was(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    child = start(place, "--grid", "k=1,3,4", "--run", "s")
-    assert reproduce.main(["--run", "s", "--resume"]) == 2
-    assert "another run is at work in" in capsys.readouterr().err
-    child.kill()
-    child.communicate()
-    (place / "go").touch()
-    assert reproduce.main(["--run", "s", "--resume"]) == 0
-    assert ran(place) == [1, 3, 3, 4]
 
 
 # -- on a Ray cluster --------------------------------------------------------------------------------------------------

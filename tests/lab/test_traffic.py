@@ -90,25 +90,6 @@ def test_the_bytes_that_a_rank_counts_are_the_formulas(mode, on_cpu, step):
     assert counted.bytes_read == from_cache + tail
 
 
-def test_numbers_by_hand():
-    """Llama-2-7B, one request, k = 8, 2 accepted, 512 tokens before: a row is 2 x 32 x 128 x 2 = 16 KiB."""
-    assert (WINDOW.rows, WINDOW.kept_rows) == (9, 3)
-    row, layers = 16384, 32
-    write = Moved(layers * 9 * row, layers * 9 * row, layers)
-    prefix, tail = Moved(layers * 512 * row, 0, layers), Moved(layers * 9 * row, 0, 0)
-    assert step_traffic("off", LLAMA_7B, WINDOW) == {"attention": prefix, "tail": tail, "write": write}
-    cow = step_traffic("cow", LLAMA_7B, WINDOW)
-    assert cow["log"] == Moved(layers * 8 * row, layers * 8 * row, 1)
-    assert cow["restore"] == Moved(layers * 6 * row, layers * 6 * row, 1)
-    stage = step_traffic("stage", LLAMA_7B, WINDOW)
-    assert stage == {
-        "attention": prefix,
-        "write": Moved(layers * row, layers * row, 0),
-        "stage": Moved(layers * 8 * row, layers * 8 * row, 0),
-        "commit": Moved(layers * 2 * row, layers * 2 * row, 1),
-    }
-
-
 def test_a_served_step_by_hand():
     """The same window as vLLM serves it: 32 layers, 9 rows of 16 KiB of which 3 are kept, rope apart."""
     off = served_traffic("off", LLAMA_7B, WINDOW)
