@@ -67,15 +67,6 @@ def test_what_is_wrong_is_one_line(text: str, said: str, capsys: pytest.CaptureF
     assert "\n" not in str(raised.value) and capsys.readouterr() == ("", "")
 
 
-def test_help_has_every_sentence_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        parse("--help")
-    said = capsys.readouterr().out
-    first, second = said.split("group options")
-    assert raised.value.code == 0 and said.startswith("What it does.")
-    assert "draft lengths" in first and "What a group is for" in second and "dtypes" in second
-
-
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 

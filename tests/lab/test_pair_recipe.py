@@ -19,7 +19,7 @@ from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET
 from tests.lab.reference_models import SMALL, tiny_pair
 
 sys.path.insert(0, str(DATA / "pair"))
-from corpus import corpus_hash, cut_prompts, read_corpus, train_tokenizer
+from corpus import corpus_hash, read_corpus
 from train import DRAFTS, main, unroll
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -73,20 +73,6 @@ def test_corpus_splits_by_path_alone_and_skips_what_is_not_source(library, tmp_p
     (tmp_path / "lib" / "os.py").write_text("pass\n")
     changed = read_corpus(tmp_path / "lib")
     assert [set(files) for files in changed.values()] == names and corpus_hash(changed) != corpus_hash(corpus)
-
-
-def test_prompts_are_a_function_of_files_and_seed(library):
-    corpus = read_corpus(library)
-    tokenizer = train_tokenizer(corpus["train"].values(), 600)
-    files = corpus["train"]
-    one, same, other = (cut_prompts(files, tokenizer, 8, seed) for seed in (0, 0, 1))
-    assert one == same != other
-    for row in one:
-        name, _, line = row["id"].rpartition(":")
-        rest = "\n".join(files[name].splitlines()[int(line) - 1 :])
-        assert rest.startswith(row["prompt"] + "\n")
-    with pytest.raises(ValueError, match="ask for fewer"):
-        cut_prompts({"a.py": "x = 1\n"}, tokenizer, 1, 0)
 
 
 def test_recipe_trains_saves_and_loads(library, tmp_path, capsys):

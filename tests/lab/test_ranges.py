@@ -2,14 +2,12 @@
 """A parameter that cannot be is refused in one line before anything starts, and in a notebook's first cell."""
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 pytest.importorskip("papermill", reason="papermill is not installed: no notebook can be run")
 
 
-from nwor_lab.cost import breakeven
 from nwor_lab.run import parameters, reproduce
 
 BOOKS = {path.stem: path for path in reproduce.notebooks()}
@@ -47,10 +45,6 @@ def test_every_default_can_be() -> None:
         kinds = {one: kind for one, (kind, _) in parameters.declared(book).items()}
         values = {one: default for one, (_, default) in parameters.declared(book).items()}
         assert parameters.check({"__annotations__": kinds, **values}, name) == (values, True)
-
-
-def test_the_models_that_are_named_are_those_that_are_known() -> None:
-    assert get_args(parameters.IN_NOTEBOOK["06_where_it_pays.model"]) == tuple(breakeven.MODELS)
 
 
 def test_what_only_a_node_knows_is_not_asked_here() -> None:

@@ -2,7 +2,6 @@
 """Results are whole, tidy and say where they came from."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -109,12 +108,6 @@ def test_an_expectation_fails_a_run_at_the_defaults_alone(tmp_path: Path) -> Non
     shown = run.finish()
     assert shown.data.values.tolist() == [["fast", "2", "1 (parameters were given)", "not judged"]]
     assert "text-align: left" in shown.to_html()
-
-
-def test_many_writers_of_one_manifest_lose_nothing(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda n: results.update_manifest(tmp_path, f"n{n}", state="done"), range(16)))
-    assert len(results.read_manifest(tmp_path)["notebooks"]) == 16
 
 
 def test_a_table_is_of_the_run_that_is_named(run: results.Run, tmp_path: Path) -> None:
