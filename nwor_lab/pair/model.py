@@ -60,8 +60,6 @@ class EagleHead(nn.Module):
 
     def __init__(self, config: LlamaConfig, target: PreTrainedModel, bias: bool = False) -> None:
         super().__init__()
-        if config.hidden_size != target.config.hidden_size:
-            raise ValueError(f"head of hidden size {config.hidden_size} on a target of {target.config.hidden_size}")
         config._attn_implementation = ATTENTION
         self.config, first = config, target.config.num_hidden_layers
         self.embed_tokens, self.lm_head = target.model.embed_tokens, target.lm_head
