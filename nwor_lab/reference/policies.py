@@ -69,7 +69,6 @@ class WriteAll:
 
     def commit(self, num_rejected: Tensor) -> None:
         """Close the window: of each query the last `num_rejected[r]` rows, int64 `[R]`, are dropped."""
-        self.batch.kept(num_rejected)
 
     def cancel(self) -> None:
         """Close the window before a decision, after a failed forward."""

@@ -59,22 +59,6 @@ def library(tmp_path_factory):
     return root
 
 
-def test_corpus_splits_by_path_alone_and_skips_what_is_not_source(library, tmp_path):
-    corpus = read_corpus(library)
-    names = [set(files) for files in corpus.values()]
-    assert all(names) and not (names[0] & names[1] | names[0] & names[2] | names[1] & names[2])
-
-    shutil.copytree(library, tmp_path / "lib")
-    (tmp_path / "lib" / "site-packages").mkdir()
-    for name in ("site-packages/other.py", "_sysconfigdata__linux.py"):
-        (tmp_path / "lib" / name).write_text("x = 1\n")
-    (tmp_path / "lib" / "broken.py").write_bytes(b"# \xff\xfe\n")
-    assert corpus_hash(read_corpus(tmp_path / "lib")) == corpus_hash(corpus)
-    (tmp_path / "lib" / "os.py").write_text("pass\n")
-    changed = read_corpus(tmp_path / "lib")
-    assert [set(files) for files in changed.values()] == names and corpus_hash(changed) != corpus_hash(corpus)
-
-
 def test_recipe_trains_saves_and_loads(library, tmp_path, capsys):
     options = {"steps": 3, "head-steps": 2, "batch": 2, "length": 48, "prompts": 2, "device": "cpu", "stdlib": library}
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]

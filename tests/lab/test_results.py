@@ -198,7 +198,6 @@ def test_start_opens_the_folder_it_is_given_or_makes_one(tmp_path: Path, monkeyp
         ),
         ({"mode": False}, ValueError, "mode .*YAML"),
         ({"tp": "two"}, ValueError, "tp .*integer"),
-        ({"tp": True}, ValueError, "tp .*integer"),
         ({"rate": "1"}, ValueError, "rate .*number"),
         ({"__annotations__": {"mode": str}}, NameError, "must declare `run_dir"),
     ],
