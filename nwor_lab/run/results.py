@@ -295,14 +295,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def read_table(name: str, run: Path) -> pd.DataFrame:
-    """Read `<name>.parquet` of a folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    if not (path := run / f"{name}.parquet").exists():
-        raise FileNotFoundError(f"no {name}.parquet in {run}")
-    return pd.read_parquet(path)
+    """Read `<name>.parquet` of a folder; FileNotFoundError where there is none."""
+    return pd.read_parquet(run / f"{name}.parquet")
 
 
 def measure_or_load_recorded(

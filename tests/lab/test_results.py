@@ -113,7 +113,7 @@ def test_an_expectation_fails_a_run_at_the_defaults_alone(tmp_path: Path) -> Non
 def test_a_table_is_of_the_run_that_is_named(run: results.Run, tmp_path: Path) -> None:
     run.table("steps", [ROW])
     assert results.read_table("steps", run.directory)["run_id"].tolist() == ["one"]
-    with pytest.raises(FileNotFoundError, match=r"no steps\.parquet"):
+    with pytest.raises(FileNotFoundError, match="steps.parquet"):
         results.read_table("steps", tmp_path)
 
 
