@@ -141,6 +141,26 @@ def test_a_parameter_that_some_releases_lack_is_passed_on():
     hooks.uninstall()
 
 
+def test_the_plugin_installs_the_other_plugins_first(monkeypatch):
+    """The audit's hooks lie around those of the modes, whichever plugin vLLM calls first."""
+    from vllm import plugins
+
+    from nwor_lab import plugin
+
+    called = []
+    others = {"nwor_lab": plugin.register, "nwor": lambda: called.append("nwor")}
+    monkeypatch.setattr(plugins, "load_plugins_by_group", lambda group: others)
+    monkeypatch.setattr(hooks, "install", lambda: called.append("audit"))
+    plugin.register()
+    assert called == []
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "1")
+    plugin.register()
+    assert called == ["nwor", "audit"]
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1"):
+        plugin.register()
+
+
 def test_an_audit_that_came_too_late_is_no_clean_one(monkeypatch):
     worker = SimpleNamespace(model_runner=SimpleNamespace())
     assert hooks.report(worker)["audit"] == {}
