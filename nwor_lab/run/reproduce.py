@@ -129,15 +129,13 @@ def run_points(
     """Run every point, here or on Ray; return the exit code, 0 when no notebook failed and all claims hold."""
     print(f"{'going on with' if options.resume else 'results go to'} {directory}", flush=True)
     folders = {directory / point: values for point, values in points.items()}
-    run = functools.partial(run_point, cell_minutes=options.cell_minutes)
+    run = functools.partial(run_point, resume=options.resume, cell_minutes=options.cell_minutes)
     if options.ray:
         from nwor_lab.run import on_ray
 
-        done = {f for f, given in folders.items() if all(is_whole(book, f, given[book.stem]) for book in chosen)}
-        todo = {folder: given for folder, given in folders.items() if folder not in done or not options.resume}
-        failed = on_ray.run(options.gpus, run, chosen, todo)
+        failed = on_ray.run(options.gpus, run, chosen, folders)
     else:
-        failed = sum(run(folder, chosen, values, options.resume) for folder, values in folders.items())
+        failed = sum(run(folder, chosen, values) for folder, values in folders.items())
     claims = {folder.name: results.claims(folder) for folder in folders}
     if "" in points:
         print("\n" + claim_table.as_text(results.claims(directory)))
