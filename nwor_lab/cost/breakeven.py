@@ -6,21 +6,13 @@ and written at the bandwidth of a large copy. Nothing overlaps, nothing is fitte
 to be as fast in each mode, so this is what the write policy alone makes; the bookkeeping of the host is not in it.
 """
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import inf
-from typing import Any
 
 import pandas as pd
-from scipy.optimize import brentq
 
 from nwor_lab import paths
 from nwor_lab.cost.traffic import Moved, Shape, Window, served_traffic
-
-MODES = ("cow", "stage")
 
 MODELS = {
     "llama-2-7b": Shape(32, 32, 128),
@@ -84,30 +76,6 @@ def step_difference(mode: str, shape: Shape, window: Window) -> Moved:
     return served_traffic(mode, shape, window).total() - served_traffic("off", shape, window).total()
 
 
-def differences(
-    shapes: Mapping[str, Shape],
-    ks: Sequence[int],
-    acceptances: Iterable[float],
-    batches: Sequence[int],
-    chip: Chip = H200,
-) -> pd.DataFrame:
-    """What a step in each of `MODES` costs beyond vanilla's, over (model, k, acceptance, batch).
-
-    Args:
-        shapes: caches by name, such as `MODELS`.
-        acceptances: of each draft, given that those before it were accepted.
-
-    Returns:
-        One row a point: `model`, `mode`, `k`, `acceptance`, `batch`, and `launches`, `bytes` and `us` of one step on
-        one rank over vanilla's.
-    """
-    return pd.DataFrame(
-        {"model": model, "acceptance": acceptance, **point}
-        for (model, shape), k, acceptance in product(shapes.items(), ks, acceptances)
-        for point in _points(shape, survival_of(acceptance, k), batches, chip)
-    )
-
-
 def published_survival() -> pd.DataFrame:
     """The published acceptance of chain drafts as survival: columns `source`, `model` ("<model>, <drafter>"),
     `position` (0 is the first draft) and `value`.
@@ -121,49 +89,3 @@ def published_survival() -> pd.DataFrame:
     rows["value"] = product.where(rows["metric"] == "conditional_acceptance", rows["value"])
     rows["model"] = rows["model"].str.removesuffix("-Instruct") + ", " + rows["drafter"]
     return rows[["source", "model", "position", "value"]].reset_index(drop=True)
-
-
-def published_differences(survival: pd.DataFrame, batches: Sequence[int], chip: Chip = H200) -> pd.DataFrame:
-    """`differences` at published acceptance, each k up to the positions that were published; nothing extrapolated.
-
-    Args:
-        survival: as `published_survival` returns it. Models that are not in `MODELS` are left out: those with
-            multi-head latent attention have no rows of keys and values, and no mode serves them.
-
-    Returns:
-        Those columns with `source` and `drafter`; `acceptance` is the constant one that keeps as many rows.
-    """
-    rows: list[dict[str, Any]] = []
-    for (source, label), group in survival.groupby(["source", "model"], sort=False):
-        name, drafter = str(label).rsplit(", ", 1)
-        if (shape := known_shape(name)) is None:
-            continue
-        values = group.sort_values("position")["value"].tolist()
-        for k in range(1, len(values) + 1):
-            about = {"source": source, "drafter": drafter, "model": name}
-            about["acceptance"] = constant_acceptance(values[:k])
-            rows += [about | point for point in _points(shape, values[:k], batches, chip)]
-    return pd.DataFrame(rows)
-
-
-def _points(shape: Shape, survival: Sequence[float], batches: Sequence[int], chip: Chip) -> Iterable[dict[str, Any]]:
-    for batch, mode in product(batches, MODES):
-        moved = step_difference(mode, shape, Window.expected(batch, survival))
-        yield {
-            "mode": mode, "k": len(survival), "batch": batch,
-            "launches": moved.launches, "bytes": moved.read + moved.written, "us": chip.us(moved),
-        }  # fmt: skip
-
-
-def constant_acceptance(survival: Sequence[float]) -> float:
-    """The acceptance, the same at each position, under which as many of these drafts are accepted."""
-    return brentq(lambda each: sum(survival_of(each, len(survival))) - sum(survival), 0, 1)
-
-
-def known_shape(model: str) -> Shape | None:
-    """The cache of a model in `MODELS`, or of the shipped pair (`target`), by its name, path or repository; or None."""
-    name = re.sub(r"-(chat|instruct|hf)\b", "", model.rsplit("/", 1)[-1].lower())
-    if name == "target":
-        config = json.loads((paths.PAIR_TARGET / "config.json").read_text())
-        return Shape(config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
-    return next((shape for known, shape in MODELS.items() if name.startswith(known)), None)

@@ -37,13 +37,7 @@ def chunk_steps(survival: Sequence[float], chunk: int, context: float = 0) -> li
         survival: [k], as `Window.expected` takes it.
         chunk: rows of a chunk.
         context: `num_computed_tokens` of the request before the window.
-
-    Raises:
-        ValueError: a chunk of no row, or survival that rises or leaves [0, 1].
     """
-    if chunk < 1:
-        raise ValueError(f"a chunk has at least 1 row, got {chunk}")
-    Window.expected(1, survival)
     reached, steps = [1.0, *survival], []
     for start in range(0, len(reached), chunk):
         part = reached[start : start + chunk]

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of launches and bytes (`breakeven`) against whole steps that were measured on a GPU; none is left out."""
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from nwor_lab.cost.breakeven import H200, MODELS, known_shape, step_difference
+from nwor_lab import paths
+from nwor_lab.cost.breakeven import H200, MODELS, step_difference
 from nwor_lab.cost.ratios import abba_ratio
 from nwor_lab.cost.traffic import Shape, Window, served_traffic
 
@@ -37,8 +40,7 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
             whole step.
 
     Returns:
-        The setting's columns, `mode`, `off_ms`, `requests`, `drafts`, `rejected` (of a step), `difference_us`,
-        `predicted`, `measured`, its range `low`, `high` over repeats, and `error` = predicted - measured. Where
+        The setting's columns, `mode`, `predicted`, `measured` and its range `low`, `high` over repeats. Where
         `attention` has the setting, `with_attention` is the ratio predicted with it, and NaN elsewhere.
 
     Raises:
@@ -68,12 +70,9 @@ def against_measured(bench: pd.DataFrame, attention: pd.DataFrame | None = None)
             us, whole = H200.us(step_difference(mode, shape, window)), math.nan
             if attention is not None and mode not in SAME_ATTENTION:
                 whole = _with_attention(mode, where, shape, window, attention)
-            point = {"requests": requests, "drafts": drafts, "rejected": window.rejected_rows, "difference_us": us}
-            point |= {"predicted": 1 + us / 1e3 / off_ms, "measured": abba_ratio(ratios)}
-            point |= {"low": ratios.min(), "high": ratios.max(), "error": point["predicted"] - point["measured"]}
-            points.append(
-                {**where, "mode": mode, "off_ms": off_ms, **point, "with_attention": 1 + whole / 1e3 / off_ms}
-            )
+            point = {"predicted": 1 + us / 1e3 / off_ms, "with_attention": 1 + whole / 1e3 / off_ms}
+            found = {"measured": abba_ratio(ratios), "low": ratios.min(), "high": ratios.max()}
+            points.append({**where, "mode": mode, **point, **found})
     return pd.DataFrame(points)
 
 
@@ -125,15 +124,18 @@ def _medians(rows: pd.DataFrame) -> pd.Series:
 
 
 def shape_of(where: Mapping[str, Any]) -> Shape:
-    """The cache of a setting's model on one rank.
+    """The cache on one rank of a setting's model: one of `MODELS` or the shipped pair, by name, path or repository.
 
     Raises:
         ValueError: the model is unknown.
     """
-    model = str(where["model"])
-    shape = known_shape(model)
+    name = re.sub(r"-(chat|instruct|hf)\b", "", str(where["model"]).rsplit("/", 1)[-1].lower())
+    config = json.loads((paths.PAIR_TARGET / "config.json").read_text())
+    pair = Shape(config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
+    known = {"target": pair, **MODELS}
+    shape = next((shape for known_name, shape in known.items() if name.startswith(known_name)), None)
     if shape is None:
-        raise ValueError(f"no cache is known of model {model!r}; known: {', '.join(['target', *MODELS])}")
+        raise ValueError(f"no cache is known of model {name!r}; known: {', '.join(known)}")
     kv_heads = where.get("kv_heads", math.nan)
     return replace(
         shape,

@@ -97,12 +97,6 @@ class Window:
     context_rows: float
     prefill_rows: float = 0
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rejected_rows <= self.draft_rows:
-            raise ValueError(f"{self.rejected_rows} rejected of {self.draft_rows} drafts")
-        if self.context_rows < self.rows + self.prefill_rows:
-            raise ValueError(f"attention reads at least the step's own rows, got context_rows={self.context_rows}")
-
     @classmethod
     def expected(cls, batch: float, survival: Sequence[float], context: float = 0) -> "Window":
         """The mean step of `batch` requests that bring `len(survival)` drafts each; nothing is prefilled.
@@ -112,14 +106,7 @@ class Window:
                 drafts as its first rejection leaves, so the sum over positions is the mean number accepted (EAGLE,
                 arXiv 2401.15077, calls one more than that tau).
             context: mean `num_computed_tokens` of a request before the step.
-
-        Raises:
-            ValueError: survival rises with position, or leaves [0, 1]; less than one request, or a context below 0.
         """
-        if batch < 1 or context < 0:
-            raise ValueError(f"batch is at least 1 and context at least 0, got {batch:g} and {context:g}")
-        if any(not 0 <= after <= before <= 1 for before, after in zip([1.0, *survival], survival, strict=False)):
-            raise ValueError(f"survival falls from 1 towards 0 over positions, got {list(survival)}")
         k = len(survival)
         return cls(batch, batch * k, batch * (k - sum(survival)), batch * context + (batch + batch * k))
 

@@ -1,78 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the model of bytes, launches and time: where each mode is faster, what was expected beside what was found,
-and one widget to explore the model."""
+"""The model of bytes, launches and time: what it expected beside what was found, and sliders to explore it."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 
 from nwor_lab.cost import breakeven, ratios, traffic
 from nwor_lab.cost.breakeven import H200, MODELS, Chip
 from nwor_lab.figures import style
-
-MAPS = (
-    ("stage", "llama-2-7b", "stage, 32 KV heads"),
-    ("stage", "llama-3.1-8b", "stage, 8 KV heads"),
-    ("cow", "llama-2-7b", "cow, 32 KV heads"),
-)
-"""Rows of the break-even map: mode, model, label."""
-BATCHES = (1, 16, 64, 256)
-KS = tuple(range(1, 13))
-DOT: Any = {"color": "black", "marker": "o", "markerfacecolor": "white", "markersize": 3, "linestyle": "none"}
-
-
-def break_even(run: style.Place, chip: Chip = H200) -> Path:
-    """Draw where each mode is faster over k, acceptance and batch, with published models at their own acceptance."""
-    grid = breakeven.differences(
-        {model: MODELS[model] for _, model, _ in MAPS}, KS, np.linspace(0, 1, 21), BATCHES, chip
-    )
-    dots = breakeven.published_differences(breakeven.published_survival(), BATCHES, chip)
-    fig, axes = style.figure(style.TWO_COLUMNS, 4.4, nrows=len(MAPS), ncols=len(BATCHES), sharex=True, sharey=True)
-    for line, (mode, model, label) in zip(axes, MAPS, strict=True):
-        for ax, batch in zip(line, BATCHES, strict=True):
-            here = grid[(grid["mode"] == mode) & (grid["model"] == model) & (grid["batch"] == batch)]
-            wide = here.pivot(index="acceptance", columns="k", values="us")
-            mesh = ax.pcolormesh(
-                wide.columns, wide.index, wide, cmap="PuOr_r", shading="gouraud", rasterized=True,
-                norm=mpl.colors.SymLogNorm(linthresh=20, vmin=-1000, vmax=1000),
-            )  # fmt: skip
-            if wide.to_numpy().max() > 0:
-                ax.contourf(wide.columns, wide.index, wide, levels=[0, np.inf], colors="none", hatches=["////"])
-            there = dots[(dots["mode"] == mode) & (dots["batch"] == batch)]
-            there = there[[_same_rows(name, model) for name in there["model"]]]
-            ax.plot(there["k"], there["acceptance"], **DOT, clip_on=False, zorder=5)
-            ax.set(xticks=(1, 4, 8, 12), yticks=(0, 0.5, 1))
-            ax.grid(visible=False)
-        line[0].set_ylabel(f"{label}\nacceptance")
-    for top, bottom, batch in zip(axes[0], axes[-1], BATCHES, strict=True):
-        top.set_title(f"batch {batch}")
-        bottom.set_xlabel("drafts k")
-    bar = fig.colorbar(mesh, ax=axes, shrink=0.6, pad=0.01, ticks=(-1000, -100, 0, 100, 1000))
-    bar.set_label("us a step more than vanilla's")
-    bar.minorticks_off()
-    handles = [
-        mpl.patches.Patch(facecolor="white", edgecolor="black", hatch="////", label="slower than vanilla"),
-        mpl.lines.Line2D([], [], **DOT, label="published models, at their own acceptance"),
-    ]
-    fig.legend(handles=handles, loc="outside upper center", ncols=3)
-    caption = (
-        f"What a step costs beyond vanilla's by the model of launches and bytes, {chip.name} ({chip.launch_us:g} us a "
-        f"launch, {chip.copy_bytes_per_s / 1e12:.2f} TB/s; {chip.source}), bf16, one rank. Acceptance: of each draft, "
-        "given that those before it were accepted; published models at the constant one that keeps as many rows. "
-        "Attention is taken to be as fast in each mode."
-    )
-    data = pd.concat([grid.assign(source="model"), dots], ignore_index=True)
-    return style.save(fig, run, "break_even", data, caption)
-
-
-def _same_rows(name: str, model: str) -> bool:
-    ours, theirs = MODELS[model], breakeven.known_shape(name)
-    return theirs is not None and (theirs.num_kv_heads, theirs.head_size) == (ours.num_kv_heads, ours.head_size)
 
 
 def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame) -> Path:
@@ -110,50 +50,47 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame) -> Pa
     return style.save(fig, run, "expected", pd.concat([priced, shown]).reindex(columns=columns), caption)
 
 
-def explore(chip: Chip = H200, **start: Any) -> Any:
-    """One `ipywidgets.interactive`: what a step of each mode costs over vanilla's at the setting of its sliders.
-
-    Args:
-        start: where the sliders start: `model` (of `MODELS`), `k`, `acceptance`, `batch`, `context`, `tp`. They reach
-            that far at least.
-    """
+def explore(model: str, k: int, acceptance: float, batch: int, context: int, tp: int, chip: Chip = H200) -> Any:
+    """One `ipywidgets.interactive`: `draw_setting` at sliders that start at a setting, and reach that far at least."""
     import ipywidgets as widgets
 
-    def whole(name: str, value: int, least: int, most: int, step: int = 1) -> widgets.IntSlider:
-        value = start.get(name, value)
+    def whole(value: int, least: int, most: int, step: int = 1) -> widgets.IntSlider:
         return widgets.IntSlider(value, least, max(most, value), step, continuous_update=False)
 
     return widgets.interactive(
         lambda **setting: draw_setting(chip=chip, **setting),
-        model=widgets.Dropdown(options=list(MODELS), value=start.get("model", "llama-2-7b")),
-        k=whole("k", 8, 1, 16),
-        acceptance=widgets.FloatSlider(start.get("acceptance", 0.7), min=0, max=1, step=0.01, continuous_update=False),
-        batch=whole("batch", 16, 1, 1024),
-        context=whole("context", 512, 0, 32768, 128),
-        tp=widgets.Dropdown(options=sorted({1, 2, 4, 8, start.get("tp", 1)}), value=start.get("tp", 1)),
+        model=widgets.Dropdown(options=list(MODELS), value=model),
+        k=whole(k, 1, 16),
+        acceptance=widgets.FloatSlider(acceptance, min=0, max=1, step=0.01, continuous_update=False),
+        batch=whole(batch, 1, 1024),
+        context=whole(context, 0, 32768, 128),
+        tp=widgets.Dropdown(options=sorted({1, 2, 4, 8, tp}), value=tp),
     )
 
 
 def draw_setting(model: str, k: int, acceptance: float, batch: int, context: int, tp: int, chip: Chip = H200) -> None:
     """Print what a step of each mode costs over vanilla's at a setting, and draw it over the batch."""
-    shape = breakeven.model_shape(model, tp)
-    rows = breakeven.differences({model: shape}, [k], [acceptance], sorted({*(2**n for n in range(11)), batch}), chip)
+    shape, rows = breakeven.model_shape(model, tp), []
     window = traffic.Window.expected(batch, breakeven.survival_of(acceptance, k), context)
     print(f"{batch} windows of 1 + {k} rows, {window.kept_rows / batch:.2f} of them kept; {chip.name}, {chip.source}")
-    for row in rows[rows["batch"] == batch].itertuples():
-        held = traffic.staging_bytes(row.mode, shape, batch, k) / 1e6
-        print(
-            f"{row.mode}: {row.us:+.1f} us a step, {row.launches:+g} launches, {row.bytes / 1e6:+.1f} MB moved; "
-            f"{held:.1f} MB held on the device"
-        )
+    for mode, requests in product(("cow", "direct", "stage"), sorted({*(2**n for n in range(11)), batch})):
+        step = traffic.Window.expected(requests, breakeven.survival_of(acceptance, k))
+        moved = breakeven.step_difference(mode, shape, step)
+        rows.append({"mode": mode, "batch": requests, "us": chip.us(moved)})
+        if requests == batch:
+            held = traffic.staging_bytes(mode, shape, batch, k) / 1e6
+            print(
+                f"{mode}: {chip.us(moved):+.1f} us a step, {moved.launches:+g} launches, "
+                f"{(moved.read + moved.written) / 1e6:+.1f} MB moved; {held:.1f} MB held on the device"
+            )
     vanilla = traffic.served_traffic("off", shape, window)
     share = (vanilla["write"].read + vanilla["write"].written) / (vanilla.total().read + vanilla.total().written)
     print(f"vanilla's write is {share:.1%} of the bytes that its attention and write move")
     ax = style.figure(style.TWO_COLUMNS, 2.6)[1]
-    style.series(ax, rows, "batch", "us", "mode")
+    style.series(ax, pd.DataFrame(rows), "batch", "us", "mode")
     ax.axhline(0, color="black", linewidth=0.8, label="vanilla")
     ax.axvline(batch, color="black", linewidth=0.5, linestyle=":", label=f"batch {batch}")
     ax.set(xscale="log", xlabel="requests in the batch", ylabel="us a step more than vanilla's")
     ax.set_yscale("symlog", linthresh=10)
-    style.legend(ax, ncols=4)
+    style.legend(ax, ncols=5)
     style.plt.show()

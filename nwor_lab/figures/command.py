@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's twelve figures, drawn from the tables of one folder.
+"""The paper's eleven figures, drawn from the tables of one folder.
 
     nwor figures                                   all figures, from data/recorded
     nwor figures --source results/<run>            from the tables of a run
@@ -87,11 +87,10 @@ FIGURES: dict[str, Callable[[style.Folder, Tables], Path]] = {
     "step_parts": step_parts,
     "serving": serving,
     "cliff": lambda out, table: ratios.cliff(out, attention.over_each(table("gpu_cliff"))),
-    "break_even": lambda out, table: breakeven.break_even(out),
     "expected": expected,
     "promises": lambda out, table: promises.promises(out),
 }
-"""Each figure by its file's name, and what draws it. `pages` and `break_even` are computed, and take no table."""
+"""Each figure by its file's name, and what draws it. `pages` is computed, and takes no table."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,6 @@ class EagleHead(nn.Module):
 
     def __init__(self, config: LlamaConfig, target: PreTrainedModel, bias: bool = False) -> None:
         super().__init__()
-        if config.hidden_size != target.config.hidden_size:
-            raise ValueError(f"head of hidden size {config.hidden_size} on a target of {target.config.hidden_size}")
         config._attn_implementation = ATTENTION
         self.config, first = config, target.config.num_hidden_layers
         self.embed_tokens, self.lm_head = target.model.embed_tokens, target.lm_head
@@ -92,20 +90,15 @@ class EagleHead(nn.Module):
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
     """All tensors of the `*.safetensors` files in `path`."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {path}: give the folder of a checkpoint saved with safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def load_target(path: str | Path = PAIR_TARGET) -> PreTrainedModel:
     """The causal language model in the folder `path`, in float32 on the CPU.
 
     Raises:
-        FileNotFoundError: no checkpoint there. ValueError: missing or unexpected tensors.
+        OSError, ValueError: no checkpoint there, missing or unexpected tensors.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise FileNotFoundError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
     logging.disable_progress_bar()
     options = {"dtype": torch.float32, "attn_implementation": ATTENTION, "output_loading_info": True}
     target, info = AutoModelForCausalLM.from_pretrained(path, **options)

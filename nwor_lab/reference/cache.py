@@ -165,12 +165,5 @@ class Batch:
         return self.window_rows[~torch.isin(self.window_rows, self.query_start_loc)]
 
     def kept(self, num_rejected: Tensor) -> Tensor:
-        """Which rows stay, bool `[T]`: of each query the rows `[0, query_len - num_rejected)`, as vLLM counts them.
-
-        Raises:
-            ValueError: more rejected than the request has drafts.
-        """
-        fits = num_rejected.shape == self.num_drafts.shape
-        if not fits or (num_rejected < 0).any() or (num_rejected > self.num_drafts).any():
-            raise ValueError(f"num_rejected {num_rejected.tolist()} for num_drafts {self.num_drafts.tolist()}")
+        """Which rows stay, bool `[T]`: of each query the rows `[0, query_len - num_rejected)`, as vLLM counts them."""
         return torch.arange(len(self.row_request)) < (self.query_start_loc[1:] - num_rejected)[self.row_request]

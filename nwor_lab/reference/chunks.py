@@ -53,8 +53,6 @@ class ChunkedDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter, chunk: int) -> None:
-        if chunk < 1:
-            raise ValueError(f"a chunk has at least 1 row, got {chunk}")
         self.drafter, self.chunk, self.k = drafter, chunk, drafter.k
         self.windows: list[ChunkedWindow] = []
 

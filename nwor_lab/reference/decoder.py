@@ -222,20 +222,15 @@ class SpeculativeDecoder:
     prefill_chunk: int = 64
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        sizes = self.drafter.k, self.prefill_chunk, self.block_size
-        if min(sizes) < 1:
-            raise ValueError(f"k, prefill_chunk and block_size must be at least 1: {', '.join(map(str, sizes))}")
-
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], max_tokens: int) -> Generation:
         """Decode `max_tokens` greedy tokens after each prompt, all prompts in one batch.
 
         Raises:
-            ValueError: no or an empty prompt, or no mode.
+            ValueError: no or an empty prompt.
         """
-        if not prompts or not all(prompts) or max_tokens < 1:
-            raise ValueError("give at least one prompt, no empty one, and max_tokens of at least 1")
+        if not prompts or not all(prompts):
+            raise ValueError("give at least one prompt, and no empty one")
         k = self.drafter.k
         needed = [-(-(len(prompt) + max_tokens + 2 * k + 1) // self.block_size) for prompt in prompts]
         num_blocks = sum(needed) + 1

@@ -69,7 +69,6 @@ class WriteAll:
 
     def commit(self, num_rejected: Tensor) -> None:
         """Close the window: of each query the last `num_rejected[r]` rows, int64 `[R]`, are dropped."""
-        self.batch.kept(num_rejected)
 
     def cancel(self) -> None:
         """Close the window before a decision, after a failed forward."""
@@ -238,9 +237,7 @@ POLICIES: dict[str, type[WriteAll]] = {"off": WriteAll, "blind": BlindStaging, "
 
 
 def make_policy(mode: str, cache: PagedCache, capacity: int = 512) -> WriteAll:
-    """The policy of `mode`, its warm-up over; ValueError for a mode that is none."""
-    if mode not in POLICIES:
-        raise ValueError(f"{mode!r} is no mode; choose one of {', '.join(POLICIES)}")
+    """The policy of `mode`, its warm-up over."""
     policy = POLICIES[mode](cache, capacity)
     policy.ready = True
     return policy

@@ -30,11 +30,6 @@ class TinyWindow:
     num_blocks: int = 3
     block_size: int = 4
 
-    def __post_init__(self) -> None:
-        room = len(self.block_table) * self.block_size - self.num_computed - 1
-        if not 1 <= self.k <= room:
-            raise ValueError(f"k={self.k}: give 1 to {room}, the blocks hold no more")
-
     def slot_mapping(self) -> list[dict[str, Any]]:
         """The step's rows, and the slot that the block table gives to the position of each."""
         rows = []

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nwor <command>`: each command lives in a module of its own and is imported only when it is called."""
 
-import contextlib
 import importlib
-import io
 import multiprocessing
 import os
 import signal
 import sys
-from typing import Any, TextIO
 
 COMMANDS = {
     "doctor": (
@@ -30,29 +27,6 @@ COMMANDS = {
 }
 
 
-class _Stream(io.FileIO):
-    """A standard stream that ends the command when it takes no more: quietly where nobody reads it, else with why."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # takes what the command's end still writes
-            if isinstance(error, BrokenPipeError):
-                raise SystemExit(141) from None  # as a shell counts one that SIGPIPE ended
-            with contextlib.suppress(OSError):
-                os.write(2, f"nwor: cannot write what it has to say: {error.strerror}\n".encode())
-            raise SystemExit(1) from None
-
-
-def _reopened(stream: TextIO | None) -> Any:
-    if stream is None:  # closed from the beginning
-        return None
-    raw = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
-    at_once = bool(stream.line_buffering) or getattr(stream, "write_through", False)
-    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=at_once)
-
-
 def _terminate(*_: object) -> None:
     """End this command as Ctrl-C does, which reaches its engines too."""
     for engine in multiprocessing.active_children():
@@ -61,18 +35,23 @@ def _terminate(*_: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit status: 130 where Ctrl-C or SIGTERM ended it."""
+    """Run a command and return its exit status: 130 where Ctrl-C or SIGTERM ended it, 141 where nobody reads it."""
     if argv is None:
-        sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        status = _run(sys.argv[1:] if argv is None else argv)
+        if sys.stdout:
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("\nnwor: interrupted", file=sys.stderr)
         return 130
-    finally:
-        if sys.stdout:
-            sys.stdout.flush()
+    except OSError as error:  # what it had to say was not taken
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what Python still flushes
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"nwor: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(arguments: list[str]) -> int:

@@ -19,16 +19,15 @@ from nwor.vllm.releases import Function
 
 
 def sources(path: Path | None = None) -> Path:
-    """The folder that holds ``vllm/``: `path`, or its parent where it is ``vllm/`` itself; without one the installed.
+    """The folder that holds ``vllm/``: `path`, or that of the installed vLLM.
 
     Raises:
         FileNotFoundError: there is no vLLM.
     """
     spec = importlib.util.find_spec("vllm") if path is None else None
-    place = Path(spec.origin).parent if spec and spec.origin else path or Path("vllm")
-    root = place if (place / "vllm").is_dir() else place.resolve().parent
+    root = Path(spec.origin).parent.parent if spec and spec.origin else path or Path()
     if not (root / "vllm" / "_version.py").is_file():
-        raise FileNotFoundError(f"no vLLM in {place}: give the folder of an unpacked wheel")
+        raise FileNotFoundError(f"no vLLM in {root}: give the folder of an unpacked wheel")
     return root
 
 

@@ -30,16 +30,11 @@ PACKAGES = ("nwor", "torch", "transformers", "pandas", "pyarrow", "papermill", "
 
 
 class Finding(NamedTuple):
-    """One line of the report. `ok` is None for what is only said; a `needed` finding that is not ok is an error."""
+    """One line of the report. `ok` is None for what is only said; one that is not ok is an error."""
 
     name: str
     value: str
     ok: bool | None = None
-    needed: bool = True
-
-    @property
-    def missing(self) -> bool:
-        return self.needed and self.ok is False
 
 
 def _version(package: str) -> str:
@@ -63,7 +58,7 @@ def environment() -> list[Finding]:
         *(Finding(name, found or "missing: `make setup`", bool(found)) for name, found in versions.items()),
         Finding("gpu", "; ".join(gpus) if isinstance(gpus, list) else "none: recorded GPU results are used"),
         Finding("dtype", machine.summary()),
-        Finding("compiler", compiler or "no g++: install it to rebuild the extension", bool(compiler), needed=False),
+        Finding("compiler", compiler or "no g++: install it to rebuild the extension"),
         Finding("pair and prompts", shipped, not files if paths.CHECKOUT else None),
         *(Finding("folder", why, False) for why in machine.missing_folders()),
     ]
@@ -107,9 +102,9 @@ def plugin() -> list[Finding]:
 def modes(found: dict[str, list[Finding]]) -> list[Finding]:
     """Say which modes can run: `off` needs vLLM, the others the plugin and the operators too."""
     no_vllm = [f"vLLM {' or '.join(releases.SERIES)} is missing"] * any(
-        one.missing for one in found["environment"] if one.name == "vllm"
+        one.ok is False for one in found["environment"] if one.name == "vllm"
     )
-    broken = [f"{name}: see above" for name in ("plugin", "operators") if any(one.missing for one in found[name])]
+    broken = [f"{name}: see above" for name in ("plugin", "operators") if any(one.ok is False for one in found[name])]
     lacking = {mode: "; ".join(no_vllm + (broken if mode != "off" else [])) for mode in MODES}
     return [Finding(mode, f"cannot run: {why}" if why else "can run", not why) for mode, why in lacking.items()]
 
@@ -154,8 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     for section, findings in examine().items():
         print(f"\n{section}")
         for finding in findings:
-            sign = {True: "ok", False: "MISSING" if finding.needed else "note", None: ""}[finding.ok]
+            sign = {True: "ok", False: "MISSING", None: ""}[finding.ok]
             print(f"  {sign:8}{finding.name:26}{finding.value}")
-        missing += [f"{section} {finding.name}" for finding in findings if finding.missing]
+        missing += [f"{section} {finding.name}" for finding in findings if finding.ok is False]
     print(f"\n{len(missing)} missing: {', '.join(missing)}" if missing else "\nnothing is missing")
     return 1 if missing else 0

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nwor_lab import machine, pair, paths
+from nwor_lab.cost.breakeven import MODELS
 
 Values = dict[str, dict[str, Any]]
 """What each notebook, by name, is given."""
@@ -56,9 +57,7 @@ IN_NOTEBOOK: dict[str, Any] = {
     "05_kernels_on_a_gpu.k": Several[Annotated[int, Field(ge=1, le=16)]],  # rows of a window that lie in two pages
     "05_kernels_on_a_gpu.batch": list[Positive],  # empty: all that are recorded
     "05_kernels_on_a_gpu.context": list[NotNegative],
-    "06_where_it_pays.model": Literal[
-        "llama-2-7b", "vicuna-7b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-8b", "gpt-oss-20b"
-    ],
+    "06_where_it_pays.model": Literal[*MODELS],
 }
 """Types that a parameter has in one notebook alone."""
 

@@ -42,7 +42,7 @@ def write(directory: Path, varying: pd.DataFrame | None = None) -> Path:
             grid=varying.to_html(border=0, na_rep="", float_format="{:.4g}".format)
             if varying is not None and len(varying)
             else "",
-            made_by=_made_by(manifest),
+            made_by=next((one["provenance"] for one in manifest["notebooks"].values() if "provenance" in one), {}),
         ),
     )
 
@@ -75,20 +75,3 @@ def _render(**context: Any) -> str:
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     highlighting = HtmlFormatter(style="default").get_style_defs(".highlight")
     return environment.get_template("report.html.j2").render(highlighting=highlighting, **context)
-
-
-def _made_by(manifest: dict[str, Any]) -> dict[str, str]:
-    """When, from which commit, with what and on what the run was made, as its first notebook noted it."""
-    noted = [entry["provenance"] for entry in manifest["notebooks"].values() if "provenance" in entry]
-    if not noted:
-        return {}
-    made, git, cpu, gpu = noted[0], noted[0]["git"], noted[0]["cpu"], noted[0]["gpu"]
-    versions = {name: found for name, found in made["versions"].items() if "unavailable" not in found}
-    return {
-        "begun": made["time"],
-        "commit": git if isinstance(git, str) else git["commit"] + ("" if git["clean"] else ", with local changes"),
-        "CPU": cpu if isinstance(cpu, str) else f"{cpu['model']}, {cpu['cores']} cores, {cpu['machine']}",
-        "GPU": "; ".join(gpu) if isinstance(gpu, list) else "none",
-        "Python": made["python"],
-        "versions": ", ".join(f"{name} {found}" for name, found in versions.items()),
-    }

@@ -26,7 +26,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,27 +125,17 @@ def run_points(
     chosen: list[Path],
     points: dict[str, parameters.Values],
     options: Reproduce,
-    begin: Callable[[], object],
 ) -> int:
-    """Run every point, here or on a Ray cluster; return the exit code, 0 when no notebook failed and all claims hold.
-
-    begin: called once nothing refuses the run any more, and before the first notebook.
-
-    Raises:
-        OSError: there is no Ray, or no node has what a point asks for.
-    """
+    """Run every point, here or on Ray; return the exit code, 0 when no notebook failed and all claims hold."""
     print(f"{'going on with' if options.resume else 'results go to'} {directory}", flush=True)
     folders = {directory / point: values for point, values in points.items()}
-    run = functools.partial(run_point, cell_minutes=options.cell_minutes)
+    run = functools.partial(run_point, resume=options.resume, cell_minutes=options.cell_minutes)
     if options.ray:
         from nwor_lab.run import on_ray
 
-        done = {f for f, given in folders.items() if all(is_whole(book, f, given[book.stem]) for book in chosen)}
-        todo = {folder: given for folder, given in folders.items() if folder not in done or not options.resume}
-        failed = on_ray.run(options.ray, options.gpus, run, chosen, todo, begin)
+        failed = on_ray.run(options.gpus, run, chosen, folders)
     else:
-        begin()
-        failed = sum(run(folder, chosen, values, options.resume) for folder, values in folders.items())
+        failed = sum(run(folder, chosen, values) for folder, values in folders.items())
     claims = {folder.name: results.claims(folder) for folder in folders}
     if "" in points:
         print("\n" + claim_table.as_text(results.claims(directory)))
@@ -251,7 +241,6 @@ class Reproduce:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 1 where a notebook fails or a claim does not hold, 2 for wrong input, 130 when interrupted."""
-    directory = paths.RESULTS
     try:
         options = command_line.parse(Reproduce, argv, "nwor reproduce", __doc__ or "")
         directory = _folder(options)
@@ -260,13 +249,15 @@ def main(argv: list[str] | None = None) -> int:
         _read_request(directory, options)  # a wrong word leaves no folder behind
         with _alone(directory):
             request, chosen, points = _read_request(directory, options)  # another may have begun or ended meanwhile
-            named = [point for point in points if point]
-            begin = functools.partial(results.update_manifest, directory, request=request, points=named)
-            return run_points(directory, chosen, points, options, begin)
+            if options.ray:
+                from nwor_lab.run import on_ray
+
+                on_ray.connect(options.ray, options.gpus)
+            results.update_manifest(directory, request=request, points=[point for point in points if point])
+            try:
+                return run_points(directory, chosen, points, options)
+            except KeyboardInterrupt:
+                print(f"\ninterrupted; go on with: {_resume(directory)}", file=sys.stderr)
+                return 130
     except (OSError, ValueError) as error:
         return command_line.fail("nwor reproduce", error)
-    except KeyboardInterrupt:
-        begun = "request" in results.read_manifest(directory)
-        why = f"go on with: {_resume(directory)}" if begun else "nothing was begun"
-        print(f"\ninterrupted; {why}", file=sys.stderr)
-        return 130

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import logging
 import os
@@ -277,14 +276,11 @@ def start(scope: dict[str, Any], name: str) -> Run:
 def update_manifest(directory: Path, notebook: str = "", **fields: Any) -> dict[str, Any]:
     """Merge `fields` into the entry of `notebook` in `<directory>/manifest.json`, or into the manifest itself.
 
-    The runner and the notebook it runs both write here, so the change is made under a file lock. Returns the manifest.
+    The runner and the notebook it runs take turns here. Returns the manifest.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".manifest.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        manifest = read_manifest(directory)
-        (manifest["notebooks"].setdefault(notebook, {}) if notebook else manifest).update(fields)
-        write_json(directory / "manifest.json", manifest)
+    manifest = read_manifest(directory)
+    (manifest["notebooks"].setdefault(notebook, {}) if notebook else manifest).update(fields)
+    write_json(directory / "manifest.json", manifest)
     return manifest
 
 
@@ -299,14 +295,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def read_table(name: str, run: Path) -> pd.DataFrame:
-    """Read `<name>.parquet` of a folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    if not (path := run / f"{name}.parquet").exists():
-        raise FileNotFoundError(f"no {name}.parquet in {run}")
-    return pd.read_parquet(path)
+    """Read `<name>.parquet` of a folder; FileNotFoundError where there is none."""
+    return pd.read_parquet(run / f"{name}.parquet")
 
 
 def measure_or_load_recorded(

@@ -79,20 +79,6 @@ def test_a_fault_is_seen_for_what_it_is(kind, fault):
     assert not audited.audit.report.clean
 
 
-def test_a_restore_that_requantises_is_seen():
-    """Read as numbers, scaled and rounded to bf16 on the way, fp8 comes back as the number below."""
-    audited = Audited("packed fp8")
-    audited.begin()
-    for layer in range(LAYERS):
-        audited.write(layer)
-    number = (audited.held(1).view(torch.float8_e4m3fn).float() * 0.37).bfloat16().float() / 0.37
-    nearest = number.to(torch.float8_e4m3fn)
-    below = nearest.view(torch.uint8) - (nearest.float().abs() > number.abs()).byte()
-    audited.write(1, below, LOGGED)
-    audited.audit.after(GONE)
-    assert audited.audit.report == report(dirty_slots=2)
-
-
 @memory
 @pytest.mark.parametrize("rewritten", [False, True])
 def test_a_log_that_outlives_its_step(kind, rewritten):

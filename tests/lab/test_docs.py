@@ -24,26 +24,6 @@ def test_a_page_is_up_to_date(template: Path) -> None:
     assert generate.render(template) == TEMPLATES[template].read_text(), "run `make docs`"
 
 
-def test_a_wrong_number_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Written into the page, or into the recorded table that the page is of."""
-    page = tmp_path / "README.md"
-    right = values.decode_row()
-    page.write_text((paths.ROOT / "README.md").read_text().replace(right, right.replace("0.9", "0.8")))
-    monkeypatch.setattr(generate, "pages", lambda: {generate.TEMPLATES / "README.md.j2": page})
-    monkeypatch.setattr(generate, "RESULTS", tmp_path / "results.csv")
-    generate.main()
-    assert right in page.read_text()
-    generate.main()
-    assert capsys.readouterr().out.splitlines() == ["written: README.md, results.csv", "written: none"]
-    audited = values.table("gpu_audit")
-    dirtier = audited.assign(value=audited["value"].mask(audited["metric"] == "audit.dirty_layer_steps", 7))
-    recorded = values.table
-    monkeypatch.setattr(values, "table", lambda name: dirtier if name == "gpu_audit" else recorded(name))
-    assert values.audit("cow", "audit.dirty_layer_steps") == 7
-    generate.main()
-    assert capsys.readouterr().out == "written: README.md\n"
-
-
 def test_a_number_that_is_not_recorded_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LookupError, match="0 rows"):
         values.row(batches=(3,))
@@ -63,11 +43,6 @@ def test_links_and_paths_exist(page: Path) -> None:
     folders = "nwor|nwor_lab|notebooks|data|tests|kernels|docs"
     named = [paths.ROOT / name for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", text)]
     assert [path for path in links + named if not path.exists()] == []
-
-
-def test_no_line_break_divides_a_link() -> None:
-    link = f"[a page](https://example.org/{'long/' * 40})"
-    assert link in generate.wrapped(f"Words before {link} and after.").splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -105,11 +80,3 @@ def test_commands_of_the_record_exist() -> None:
 def test_tests_that_hold_a_line_of_the_matrix_exist() -> None:
     named = set(re.findall(r"`(test_\w+\.py)`", (paths.ROOT / "docs" / "modes.md").read_text()))
     assert named and named <= {path.name for path in (paths.ROOT / "tests").rglob("test_*.py")}
-
-
-def test_every_line_of_the_matrix_has_a_reason_and_a_test() -> None:
-    text = (paths.ROOT / "docs" / "modes.md").read_text()
-    rows = [line.split("|")[1:-1] for line in text[text.index("| beside a mode |") :].partition("\n\n")[0].splitlines()]
-    assert len(rows) > 30
-    for _, cow, stage, why, held in ([cell.strip() for cell in row] for row in rows[2:]):
-        assert why and ("test_" in held or "never run" in held), (cow, stage, held)

@@ -16,6 +16,7 @@ pytest.importorskip("papermill", reason="papermill is not installed: no notebook
 
 import nbformat
 import pandas as pd
+import papermill
 
 from nwor_lab import paths
 from nwor_lab.run import lessons, reproduce, results
@@ -72,10 +73,18 @@ def check_serving(run: Path) -> None:
     assert turns == [[0, "off"], [0, "stage"], [1, "stage"], [1, "off"]]
 
 
+def test_plain_papermill_stops_at_a_misspelt_parameter(tmp_path: Path) -> None:
+    path, given = paths.NOTEBOOKS / "00_idea.ipynb", {"run_dir": str(tmp_path / "run"), "run_dri": "x"}
+    with pytest.raises(papermill.PapermillExecutionError, match="has no parameter run_dri; it has"):
+        papermill.execute_notebook(str(path), None, parameters=given, cwd=str(paths.ROOT), progress_bar=False)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [path.stem for path in reproduce.notebooks()])
 def test_a_lesson_runs_and_is_reported_and_its_solutions_are_right(name: str, tmp_path: Path, monkeypatch) -> None:
     book, copy = nbformat.read(paths.NOTEBOOKS / f"{name}.ipynb", as_version=4), tmp_path / f"{name}.ipynb"
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book.cells), "committed without"
     exercises = ask_again(book)
     nbformat.write(book, copy)
     monkeypatch.setattr(reproduce, "notebooks", lambda only=None: [copy])

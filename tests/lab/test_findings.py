@@ -45,11 +45,6 @@ def test_steps_are_beside_vllm_never_patched(run: results.Run) -> None:
     assert "1.10 under cow" in sentence and "1.50 under stage" in sentence
 
 
-def test_a_bench_without_an_audit_says_nothing_of_the_cache(run: results.Run) -> None:
-    run.table("modes_tp1", [{"mode": "off", "metric": "step_ms", "value": 1.0}], unit="ms")
-    assert findings.sentences(run.directory) == []
-
-
 def test_the_price_says_from_which_batch_stage_is_dearer(run: results.Run) -> None:
     us = {1: -100.0, 128: -30.0, 256: 3.0, 512: 80.0}
     rows = [{"mode": "stage", "batch": batch, "metric": "price", "value": value} for batch, value in us.items()]

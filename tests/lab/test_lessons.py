@@ -58,11 +58,6 @@ def test_what_works_in_place_and_returns_nothing_is_checked(capsys):
     assert "argument 1" in capsys.readouterr().out
 
 
-def test_a_check_leaves_its_cases_alone():
-    lessons.check(fill, fill, CASES)
-    assert CASES[0][0].tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("chosen", "says"), [(None, "Found: b. because"), ("b", "As you guessed"), ("a", "Not a.")], ids=str
 )

@@ -19,8 +19,8 @@ from nwor_lab.paths import DATA, PAIR_EAGLE, PAIR_TARGET
 from tests.lab.reference_models import SMALL, tiny_pair
 
 sys.path.insert(0, str(DATA / "pair"))
-from corpus import corpus_hash, cut_prompts, read_corpus, train_tokenizer
-from train import DRAFTS, Recipe, main, unroll
+from corpus import corpus_hash, read_corpus
+from train import DRAFTS, main, unroll
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
@@ -59,36 +59,6 @@ def library(tmp_path_factory):
     return root
 
 
-def test_corpus_splits_by_path_alone_and_skips_what_is_not_source(library, tmp_path):
-    corpus = read_corpus(library)
-    names = [set(files) for files in corpus.values()]
-    assert all(names) and not (names[0] & names[1] | names[0] & names[2] | names[1] & names[2])
-
-    shutil.copytree(library, tmp_path / "lib")
-    (tmp_path / "lib" / "site-packages").mkdir()
-    for name in ("site-packages/other.py", "_sysconfigdata__linux.py"):
-        (tmp_path / "lib" / name).write_text("x = 1\n")
-    (tmp_path / "lib" / "broken.py").write_bytes(b"# \xff\xfe\n")
-    assert corpus_hash(read_corpus(tmp_path / "lib")) == corpus_hash(corpus)
-    (tmp_path / "lib" / "os.py").write_text("pass\n")
-    changed = read_corpus(tmp_path / "lib")
-    assert [set(files) for files in changed.values()] == names and corpus_hash(changed) != corpus_hash(corpus)
-
-
-def test_prompts_are_a_function_of_files_and_seed(library):
-    corpus = read_corpus(library)
-    tokenizer = train_tokenizer(corpus["train"].values(), 600)
-    files = corpus["train"]
-    one, same, other = (cut_prompts(files, tokenizer, 8, seed) for seed in (0, 0, 1))
-    assert one == same != other
-    for row in one:
-        name, _, line = row["id"].rpartition(":")
-        rest = "\n".join(files[name].splitlines()[int(line) - 1 :])
-        assert rest.startswith(row["prompt"] + "\n")
-    with pytest.raises(ValueError, match="ask for fewer"):
-        cut_prompts({"a.py": "x = 1\n"}, tokenizer, 1, 0)
-
-
 def test_recipe_trains_saves_and_loads(library, tmp_path, capsys):
     options = {"steps": 3, "head-steps": 2, "batch": 2, "length": 48, "prompts": 2, "device": "cpu", "stdlib": library}
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
@@ -107,10 +77,3 @@ def test_recipe_trains_saves_and_loads(library, tmp_path, capsys):
     assert len(loss) == 4 and loss[2] < loss[0]
     assert len(load_prompts(tmp_path / "prompts.jsonl")) == 2
     assert "held_out_loss" in capsys.readouterr().out
-
-
-def test_wrong_arguments_say_what_to_do(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--stdlib"):
-        Recipe(stdlib=tmp_path)
-    with pytest.raises(ValueError, match="2048 positions"):
-        Recipe(length=4096)

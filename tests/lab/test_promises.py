@@ -8,7 +8,6 @@ from docs import values
 from nwor_lab import paths
 from nwor_lab.cost.breakeven import MODELS
 from nwor_lab.cost.traffic import Traffic, Window, step_traffic
-from nwor_lab.figures import promises, style
 
 TABLE = pd.read_csv(paths.PROMISES)
 
@@ -16,14 +15,6 @@ TABLE = pd.read_csv(paths.PROMISES)
 def ends(case: str) -> list[float]:
     (row,) = TABLE[TABLE["case"] == case].to_dict("records")
     return [row["low"], row["high"]]
-
-
-def test_each_promise_stands_beside_a_measured_value(tmp_path):
-    assert (TABLE.groupby("promise")["source"].nunique() == 2).all()
-    assert TABLE[["low", "median", "high"]].notna().all(axis=None)
-    assert (TABLE["low"] <= TABLE["median"]).all() and (TABLE["median"] <= TABLE["high"]).all()
-    assert promises.promises(tmp_path).with_suffix(".png").is_file()
-    style.close()
 
 
 def test_measured_values_are_those_of_the_record():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run ends, says why, and is alone in its folder, whatever hangs, fails or interrupts it."""
 
-import functools
 import json
 import re
 import signal
@@ -13,7 +12,7 @@ pytest.importorskip("papermill", reason="papermill is not installed: no notebook
 
 from books import ran, start, write_notebook
 
-from nwor_lab.run import kernel, on_ray, parameters, reproduce, results
+from nwor_lab.run import reproduce, results
 
 # -- the kernel --------------------------------------------------------------------------------------------------------
 
@@ -71,19 +70,6 @@ def test_a_cell_that_takes_too_long_fails_and_what_to_do_is_said(
     assert reproduce.main(["--run", "s", "--resume", "--cell-minutes", "0.5"]) == 0
 
 
-def test_a_cell_on_a_node_of_a_cluster_may_take_as_long_as_one_here(place: Path, monkeypatch) -> None:
-    book, asked = write_notebook(place, "01_book"), list[float]()
-
-    def too_long(notebook: Path, output: Path, given: dict, log: object, cell_minutes: float) -> None:
-        asked.append(cell_minutes)
-        raise TimeoutError("of a cell")
-
-    monkeypatch.setattr(kernel, "execute", too_long)
-    point = functools.partial(reproduce.run_point, cell_minutes=0.5)
-    failed, files = on_ray._on_node(point, "k=1", {book.name: book.read_bytes()}, {"01_book": {"k": 1}}, on_ray.code())
-    assert (failed, asked) == (1, [0.5]) and b"of a cell" in files["manifest.json"]
-
-
 # -- one run in a folder -----------------------------------------------------------------------------------------------
 
 
@@ -124,15 +110,6 @@ def test_a_reason_of_several_lines_is_told_to_its_end(place: Path, capsys: pytes
     assert "the reason" in (place / "results" / "s" / "index.html").read_text()
 
 
-def test_an_interrupt_says_how_to_go_on(place: Path) -> None:
-    child = start(place, "--run", "s", "-p", "k", "3")
-    child.send_signal(signal.SIGINT)
-    said = child.communicate(timeout=60)[1]
-    assert child.returncode == 130 and said.splitlines()[-1].endswith("reproduce --resume --run s")
-    assert "Traceback" not in said and "never retrieved" not in said
-    assert results.read_manifest(place / "results" / "s")["notebooks"]["01_book"]["state"] == "interrupted"
-
-
 LOST = """
 import asyncio
 from nbclient import NotebookClient
@@ -144,19 +121,11 @@ NotebookClient._async_poll_kernel_alive = lost
 """
 
 
-def test_what_a_dropped_task_had_to_say_does_not_bury_the_line(place: Path) -> None:
+def test_an_interrupt_says_how_to_go_on(place: Path) -> None:
+    """And what a dropped task has to say does not bury the line."""
     child = start(place, "--run", "s", "-p", "k", "3", first=LOST)
     child.send_signal(signal.SIGINT)
-    said = child.communicate(timeout=120)[1]
-    assert child.returncode == 130 and "never retrieved" not in said and "Traceback" not in said
-
-
-def test_an_interrupt_before_anything_began_leaves_nothing(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(parameters, "read_points", interrupted)
-    assert reproduce.main(["--run", "s"]) == 130
-    assert "interrupted" in capsys.readouterr().err and not (place / "results").exists()
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == 130 and said.splitlines()[-1].endswith("reproduce --resume --run s")
+    assert "Traceback" not in said and "never retrieved" not in said
+    assert results.read_manifest(place / "results" / "s")["notebooks"]["01_book"]["state"] == "interrupted"
