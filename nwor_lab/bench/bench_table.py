@@ -17,20 +17,14 @@ from nwor_lab.engines.engine import Generation
 
 
 def rows_of_generation(generation: Generation) -> list[dict[str, Any]]:
-    """Tidy rows of one generation: step times, tokens, acceptance by position.
-
-    `tokens` are those that the user gets, and `emitted_drafts` the accepted drafts among them: the end of an answer
-    cuts the rest of its last window off, which `accepted_tokens`, the verifier's count, still has.
-    """
+    """Tidy rows of one generation: step times, tokens that the user gets, the verifier's counts of drafts."""
     seconds, count = generation.step_seconds, generation.counters
-    tokens, answers = sum(map(len, generation.tokens)), len(generation.tokens)
     totals = [
-        ("tokens", tokens, "tokens"),
+        ("tokens", sum(map(len, generation.tokens)), "tokens"),
         ("wall", sum(seconds), "s"),
         ("windows", count["drafts"], "windows"),
         ("draft_tokens", count["draft_tokens"], "tokens"),
         ("accepted_tokens", count["accepted_tokens"], "tokens"),
-        ("emitted_drafts", tokens - answers - count["decode_steps"], "tokens"),
     ]
     return [
         *({"metric": "step_ms", "value": 1e3 * s, "unit": "ms", "step": step} for step, s in enumerate(seconds)),
@@ -71,8 +65,8 @@ def rows_of_ranks(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 SHOWN = (
-    "equal_requests", "requests", "largest_gap", "shift", "acceptance_length", "emitted_length", "step_ms", "ratio",
-    "low", "high", "tokens_per_s",
+    "equal_requests", "requests", "largest_gap", "shift", "acceptance_length", "step_ms", "ratio", "low", "high",
+    "tokens_per_s",
 )  # fmt: skip
 TIMES = ["step_ms", "ratio", "low", "high", "tokens_per_s"]
 

@@ -27,8 +27,7 @@ class Generation:
     """What one call of `Served.generate` gave.
 
     tokens: generated token ids by request; step_seconds: duration of every engine step, in order.
-    counters: increments of vLLM's speculative counters: drafts (windows), draft_tokens, accepted_tokens; and
-        decode_steps, the steps of requests that brought tokens after the first, with drafts or without.
+    counters: increments of vLLM's speculative counters: drafts (windows), draft_tokens, accepted_tokens.
     accepted_at: windows whose draft at each position was accepted.
     top_logprobs: where asked for, by request and position, the log-probabilities of the best tokens by id.
     """
@@ -217,7 +216,6 @@ class Served:
         at = metrics.get("accepted_tokens_per_pos")
         names = ("drafts", "draft_tokens", "accepted_tokens")
         counters = {name: int(metrics[name].value) if at else 0 for name in names}
-        counters["decode_steps"] = metrics["vllm:inter_token_latency_seconds"].count  # one a request and step
         return counters, list(at.values) if at else []
 
 
