@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nwor_lab.bench.parity import OUTLIER_FACTOR, compare, tolerance
 from nwor_lab.engines.child import Generation
-from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, ScriptResult
+from nwor_lab.engines.traffic import Answer, Event, ScriptResult
 
 NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "shipped_slots", "dirty_by_step")
 """Fields of an `AuditReport` that count what was looked at; every other counts a fault."""
@@ -38,14 +38,10 @@ class Verdict:
 
     @property
     def untried(self) -> list[str]:
-        """Outcomes of drafts that did not occur, in words: what they would have asked of the mode is not known."""
-        whole, part, none = (self.counts[f"windows {outcome}"] for outcome in OUTCOMES)
-        occurred = {
-            "no draft was accepted": whole + part,
-            "no draft was rejected": none + part,
-            "no window had drafts of both": part,
-        }
-        return [words for words, windows in occurred.items() if not windows]
+        """What did not become of any draft, in words: what it would have asked of the mode is not known."""
+        drafts, accepted = self.counts["drafts"], self.counts["accepted"]
+        occurred = {"no draft was accepted": accepted, "no draft was rejected": drafts - accepted}
+        return [words for words, number in occurred.items() if not number]
 
     def table(self) -> dict[str, int]:
         """What was counted, and the faults by kind, in the order of a table."""
@@ -69,7 +65,6 @@ def judge(events: Sequence[Event], vanilla: ScriptResult, traffic: ScriptResult,
     verdict.counts["preempted"] += metrics.get("num_preemptions", 0)
     verdict.counts["drafts"] += metrics["spec_decode_num_draft_tokens"]
     verdict.counts["accepted"] += metrics["spec_decode_num_accepted_tokens"]
-    verdict.counts.update({f"windows {outcome}": traffic.windows[outcome] for outcome in OUTCOMES})
     verdict.counts["cached tokens"] += traffic.cached
     for rank in traffic.ranks:
         audit = rank["audit"]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import inf
 from typing import Any, ClassVar, Self
@@ -18,14 +17,14 @@ class FakeEngine:
     """Answers at once with four tokens; mode stage has a fault in each script with a request that is aborted.
 
     started: the modes of all engines so far. served: each mode's scripts. fault: none, "tokens", "dirty_slots", or
-    "died". lasts: scripts that have it. windows: of each script, by what became of their drafts.
+    "died". lasts: scripts that have it. accepted: drafts of each script, of 5.
     """
 
     started: ClassVar[list[str]]
     served: ClassVar[list[tuple[str, Sequence[Event]]]]
     fault: ClassVar[str]
     lasts: ClassVar[float]
-    windows: ClassVar[dict[str, int]]
+    accepted: ClassVar[int]
 
     def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
         self.mode = settings.mode
@@ -34,7 +33,7 @@ class FakeEngine:
     @classmethod
     def forget(cls) -> None:
         cls.started, cls.served, cls.fault = [], [], ""
-        cls.lasts, cls.windows = inf, {"some accepted": 5}
+        cls.lasts, cls.accepted = inf, 3
 
     def __enter__(self) -> Self:
         return self
@@ -62,13 +61,13 @@ class FakeEngine:
         }
         audit = AUDIT | {"dirty_slots": 2 * (fault == "dirty_slots"), "dirty_by_step": [0]}
         rank = {"rank": 0, "audit": audit, "dirty_examples": ["step 1, layer 0, slot 7"] if fault else []}
-        ours = dict.fromkeys(("windows", "staged_tokens", "committed_tokens"), 5)
+        ours = {"windows": 2, "staged_tokens": 5, "committed_tokens": self.accepted}
         ours |= dict.fromkeys(("fallbacks", "scheduler_mismatches"), 0)
-        theirs = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 5)
+        theirs = {"drafts": 2, "draft_tokens": 5, "accepted_tokens": self.accepted}
         metrics = {f"nwor_{name}": value for name, value in ours.items()}
         metrics |= {f"spec_decode_num_{name}": value for name, value in theirs.items()}
         prompts = {name: event.prompt or [] for name, event in asked.items()}
-        return ScriptResult(answers, prompts, 0, Counter(self.windows), [rank], metrics)
+        return ScriptResult(answers, prompts, 0, [rank], metrics)
 
 
 def serve_without_restore(spec: EngineSpec, environ: dict[str, str], *rest: Any) -> None:
