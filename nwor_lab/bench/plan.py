@@ -11,7 +11,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nwor.settings import MODES, Settings
-from nwor_lab import paths, progress
+from nwor_lab import paths
 from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.machine import on_cpu
 
@@ -93,7 +93,7 @@ class Plan(Timing, Workload):
             return every
         large = [(length, size) for length, size in every if size * (length + self.max_tokens) > capacity]
         for length, size in large:
-            progress.note(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr)
+            print(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", file=sys.stderr)
         return [load for load in every if load not in large]
 
 

@@ -11,7 +11,6 @@ from typing import Literal
 import pytest
 
 from nwor_lab import command_line, progress
-from nwor_lab.run import cli
 
 
 @dataclass(frozen=True)
@@ -66,26 +65,6 @@ def test_what_is_wrong_is_one_line(text: str, said: str, capsys: pytest.CaptureF
     with pytest.raises(ValueError, match=re.escape(said)) as raised:
         parse(text)
     assert "\n" not in str(raised.value) and capsys.readouterr() == ("", "")
-
-
-def test_help_has_every_sentence_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        parse("--help")
-    said = capsys.readouterr().out
-    first, second = said.split("group options")
-    assert raised.value.code == 0 and said.startswith("What it does.")
-    assert "draft lengths" in first and "What a group is for" in second and "dtypes" in second
-
-
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_option_of_every_command_has_a_sentence(command: str, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "110")  # one column
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    rows = [line.strip("│╭╰─╮╯- ") and line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
-    entries = re.split(r"\n(?=-)", "\n".join(rows))[1:]
-    told = {entry: re.sub(r"\(default:[^)]*\)", "", re.split(r"  |\n", entry, maxsplit=1)[1]) for entry in entries}
-    assert told and all(sentence.strip() for sentence in told.values()), told
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
