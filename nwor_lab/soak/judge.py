@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nwor_lab.audit.auditor import FAULTS
 from nwor_lab.bench.parity import OUTLIER_FACTOR, compare, tolerance
 from nwor_lab.engines.child import Generation
 from nwor_lab.engines.traffic import Answer, Event, ScriptResult
 
-NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "shipped_slots", "dirty_by_step")
-"""Fields of an `AuditReport` that count what was looked at; every other counts a fault."""
 SAME = {"windows": "drafts", "staged_tokens": "draft_tokens", "committed_tokens": "accepted_tokens"}
 """Counts of a mode and vLLM's own, which are to be the same."""
 
@@ -45,7 +44,7 @@ class Verdict:
 
     def table(self) -> dict[str, int]:
         """What was counted, and the faults by kind, in the order of a table."""
-        return {**self.counts, "dirty slots": self.faults["dirty_slots"], "faults": self.faults.total()}
+        return {**self.counts, "dirty layer-steps": self.faults["dirty_layer_steps"], "faults": self.faults.total()}
 
 
 def judge(events: Sequence[Event], vanilla: ScriptResult, traffic: ScriptResult, mode: str, dtype: str) -> Verdict:
@@ -71,9 +70,8 @@ def judge(events: Sequence[Event], vanilla: ScriptResult, traffic: ScriptResult,
         verdict.counts["layer-steps"] += audit["layer_steps"]
         verdict.blame("unaudited", not audit["steps"], f"rank {rank['rank']} audited no step")
         example = "; ".join(rank["dirty_examples"]) or f"rank {rank['rank']}"
-        for name, value in audit.items():
-            if name not in NO_FAULTS:
-                verdict.blame(name, value, example)
+        for name in FAULTS:
+            verdict.blame(name, audit[name], example)
     for name, served in (("vanilla", vanilla), (mode, traffic)):
         for rank in served.ranks:
             if sampled := rank.get("sampled"):

@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import inf
 from typing import Any, ClassVar, Self
 
+from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.engines.engine import EngineError, EngineSpec
 from nwor_lab.engines.traffic import Answer, Event, ScriptResult
-
-AUDIT = {"steps": 3, "layer_steps": 6, "dirty_layer_steps": 0, "dirty_slots": 0, "kept_rows": 9, "unwritten_rows": 0}
 
 
 class FakeEngine:
     """Answers at once with four tokens; mode stage has a fault in each script with a request that is aborted.
 
-    started: the modes of all engines so far. served: each mode's scripts. fault: none, "tokens", "dirty_slots", or
-    "died". lasts: scripts that have it. accepted: drafts of each script, of 5.
+    started: the modes of all engines so far. served: each mode's scripts. fault: none, "tokens", "died" or
+    "dirty_layer_steps". lasts: scripts that have it. accepted: drafts of each script, of 5.
     """
 
     started: ClassVar[list[str]]
@@ -59,7 +59,7 @@ class FakeEngine:
             name: [Answer([1, 2, 3, last], [], "length") for _ in range(event.sampling.get("n", 1))]
             for name, event in asked.items()
         }
-        audit = AUDIT | {"dirty_slots": 2 * (fault == "dirty_slots"), "dirty_by_step": [0]}
+        audit = asdict(AuditReport(3, 6, dirty_layer_steps=2 * (fault == "dirty_layer_steps"), kept_rows=9))
         rank = {"rank": 0, "audit": audit, "dirty_examples": ["step 1, layer 0, slot 7"] if fault else []}
         ours = {"windows": 2, "staged_tokens": 5, "committed_tokens": self.accepted}
         ours |= dict.fromkeys(("fallbacks", "scheduler_mismatches"), 0)

@@ -96,7 +96,7 @@ def test_tokens_must_be_vanillas_or_under_stage_a_near_tie():
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("dirty_slots", lambda made: made.ranks[0]["audit"].update(dirty_slots=2)),
+        ("dirty_layer_steps", lambda made: made.ranks[0]["audit"].update(dirty_layer_steps=2)),
         ("stray_slots", lambda made: made.ranks[0]["audit"].update(stray_slots=1)),
         ("unaudited", lambda made: made.ranks[0]["audit"].update(steps=0)),
         ("sampled audit", lambda made: made.ranks[0].update(sampled={"steps": 3, "findings": [{}]})),
@@ -148,7 +148,7 @@ def test_a_run_in_which_an_outcome_did_not_occur_is_not_clean(fake, capsys, acce
     assert f"incomplete, no draft was {missing} under stage" in verdict(capsys)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "dirty_slots", "died"])
+@pytest.mark.parametrize("kind", ["tokens", "dirty_layer_steps", "died"])
 def test_a_fault_is_shown_by_a_small_script_and_found_again_by_its_seed(fake, capsys, kind):
     fake.fault = kind
     assert command.main(["--minutes", "1", "--seed", "4"]) == 1
@@ -165,9 +165,9 @@ def test_a_fault_is_shown_by_a_small_script_and_found_again_by_its_seed(fake, ca
 
 
 def test_a_fault_that_does_not_come_again_is_one_too(fake, capsys):
-    fake.fault, fake.lasts = "dirty_slots", 1
+    fake.fault, fake.lasts = "dirty_layer_steps", 1
     assert command.main(["--minutes", "1"]) == 1
-    assert "dirty_slots" in verdict(capsys)
+    assert "dirty_layer_steps" in verdict(capsys)
 
 
 @pytest.mark.parametrize("given", [["--modes", "off"], ["--mode", "cow,cow"], ["--minutes", "0"]])
@@ -189,4 +189,6 @@ def test_real_engines_are_clean_and_a_mode_that_does_not_restore_is_not(monkeypa
     found = episode.verdicts["stage"]
     assert found.untried == [] and found.counts["layer-steps"] > 100 and found.counts["scripts"] == 9
     monkeypatch.setattr(child, "serve", serve_without_restore)
-    assert "cow: dirty_slots" in command.Episode(scripts.configuration(0, tp=1), ["cow"]).run(time.monotonic() + 600)
+    assert "cow: dirty_layer_steps" in command.Episode(scripts.configuration(0, tp=1), ["cow"]).run(
+        time.monotonic() + 600
+    )
