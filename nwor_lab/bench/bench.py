@@ -34,7 +34,6 @@ from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.engines.spec import EngineOptions
 from nwor_lab.engines.widened_pair import PAIR_AT
-from nwor_lab.gpu import held_out
 from nwor_lab.progress import say
 from nwor_lab.run import results
 
@@ -327,8 +326,6 @@ def write_results(
     if shape := shapes.SHAPES.get(given.get("shape", "")):
         common["kv_heads"] = shape["num_key_value_heads"]
     frame = results.tidy(rows, **common)
-    if shape and "prompt" in frame:
-        frame = held_out.mark_steps(frame, shape["num_attention_heads"], shape["head_dim"])
     path = results.write_table(directory / f"{given['name']}.parquet", frame)
     made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(dict(given))}
     results.write_json(path.with_suffix(".json"), {**report, **made_by})

@@ -114,7 +114,7 @@ def test_a_ratio_is_of_the_same_pass():
     assert table.loc["off", ["ratio", "tokens_per_s"]].to_list() == [1, 100]
     assert table.loc["stage", ["itl", "equal", "acceptance"]].to_list() == pytest.approx([1.04, 0.9, 3.05])
     assert table["parity"].all() and table["fallbacks"].to_dict() == {"off": 0, "stage": 7}
-    assert "faster under 1 of 1 load" in verdict(table.reset_index())
+    assert "faster under 1 of 1" in verdict(table.reset_index())
 
 
 def test_where_requests_come_at_a_rate_the_time_a_token_tells():
