@@ -26,6 +26,7 @@ import pandas as pd
 
 from nwor.settings import MODES, Settings
 from nwor_lab import command_line, machine, progress
+from nwor_lab.audit import hooks
 from nwor_lab.bench import options
 from nwor_lab.bench.bench_table import kernel_rows, rows_of_generation, rows_of_ranks, summary, verdicts
 from nwor_lab.bench.parity import Parity, compare
@@ -105,6 +106,7 @@ class Session:
     """Engines of one draft length, all up, by mode, and the prompts that they share.
 
     parity: by mode and load.
+    audited: by mode, what vLLM's scheduler and rank 0 had counted when the audit ended, if there was one.
     """
 
     def __init__(self, engines: list[Engine], spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]]) -> None:
@@ -115,6 +117,7 @@ class Session:
         room = spec.max_model_len - plan.max_tokens
         self.loads: list[Load] = plan.loads(room, min(engine.capacity() for engine in engines))
         self.parity: dict[str, dict[Load, Parity]] = {mode: {} for mode in plan.modes}
+        self.audited: dict[str, dict[str, float]] = {}
 
     def run(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
         """Rows and report of all passes: those that are compared, the first of them audited, the timed ones, a profile.
@@ -139,7 +142,7 @@ class Session:
             rows += [{"mode": mode, **self.columns(load), **row} for load in by_load for row in by_load[load].rows()]
             rows += [{"mode": mode, "batch": self.spec.batch, **row} for row in rows_of_ranks(ranks[mode])]
         parity = {mode: asdict(sum(by_load.values(), Parity())) for mode, by_load in self.parity.items()}
-        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity}
+        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity, "audited": self.audited}
 
     def columns(self, load: Load) -> dict[str, int]:
         """Columns that identify a load."""
@@ -166,7 +169,9 @@ class Session:
         for mode, engine in self.engines.items():
             say(f"parity: {mode}, {len(prompts)} prompts")
             passes[mode] = [engine.generate(batch, self.plan.max_tokens, logprobs=20) for batch in batches]
-            engine.stop_audit()
+            if load == self.loads[0]:
+                engine.on_every_rank(hooks.stop_audit)
+                self.audited[mode] = {**engine.metrics(), **engine.report()[0]["counters"]}
         alike = partial(compare, drafted=self.spec.acceptance_length > 0)
         for mode, generations in passes.items():
             self.parity[mode][load] = sum(map(alike, passes[self.plan.modes[0]], generations), Parity())

@@ -148,37 +148,20 @@ def claim_clean(run: Run, where: str, report: Report) -> None:
         run.claim(f"{where}: {names[mode]} leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
 
 
-def claim_left(run: Run, where: str, report: Report, bench: pd.DataFrame | None = None) -> None:
+def claim_left(run: Run, where: str, report: Report) -> None:
     """Record that what vanilla leaves is the rejected rows, in every layer and on every rank, and nothing else.
 
     Vanilla's own scheduler counts them. It does not hear of a GPU's last windows: theirs `cow` counts on the device.
-
-    bench: table of the run, where there were timed passes behind the audited one: of those each must have rejected as
-        many rows, or nothing is judged.
     """
-    ranks, repeats = report["ranks"], report.get("plan", {}).get("repeats", 0)
+    ranks, audited = report["ranks"], report["audited"]
     vanilla = next(iter(ranks))  # the baseline
-    heard = {mode: rejected_rows(report["metrics"][mode]) for mode in (vanilla, "cow")}
-    rejected, rest = divmod(heard[vanilla] + ranks["cow"][0]["counters"]["rejected_tokens"] - heard["cow"], 1 + repeats)
-    text = f"{where}: slots that vanilla leaves dirty are its rejected rows"
-    if repeats and bench is not None:
-        timed = bench[bench["mode"] == vanilla].pivot_table("value", "repeat", "metric", "sum")
-        each = set(timed["draft_tokens"] - timed["accepted_tokens"])
-        if rest or each != {heard[vanilla] / (1 + repeats)}:
-            run.skip(text, "the same rows in each pass", f"{sorted(each)} rows were rejected in a timed pass")
-            return
+    names = ("spec_decode_num_draft_tokens", ACCEPTED)
+    drafts, accepted = (audited[vanilla][name] - audited["cow"][name] for name in names)
+    rejected = int(drafts - accepted + audited["cow"]["rejected_tokens"])
     layers = [rank["audit"]["layer_steps"] // rank["audit"]["steps"] for rank in ranks[vanilla]]
     predicted = rejected * sum(layers)
     dirty = sum(rank["audit"]["dirty_slots"] for rank in ranks[vanilla])
-    run.claim(text, predicted, dirty, dirty == predicted)
-
-
-# -- what the claims predict -------------------------------------------------------------------------------------------
-
-
-def rejected_rows(metrics: Mapping[str, float]) -> int:
-    """Rows of a layer that the scheduler, whose `metrics` these are, has heard were rejected."""
-    return int(metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"])
+    run.claim(f"{where}: slots that vanilla leaves dirty are its rejected rows", predicted, dirty, dirty == predicted)
 
 
 def cache_shape(spec: Mapping[str, Any]) -> Shape:

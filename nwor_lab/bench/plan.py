@@ -11,7 +11,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nwor.settings import MODES, Settings
-from nwor_lab import paths
+from nwor_lab import command_line, paths
 from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.machine import on_cpu
 
@@ -64,9 +64,7 @@ class Plan(Timing, Workload):
     temperatures: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
-        for mode in self.modes:
-            if mode not in (*MODES, UNPATCHED):
-                raise ValueError(f"{mode!r} is not a mode; choose of {', '.join((*MODES, UNPATCHED))}")
+        command_line.check_names("--modes", self.modes, (*MODES, UNPATCHED))
         for name in ("modes", "ks", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):

@@ -191,16 +191,6 @@ class Served:
         """Every rank's `status`."""
         return self.on_every_rank(status)
 
-    def stop_audit(self) -> None:
-        """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
-        from nwor_lab.audit import hooks
-
-        self.on_every_rank(hooks.stop_audit)
-
-    def on_scheduler(self, function: Callable[[Any], Any]) -> Any:
-        """What a module's `function` of vLLM's scheduler gives."""
-        return function(self.engine.engine_core.engine_core.scheduler)
-
     def metrics(self) -> dict[str, float]:
         """The values of ``LLM.get_metrics()`` that are NWOR's, speculation's, preemption's and connectors' hits."""
         wanted = ("vllm:nwor_", "vllm:spec_decode_", "vllm:num_preemptions", "vllm:external_prefix_cache_")

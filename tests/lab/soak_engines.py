@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import inf
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.engines.engine import EngineError, EngineSpec
 from nwor_lab.engines.traffic import Answer, Event, ScriptResult
+from tests.lab import fake_engine
 
 
-class FakeEngine:
+class FakeEngine(fake_engine.FakeEngine):
     """Answers at once with four tokens; mode stage has a fault in each script with a request that is aborted.
 
     started: the modes of all engines so far. served: each mode's scripts. fault: none, "tokens", "died" or
@@ -27,25 +28,13 @@ class FakeEngine:
     accepted: ClassVar[int]
 
     def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
-        self.mode = settings.mode
+        super().__init__(spec, settings)
         self.started.append(self.mode)
 
     @classmethod
     def forget(cls) -> None:
         cls.started, cls.served, cls.fault = [], [], ""
         cls.lasts, cls.accepted = inf, 3
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def report(self) -> list[dict[str, Any]]:
-        return [{"rank": 0, "mode": self.mode, "serving": self.mode}]
 
     def traffic(self, events: Sequence[Event], seed: int) -> ScriptResult:
         self.served.append((self.mode, events))

@@ -159,7 +159,7 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--mode", "stag"], "'stag' is not a mode; choose of off, cow, direct, stage, vllm"),
+        (["--mode", "stag"], "--modes stag: choose of off, cow, direct, stage, vllm"),
         (["--mode", "cow,cow"], "modes must be different values"),
         (["--k", "0"], "k must be at least 1, got 0"),
         (["--model", "no/such/model"], "--shape of llama-2-7b"),

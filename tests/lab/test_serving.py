@@ -222,7 +222,7 @@ def test_off_never_loads_the_plugin_and_modes_do(monkeypatch):
     ("words", "says"),
     [
         (["--modes", "stage,off"], "off first"),
-        (["--modes", "off,stag"], "'stag' is not a mode"),
+        (["--modes", "off,stag"], "--modes stag"),
         (["--concurrency", ""], "there is no load"),
         (["--concurrency", "4,4"], "got 4,4"),
         (["--longest", "2000"], "1920 tokens of a prompt"),
