@@ -41,7 +41,7 @@ COUNTING: dict[str, Any] = {"modes": ("off",), "audit": False}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance(options.Models):
+class Acceptance:
     ks: options.Ks = (1, 2, 3, 4, 5, 6, 7, 8)
     """draft lengths; their engines work side by side"""
     temperatures: Annotated[tuple[float, ...], arg(name="temperature")] = (0.0, 1.0)

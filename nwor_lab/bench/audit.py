@@ -33,7 +33,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(options.Models):
+class Audit:
     modes: options.Modes = MODES
     """modes to audit, of off, cow, direct and stage"""
     ks: options.Ks = (4,)

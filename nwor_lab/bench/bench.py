@@ -223,7 +223,7 @@ def require_served(mode: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(options.Models):
+class Bench:
     modes: options.Modes = MODES
     """modes to compare, of off, cow, direct, stage, and vllm without the plugin; the first is the baseline"""
     ks: options.Ks = (4,)

@@ -28,16 +28,6 @@ Ks = Annotated[tuple[int, ...], arg(name="k")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models:
-    model: str = str(paths.PAIR_TARGET)
-    """target model, a folder or a name on the hub; pair@SHAPE is the shipped pair written at another shape"""
-    draft: str = str(paths.PAIR_EAGLE)
-    """draft model, likewise; empty for methods without one (ngram)"""
-    tp: int = 1
-    """tensor-parallel ranks"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Output:
     """Where results go."""
 

@@ -97,7 +97,7 @@ def engine_here() -> EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving(options.Models):
+class Serving:
     k: int = 4
     """drafts a request brings to a step"""
     prompts: str = str(paths.PROMPTS)
@@ -123,7 +123,7 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
         raise ValueError(f"max_model_len {engine.max_model_len} leaves room for {room} tokens of a prompt: raise it")
     if (most := max(plan.concurrency, default=1)) > engine.batch:
         raise ValueError(f"a server that runs {engine.batch} requests at once is asked {most}: raise --batch")
-    if not asked.draft and engine.method != "ngram":
+    if not engine.draft and engine.method != "ngram":
         raise ValueError(f"method {engine.method} needs a --draft")
     spec = options.from_options(EngineSpec, options.with_model(options.flat(asked)))
     return spec, draw_prompts(texts, options.load_tokenizer(spec.model), plan)
