@@ -21,15 +21,7 @@ from nwor_lab.bench import bench, options
 from nwor_lab.bench.plan import Plan, Workload
 from nwor_lab.engines.spec import EngineOptions
 
-COLUMNS = (
-    "layer_steps",
-    "dirty_layer_steps",
-    "dirty_slots",
-    "kept_rows",
-    "unwritten_rows",
-    "wrong_rows",
-    "stray_slots",
-)
+COLUMNS = ("layer_steps", "kept_rows", "dirty_slots", *FAULTS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ PATIENCE = 600.0
 def run(
     spec: EngineSpec, plan: ServingPlan, prompts: Sequence[Mapping[str, Any]], directory: Path, name: str = "serving"
 ) -> tuple[Rows, dict[str, Any]]:
-    """Start the servers, load them, and end them in any case, Ctrl-C and SIGTERM included.
+    """Start the servers, load them, and end them in any case, Ctrl-C included.
 
     `vllm.benchmarks.sweep` is not used: it runs one server at a time to the end of all its loads, without an
     environment or a log of its own for each, so that a slow minute of the machine would be taken for a mode's doing.

@@ -12,7 +12,7 @@ import pytest
 
 from nwor_lab import paths
 from nwor_lab.audit.auditor import AuditReport
-from nwor_lab.bench import bench_table, endtoend, gpu_steps
+from nwor_lab.bench import endtoend, gpu_steps
 from nwor_lab.bench.parity import Parity
 from nwor_lab.run import results
 
@@ -169,31 +169,10 @@ def test_one_rank_is_not_compared_with_itself(whole, tmp_path):
     assert found.holds.all() and not found.claim.str.contains("every rank$").any()
 
 
-def test_what_is_counted_by_step_is_no_row_of_the_benchs_table(report):
-    table = results.tidy(bench_table.rows_of_ranks([report["ranks"]["off"][0]])).set_index("metric")
-    assert table.value["audit.dirty_slots"] == 8
-    assert "audit.dirty_by_step" not in table.index
-
-
 def test_dirt_by_step(report):
     dirty = results.tidy(endtoend.dirty_rows(report), run_id="x")
     drawn = dirty.pivot_table(index="step", columns="mode", values="value", aggfunc="sum")
     assert drawn.to_dict("list") == {"cow": [0, 0, 0], "direct": [0, 12, 4], "off": [0, 12, 4], "stage": [0, 0, 0]}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kv_cache_dtype", "tp", "row"),
-    [
-        ("bfloat16", "auto", 1, 1024),
-        ("bfloat16", "auto", 2, 512),
-        ("float32", "auto", 1, 2048),
-        ("bfloat16", "fp8", 1, 512),
-    ],
-)
-def test_shape_of_the_shipped_pair(dtype, kv_cache_dtype, tp, row):
-    spec = {"model": str(paths.PAIR_TARGET), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "tp": tp}
-    shape = endtoend.cache_shape(spec)
-    assert (shape.num_layers, shape.row) == (5, row)
 
 
 # -- whole steps on a GPU ----------------------------------------------------------------------------------------------

@@ -187,7 +187,8 @@ def test_a_server_that_does_not_come_up_is_not_waited_for_without_end(tmp_path):
 def test_servers_end_with_the_run_and_all_that_they_started(tmp_path):
     child = f"import subprocess; subprocess.Popen(['sleep', '300'])\n{FAKE}"
     run = (
-        "import sys, time; sys.path[:0] = [sys.argv[1]]\n"
+        "import signal, sys, time; sys.path[:0] = [sys.argv[1]]\n"
+        "from nwor_lab.run import cli; signal.signal(signal.SIGTERM, cli._terminate)\n"
         "from pathlib import Path; from test_serving import fake, ended\n"
         "with ended({}) as servers:\n"
         "    servers['stage'] = fake(Path(sys.argv[2]), code=sys.argv[3]); servers['stage'].wait(20)\n"
