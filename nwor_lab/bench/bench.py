@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -335,7 +334,3 @@ def write_results(
     made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(dict(given))}
     results.write_json(path.with_suffix(".json"), {**report, **made_by})
     return frame, path
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,9 +9,7 @@ import pandas as pd
 import pytest
 from fake_engine import ACCEPTED
 
-from nwor_lab import pair, paths
-from nwor_lab.bench import acceptance, options
-from nwor_lab.command_line import parse
+from nwor_lab.bench import acceptance
 from nwor_lab.run import results
 
 
@@ -42,20 +40,6 @@ def test_all_engines_start_before_one_is_waited_for(engines, counts, tmp_path) -
     assert sorted(asked, key=str) == sorted(2 * passes, key=str)
     report = json.loads((tmp_path / "run" / "gpu_acceptance.json").read_text())
     assert (report["plan"]["ks"], list(report["ranks"])) == ([1, 3], ["k=1", "k=3"])
-
-
-def test_the_command_alone_counts_at_scale() -> None:
-    """Its plan is the one whose record holds more than 100,000 windows."""
-    given = options.flat(parse(acceptance.Acceptance, [], "acceptance", ""))
-    spec, plan, _ = options.parse_config(given | acceptance.COUNTING)
-    assert plan.ks == tuple(range(1, 9)) and (spec.batch, plan.num_prompts) == (64, len(pair.load_prompts()))
-    passes = acceptance.passes(plan, seed=0)
-    assert [temperature for temperature, _, _ in passes].count(0.0) == 1
-    assert len({seed for temperature, _, seed in passes if temperature}) == plan.repeats
-    windows = results.read_table("gpu_acceptance", paths.RECORDED).query("metric == 'windows'")
-    assert set(windows["k"]) == set(plan.ks)
-    assert windows.groupby("temperature")["repeat"].nunique().to_dict() == {0.0: 1, 1.0: plan.repeats}
-    assert windows["value"].sum() > 100_000
 
 
 def test_shares_and_intervals_by_hand(counts) -> None:

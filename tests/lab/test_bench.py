@@ -139,21 +139,16 @@ def test_kernels_are_profiled_in_both_orders(engines):
     assert sorted(found.repeat) == [0, 0, 1, 1]
 
 
-def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):
+def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path):
     """Engines of one length are up at once, and those of the next after them; rows and reports name theirs."""
     words = ["--mode", "off,stage", "--k", "2,4", "--batches", "1,8", "--repeats", "2", "--no-audit"]
     assert bench.main([*words, "--random-prompts", "16", "--run-dir", str(tmp_path)]) == 0
-    order = [(engine.mode, engine.spec.k) for engine in engines.every]
-    assert order == [("off", 2), ("stage", 2), ("off", 4), ("stage", 4)]
     begins = [call[1] for call in engines.calls if call[1] in ("start", "wait", "close")]
     assert begins == 2 * (2 * ["start"] + 2 * ["wait"] + 2 * ["close"])
     table, report = pd.read_parquet(tmp_path / "bench.parquet"), json.loads((tmp_path / "bench.json").read_text())
     steps = table[table.metric == "step_ms"]
     assert steps.groupby(["k", "mode", "batch"]).size().eq(6).all() and len(steps) == 8 * 6
     assert list(report["ranks"]) == ["off, k=2", "stage, k=2", "off, k=4", "stage, k=4"]
-    printed = capsys.readouterr().out
-    assert "starting 2 engines: off, k=2, stage, k=2" in printed and "repeat 1 of 2: off, 8 prompts" in printed
-    assert "NaN" not in printed
 
 
 @pytest.mark.parametrize(
