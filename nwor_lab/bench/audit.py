@@ -34,10 +34,14 @@ class Audit:
     engine: EngineOptions = field(default_factory=EngineOptions)
     output: options.Output = field(default_factory=partial(options.Output, name="audit"))
 
+    @property
+    def plan(self) -> Plan:
+        return Plan(modes=self.modes, ks=self.ks, repeats=0, **vars(self.workload))
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 when `cow` and `stage` are clean, 1 when one is dirty."""
-    return bench.bench_command("audit", Audit, __doc__, argv, show_verdict, repeats=0)
+    return bench.bench_command("audit", Audit, __doc__, argv, show_verdict)
 
 
 def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:

@@ -33,7 +33,6 @@ from nwor_lab.bench.plan import UNPATCHED, Plan, Timing, Workload, settings_of
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.engines.spec import EngineOptions
-from nwor_lab.engines.widened_pair import PAIR_AT
 from nwor_lab.progress import say
 from nwor_lab.run import results
 
@@ -232,6 +231,10 @@ class Bench:
     engine: EngineOptions = field(default_factory=EngineOptions)
     output: options.Output = field(default_factory=partial(options.Output, name="bench"))
 
+    @property
+    def plan(self) -> Plan:
+        return Plan(modes=self.modes, ks=self.ks, **vars(self.workload), **vars(self.timing))
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status, as `run_command` does."""
@@ -245,29 +248,24 @@ def bench_command(
     argv: list[str] | None,
     show: Callable[[pd.DataFrame, Plan, dict[str, Any]], int],
     run: Callable[..., tuple[Rows, dict[str, Any]]] = run,
-    **fixed: Any,
 ) -> int:
     """`run_command` for what runs a plan.
 
     Args:
         show: prints what was found, from the table, the plan and the report, and returns the exit status.
         run: as the `run` of this module, which it is if not given.
-        fixed: fields of the plan that are no options.
     """
-
-    def prepare(asked: Any) -> tuple[EngineSpec, Plan, list[list[int]]]:
-        return options.parse_config(options.flat(asked) | fixed)
 
     def measure(asked: Any, prepared: tuple[EngineSpec, Plan, list[list[int]]], directory: Path) -> int:
         spec, plan, prompts = prepared
         with progress.moving():
             rows, report = run(spec, plan, prompts, str(directory / "logs" / asked.output.name))
-        frame, path = write_results(directory, options.flat(asked) | fixed, spec, plan, rows, report)
+        frame, path = write_results(directory, asked, spec, plan, rows, report)
         status = show(frame, plan, report)
         print(f"written: {path} and .json")
         return status
 
-    return run_command(command, kind, description, argv, prepare, measure)
+    return run_command(command, kind, description, argv, options.parse_config, measure)
 
 
 def run_command(
@@ -313,24 +311,22 @@ def show_summary(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> 
 
 
 def write_results(
-    directory: Path,
-    given: Mapping[str, Any],
-    spec: EngineSpec,
-    plan: Any,
-    rows: Rows,
-    report: Mapping[str, Any],
+    directory: Path, asked: Any, spec: EngineSpec, plan: Any, rows: Rows, report: Mapping[str, Any]
 ) -> tuple[pd.DataFrame, Path]:
-    """Write a run's table and, beside it, its report; returns the table and its path. `plan` is a dataclass."""
-    named = given.get("shape") or (given["model"] if given["model"].startswith(PAIR_AT) else "")
-    model = named or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
+    """Write a run's table and, beside it, its report; returns the table and its path.
+
+    asked: the options of the command; `plan` is a dataclass.
+    """
+    name, model = getattr(plan, "shape", ""), asked.engine.model
+    model = name or (Path(model).name if Path(model).is_dir() else model)
     common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch, "seed": spec.seed}
     common |= {"k": spec.k, "kv_cache_dtype": spec.kv_cache_dtype}
     if spec.flash_attn_version:
         common["attention"] = f"flash{spec.flash_attn_version}"
-    if shape := shapes.SHAPES.get(given.get("shape", "")):
-        common["kv_heads"] = shape["num_key_value_heads"]
+    if name:
+        common["kv_heads"] = shapes.SHAPES[name]["num_key_value_heads"]
     frame = results.tidy(rows, **common)
-    path = results.write_table(directory / f"{given['name']}.parquet", frame)
-    made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(dict(given))}
+    path = results.write_table(directory / f"{asked.output.name}.parquet", frame)
+    made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(asdict(asked))}
     results.write_json(path.with_suffix(".json"), {**report, **made_by})
     return frame, path

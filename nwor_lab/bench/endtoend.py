@@ -12,7 +12,6 @@ from transformers import AutoConfig
 from nwor.settings import ATTENDING, CLEAN
 from nwor_lab.audit.auditor import FAULTS
 from nwor_lab.bench.bench_table import summary
-from nwor_lab.bench.options import from_options
 from nwor_lab.bench.parity import OUTLIER_FACTOR, Parity
 from nwor_lab.bench.plan import UNPATCHED, Plan
 from nwor_lab.bench.survival import same_share
@@ -45,7 +44,7 @@ def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     differs, at most. `dirty`: layer-steps of rank 0 that left a byte outside the kept rows. `accepted`: drafts by
     vLLM's scheduler; `committed`: by the mode, where it commits. `step`: the repeats' ratio of steps, and its range.
     """
-    table = summary(bench, from_options(Plan, report["plan"])).set_index("mode")
+    table = summary(bench, Plan(**report["plan"])).set_index("mode")
     lines = []
     for mode, (rank, *_) in report["ranks"].items():
         line, audit = table.loc[mode], rank["audit"]

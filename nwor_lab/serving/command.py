@@ -124,7 +124,7 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
         raise ValueError(f"a server that runs {engine.batch} requests at once is asked {most}: raise --batch")
     if not engine.draft and engine.method != "ngram":
         raise ValueError(f"method {engine.method} needs a --draft")
-    spec = options.from_options(EngineSpec, options.with_model(options.flat(asked)))
+    spec = EngineSpec(**vars(options.with_model(engine)), k=asked.k)
     return spec, draw_prompts(texts, options.load_tokenizer(spec.model), plan)
 
 
@@ -136,7 +136,7 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     print(f"prompts of {min(lengths)} to {max(lengths)} tokens, median {median}, answers of {plan.answer}", flush=True)
     with progress.moving():
         rows, served = run(spec, plan, prompts, directory, asked.output.name)
-    frame, path = bench.write_results(directory, options.flat(asked), spec, plan, rows, {"served": served})
+    frame, path = bench.write_results(directory, asked, spec, plan, rows, {"served": served})
     table = summary(frame)
     said = verdict(table) + "\nOne pass does not tell noise." * (plan.orders == 1)
     results.write_table(f"{path.with_suffix('')}-summary.csv", table)

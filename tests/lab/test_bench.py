@@ -162,7 +162,7 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path):
         (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--profile"], "--profile sees the kernels of a GPU"),
         (["--shape", "tiny"], "--shape has no tokenizer"),
-        (["--shape", "huge"], "is not one of llama-2-7b"),
+        (["--shape", "huge", "--random-prompts", "16"], "is not one of llama-2-7b"),
         (["--random-prompts", "16,449"], "max_model_len 512 leaves room for 448: raise it"),
         (["--random-prompts", "16", "--num-prompts", "0"], "there are no prompts: give --num-prompts"),
         (["--run-dir", "/proc/nwor"], "cannot write results to /proc/nwor"),
@@ -199,4 +199,4 @@ def test_an_engine_that_fails_and_an_interrupt_leave_one_line_and_no_result(
 def test_a_tolerance_is_one_of_what_rounds(words, bound):
     """What bfloat16 excuses would hide a fault in float32."""
     asked = parse(bench.Bench, [*words, "--random-prompts", "8"], "bench", "")
-    assert options.parse_config(options.flat(asked))[1].tolerance == bound
+    assert options.parse_config(asked)[1].tolerance == bound
