@@ -99,7 +99,7 @@ def verdicts(table: pd.DataFrame, plan: Plan) -> list[str]:
             noise = int(((timed["low"] <= 1) & (timed["high"] >= 1)).sum())
             parts.append(f"a step takes {timed['ratio'].min():.3f} to {timed['ratio'].max():.3f} of that of {base}")
             parts.append(f"repeats from {timed['low'].min():.3f} to {timed['high'].max():.3f}")
-            parts.append(f"they do not agree on which is faster in {noise} of {len(timed)} loads")
+            parts.append(f"in {noise} of {len(timed)} loads they do not agree on which is faster")
             parts += ["one repeat does not tell noise"] if plan.repeats < 2 else []
         if "ratio" in rows and (left := int(rows["ratio"].isna().sum())):
             parts.append(f"{left} loads are not at parity (tolerance {plan.tolerance:g} nats) and have no times")
