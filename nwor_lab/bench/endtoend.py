@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
+from pandas.io.formats.style import Styler
 from transformers import AutoConfig
 
 from nwor.settings import ATTENDING, CLEAN
@@ -25,16 +26,9 @@ ACCEPTED = "spec_decode_num_accepted_tokens"
 # -- tables to look at -------------------------------------------------------------------------------------------------
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The table as text: whole numbers in columns of counts, else three decimals; nothing where there is no value."""
-
-    def text_of(column: pd.Series) -> pd.Series:
-        numbers = pd.to_numeric(column, errors="coerce")
-        digits = 0 if (numbers.dropna() % 1 == 0).all() else 3
-        written = numbers.map(f"{{:,.{digits}f}}".format)
-        return written.where(numbers.notna(), column.astype(object).where(column.notna(), ""))
-
-    return table.apply(text_of)
+def readable(table: pd.DataFrame) -> Styler:
+    """The table for a page: whole numbers in columns of counts, else three decimals; nothing where there is none."""
+    return table.convert_dtypes().style.format(precision=3, thousands=",", na_rep="")
 
 
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
