@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nwor_lab.engines.shapes import SIZES, find_shape
+from nwor_lab.command_line import check_names
+from nwor_lab.engines.shapes import SHAPES, SIZES
 from nwor_lab.paths import PAIR_EAGLE, PAIR_TARGET
 from nwor_lab.run.results import write_json
 
@@ -51,7 +52,8 @@ def write_widened(shape: str, folder: Path, dtype: str = "auto") -> tuple[Path, 
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = shape.removeprefix(PAIR_AT)
-    sizes, written = find_shape(name), []
+    check_names("shape", (name,), SHAPES)
+    sizes, written = SHAPES[name], []
     for source in (PAIR_TARGET, PAIR_EAGLE):
         config = json.loads((source / "config.json").read_text())
         wide = {**config, **sizes, "vocab_size": config["vocab_size"]}

@@ -162,7 +162,7 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path):
         (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--profile"], "--profile sees the kernels of a GPU"),
         (["--shape", "tiny"], "--shape has no tokenizer"),
-        (["--shape", "huge", "--random-prompts", "16"], "is not one of llama-2-7b"),
+        (["--shape", "huge", "--random-prompts", "16"], "shape huge: choose of llama-2-7b"),
         (["--random-prompts", "16,449"], "max_model_len 512 leaves room for 448: raise it"),
         (["--random-prompts", "16", "--num-prompts", "0"], "there are no prompts: give --num-prompts"),
         (["--run-dir", "/proc/nwor"], "cannot write results to /proc/nwor"),
