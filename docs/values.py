@@ -76,13 +76,12 @@ def whole_steps() -> pd.DataFrame:
     `gpu_decode` is the latest run, of 8 KV heads, and `gpu_direct` an earlier and wider one.
     """
     steps, latest = table("gpu_direct"), table("gpu_decode")
-    searched = steps.groupby(["prompt", "batch"])["tuned_on"].first()
     lines = []
     for name, rows in (("gpu_direct", steps), ("gpu_decode", latest)):
         over_control = step_ratios(rows, "direct").query("mode == 'stage'")
         lines.append(step_ratios(rows).assign(over=NEVER_PATCHED, table=name))
         lines.append(over_control.assign(over="direct", table=name))
-    found = pd.concat(lines, ignore_index=True).join(searched, on=["prompt", "batch"])
+    found = pd.concat(lines, ignore_index=True)
     found = found[~found["mode"].isin(VANILLA)].assign(what="whole step", unit="of vanilla's time")
     return found.rename(columns={"step": "value", "prompt": "context", "kv_cache_dtype": "cache"}).replace(
         {"cache": {"auto": "bf16"}}
@@ -103,7 +102,7 @@ def one_layer() -> pd.DataFrame:
 
 COLUMNS = (
     "what", "table", "gpu", "mode", "over", "tp", "kv_heads", "cache", "k", "temperature", "context", "batch", "value",
-    "low", "high", "unit", "tuned_on", "at_parity", "stable",
+    "low", "high", "unit", "at_parity", "stable",
 )  # fmt: skip
 
 

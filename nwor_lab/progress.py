@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -49,8 +49,3 @@ def say(doing: str, plain: bool = True) -> None:
         _line.update(_line.task_ids[0], description=doing)
     elif plain:
         print(f"{time.monotonic() - _BEGIN:6.1f} s  {doing}", flush=True)
-
-
-def note(text: str, file: TextIO | None = None) -> None:
-    """Print what is to stay, above a line that moves."""
-    print(text, file=file or sys.stdout, flush=True)

@@ -36,12 +36,10 @@ __all__ = ["predict_rejected", "summary", "survival", "verdicts"]
 
 RECORDED = "gpu_acceptance"
 """Table of the counts at scale, in a run and in `data/recorded/`."""
-COUNTING: dict[str, Any] = {"modes": ("off",), "audit": False}
-"""What a plan that counts has in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance(options.Models):
+class Acceptance:
     ks: options.Ks = (1, 2, 3, 4, 5, 6, 7, 8)
     """draft lengths; their engines work side by side"""
     temperatures: Annotated[tuple[float, ...], arg(name="temperature")] = (0.0, 1.0)
@@ -62,6 +60,11 @@ class Acceptance(options.Models):
             raise ValueError(f"repeats must be at least 1, got {self.repeats}")
         if self.workload.num_prompts > 0:
             pair.load_prompts(self.workload.prompts, self.workload.num_prompts)  # none is to be counted twice
+
+    @property
+    def plan(self) -> Plan:
+        counted = {**vars(self.workload), "temperatures": self.temperatures, "repeats": self.repeats}
+        return Plan(modes=("off",), ks=self.ks, audit=False, **counted)
 
 
 def passes(plan: Plan, seed: int) -> list[tuple[float, int, int]]:
@@ -166,7 +169,7 @@ def measure(run: results.Run) -> pd.DataFrame:
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    return bench.bench_command("acceptance", Acceptance, __doc__, argv, show, count, **COUNTING)
+    return bench.bench_command("acceptance", Acceptance, __doc__, argv, show, count)
 
 
 def show(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> int:

@@ -21,19 +21,11 @@ from nwor_lab.bench import bench, options
 from nwor_lab.bench.plan import Plan, Workload
 from nwor_lab.engines.spec import EngineOptions
 
-COLUMNS = (
-    "layer_steps",
-    "dirty_layer_steps",
-    "dirty_slots",
-    "kept_rows",
-    "unwritten_rows",
-    "wrong_rows",
-    "stray_slots",
-)
+COLUMNS = ("layer_steps", "kept_rows", "dirty_slots", *FAULTS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(options.Models):
+class Audit:
     modes: options.Modes = MODES
     """modes to audit, of off, cow, direct and stage"""
     ks: options.Ks = (4,)
@@ -42,10 +34,14 @@ class Audit(options.Models):
     engine: EngineOptions = field(default_factory=EngineOptions)
     output: options.Output = field(default_factory=partial(options.Output, name="audit"))
 
+    @property
+    def plan(self) -> Plan:
+        return Plan(modes=self.modes, ks=self.ks, repeats=0, **vars(self.workload))
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 when `cow` and `stage` are clean, 1 when one is dirty."""
-    return bench.bench_command("audit", Audit, __doc__, argv, show_verdict, repeats=0)
+    return bench.bench_command("audit", Audit, __doc__, argv, show_verdict)
 
 
 def show_verdict(frame: pd.DataFrame, plan: Plan, report: dict[str, Any]) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +25,7 @@ import pandas as pd
 
 from nwor.settings import MODES, Settings
 from nwor_lab import command_line, machine, progress
+from nwor_lab.audit import hooks
 from nwor_lab.bench import options
 from nwor_lab.bench.bench_table import kernel_rows, rows_of_generation, rows_of_ranks, summary, verdicts
 from nwor_lab.bench.parity import Parity, compare
@@ -33,8 +33,6 @@ from nwor_lab.bench.plan import UNPATCHED, Plan, Timing, Workload, settings_of
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec, Generation
 from nwor_lab.engines.spec import EngineOptions
-from nwor_lab.engines.widened_pair import PAIR_AT
-from nwor_lab.gpu import held_out
 from nwor_lab.progress import say
 from nwor_lab.run import results
 
@@ -106,6 +104,7 @@ class Session:
     """Engines of one draft length, all up, by mode, and the prompts that they share.
 
     parity: by mode and load.
+    audited: by mode, what vLLM's scheduler and rank 0 had counted when the audit ended, if there was one.
     """
 
     def __init__(self, engines: list[Engine], spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]]) -> None:
@@ -116,6 +115,7 @@ class Session:
         room = spec.max_model_len - plan.max_tokens
         self.loads: list[Load] = plan.loads(room, min(engine.capacity() for engine in engines))
         self.parity: dict[str, dict[Load, Parity]] = {mode: {} for mode in plan.modes}
+        self.audited: dict[str, dict[str, float]] = {}
 
     def run(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
         """Rows and report of all passes: those that are compared, the first of them audited, the timed ones, a profile.
@@ -140,7 +140,7 @@ class Session:
             rows += [{"mode": mode, **self.columns(load), **row} for load in by_load for row in by_load[load].rows()]
             rows += [{"mode": mode, "batch": self.spec.batch, **row} for row in rows_of_ranks(ranks[mode])]
         parity = {mode: asdict(sum(by_load.values(), Parity())) for mode, by_load in self.parity.items()}
-        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity}
+        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity, "audited": self.audited}
 
     def columns(self, load: Load) -> dict[str, int]:
         """Columns that identify a load."""
@@ -167,7 +167,9 @@ class Session:
         for mode, engine in self.engines.items():
             say(f"parity: {mode}, {len(prompts)} prompts")
             passes[mode] = [engine.generate(batch, self.plan.max_tokens, logprobs=20) for batch in batches]
-            engine.stop_audit()
+            if load == self.loads[0]:
+                engine.on_every_rank(hooks.stop_audit)
+                self.audited[mode] = {**engine.metrics(), **engine.report()[0]["counters"]}
         alike = partial(compare, drafted=self.spec.acceptance_length > 0)
         for mode, generations in passes.items():
             self.parity[mode][load] = sum(map(alike, passes[self.plan.modes[0]], generations), Parity())
@@ -219,7 +221,7 @@ def require_served(mode: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(options.Models):
+class Bench:
     modes: options.Modes = MODES
     """modes to compare, of off, cow, direct, stage, and vllm without the plugin; the first is the baseline"""
     ks: options.Ks = (4,)
@@ -228,6 +230,10 @@ class Bench(options.Models):
     timing: Timing = field(default_factory=Timing)
     engine: EngineOptions = field(default_factory=EngineOptions)
     output: options.Output = field(default_factory=partial(options.Output, name="bench"))
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(modes=self.modes, ks=self.ks, **vars(self.workload), **vars(self.timing))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -242,29 +248,24 @@ def bench_command(
     argv: list[str] | None,
     show: Callable[[pd.DataFrame, Plan, dict[str, Any]], int],
     run: Callable[..., tuple[Rows, dict[str, Any]]] = run,
-    **fixed: Any,
 ) -> int:
     """`run_command` for what runs a plan.
 
     Args:
         show: prints what was found, from the table, the plan and the report, and returns the exit status.
         run: as the `run` of this module, which it is if not given.
-        fixed: fields of the plan that are no options.
     """
-
-    def prepare(asked: Any) -> tuple[EngineSpec, Plan, list[list[int]]]:
-        return options.parse_config(options.flat(asked) | fixed)
 
     def measure(asked: Any, prepared: tuple[EngineSpec, Plan, list[list[int]]], directory: Path) -> int:
         spec, plan, prompts = prepared
         with progress.moving():
             rows, report = run(spec, plan, prompts, str(directory / "logs" / asked.output.name))
-        frame, path = write_results(directory, options.flat(asked) | fixed, spec, plan, rows, report)
+        frame, path = write_results(directory, asked, spec, plan, rows, report)
         status = show(frame, plan, report)
         print(f"written: {path} and .json")
         return status
 
-    return run_command(command, kind, description, argv, prepare, measure)
+    return run_command(command, kind, description, argv, options.parse_config, measure)
 
 
 def run_command(
@@ -310,30 +311,22 @@ def show_summary(frame: pd.DataFrame, plan: Plan, report: Mapping[str, Any]) -> 
 
 
 def write_results(
-    directory: Path,
-    given: Mapping[str, Any],
-    spec: EngineSpec,
-    plan: Any,
-    rows: Rows,
-    report: Mapping[str, Any],
+    directory: Path, asked: Any, spec: EngineSpec, plan: Any, rows: Rows, report: Mapping[str, Any]
 ) -> tuple[pd.DataFrame, Path]:
-    """Write a run's table and, beside it, its report; returns the table and its path. `plan` is a dataclass."""
-    named = given.get("shape") or (given["model"] if given["model"].startswith(PAIR_AT) else "")
-    model = named or (Path(spec.model).name if Path(spec.model).is_dir() else spec.model)
+    """Write a run's table and, beside it, its report; returns the table and its path.
+
+    asked: the options of the command; `plan` is a dataclass.
+    """
+    name, model = getattr(plan, "shape", ""), asked.engine.model
+    model = name or (Path(model).name if Path(model).is_dir() else model)
     common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch, "seed": spec.seed}
     common |= {"k": spec.k, "kv_cache_dtype": spec.kv_cache_dtype}
     if spec.flash_attn_version:
         common["attention"] = f"flash{spec.flash_attn_version}"
-    if shape := shapes.SHAPES.get(given.get("shape", "")):
-        common["kv_heads"] = shape["num_key_value_heads"]
+    if name:
+        common["kv_heads"] = shapes.SHAPES[name]["num_key_value_heads"]
     frame = results.tidy(rows, **common)
-    if shape and "prompt" in frame:
-        frame = held_out.mark_steps(frame, shape["num_attention_heads"], shape["head_dim"])
-    path = results.write_table(directory / f"{given['name']}.parquet", frame)
-    made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(dict(given))}
+    path = results.write_table(directory / f"{asked.output.name}.parquet", frame)
+    made_by = {"spec": asdict(spec), "plan": asdict(plan), "provenance": results.provenance(asdict(asked))}
     results.write_json(path.with_suffix(".json"), {**report, **made_by})
     return frame, path
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,25 +12,18 @@ import pandas as pd
 
 from nwor_lab.bench.gpu_steps import compared, step_ratios
 from nwor_lab.bench.plan import Plan
-from nwor_lab.cost.ratios import is_stable
 from nwor_lab.engines.engine import Generation
 
 
 def rows_of_generation(generation: Generation) -> list[dict[str, Any]]:
-    """Tidy rows of one generation: step times, tokens, acceptance by position.
-
-    `tokens` are those that the user gets, and `emitted_drafts` the accepted drafts among them: the end of an answer
-    cuts the rest of its last window off, which `accepted_tokens`, the verifier's count, still has.
-    """
+    """Tidy rows of one generation: step times, tokens that the user gets, the verifier's counts of drafts."""
     seconds, count = generation.step_seconds, generation.counters
-    tokens, answers = sum(map(len, generation.tokens)), len(generation.tokens)
     totals = [
-        ("tokens", tokens, "tokens"),
+        ("tokens", sum(map(len, generation.tokens)), "tokens"),
         ("wall", sum(seconds), "s"),
         ("windows", count["drafts"], "windows"),
         ("draft_tokens", count["draft_tokens"], "tokens"),
         ("accepted_tokens", count["accepted_tokens"], "tokens"),
-        ("emitted_drafts", tokens - answers - count["decode_steps"], "tokens"),
     ]
     return [
         *({"metric": "step_ms", "value": 1e3 * s, "unit": "ms", "step": step} for step, s in enumerate(seconds)),
@@ -71,8 +64,8 @@ def rows_of_ranks(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 SHOWN = (
-    "equal_requests", "requests", "largest_gap", "shift", "acceptance_length", "emitted_length", "step_ms", "ratio",
-    "low", "high", "tokens_per_s",
+    "equal_requests", "requests", "largest_gap", "shift", "acceptance_length", "step_ms", "ratio", "low", "high",
+    "tokens_per_s",
 )  # fmt: skip
 TIMES = ["step_ms", "ratio", "low", "high", "tokens_per_s"]
 
@@ -99,34 +92,16 @@ def verdicts(table: pd.DataFrame, plan: Plan) -> list[str]:
     for mode in plan.modes[1:]:
         rows = table[table["mode"] == mode]
         equal, requests = rows["equal_requests"].sum(), rows["requests"].sum()
-        texts = f"{equal} of {requests} texts are those of {base}"
-        gap, shift = rows["largest_gap"].max(), rows["shift"].max()
+        parts = [f"{equal} of {requests} texts are those of {base}"]
         if equal < requests:
-            texts += f", the others part where tokens lie {gap:.3f} nats apart at most (mean shift {shift:.3f})"
-        if "ratio" not in rows:
-            said.append(f"{mode}: {texts}.")
-            continue
-        timed = rows.dropna(subset="ratio")
-        if not len(timed):
-            said.append(f"{mode}: {texts}; that is not parity (tolerance {plan.tolerance:g} nats), so it has no times.")
-            continue
-        low, high = timed["ratio"].min(), timed["ratio"].max()
-        takes = f"{low:.3f}" if len(timed) == 1 else f"{low:.3f} to {high:.3f} in {len(timed)} loads"
-        said.append(
-            f"{mode}: a step takes {takes} of that of {base}; {_noise(timed, plan)}. {texts[0].upper()}{texts[1:]}."
-        )
-        if left := len(rows) - len(timed):
-            said[-1] += f" {left} loads are not at parity and have no times."
+            parts.append(f"the others part where tokens lie {rows['largest_gap'].max():.3f} nats apart at most")
+        if "ratio" in rows and len(timed := rows.dropna(subset="ratio")):
+            noise = int(((timed["low"] <= 1) & (timed["high"] >= 1)).sum())
+            parts.append(f"a step takes {timed['ratio'].min():.3f} to {timed['ratio'].max():.3f} of that of {base}")
+            parts.append(f"repeats from {timed['low'].min():.3f} to {timed['high'].max():.3f}")
+            parts.append(f"in {noise} of {len(timed)} loads they do not agree on which is faster")
+            parts += ["one repeat does not tell noise"] if plan.repeats < 2 else []
+        if "ratio" in rows and (left := int(rows["ratio"].isna().sum())):
+            parts.append(f"{left} loads are not at parity (tolerance {plan.tolerance:g} nats) and have no times")
+        said.append(f"{mode}: {'; '.join(parts)}.")
     return said
-
-
-def _noise(timed: pd.DataFrame, plan: Plan) -> str:
-    """Whether the repeats of a mode agree on which is faster."""
-    if plan.repeats < 2:
-        return "one repeat does not tell noise"
-    spread = f"from {timed['low'].min():.3f} to {timed['high'].max():.3f}"
-    unclear = int(((timed["low"] <= 1) & (timed["high"] >= 1)).sum())
-    if unclear:
-        where = "this is noise" if unclear == len(timed) else f"{unclear} of these are noise"
-        return f"repeats ({spread}) do not agree on which is faster: {where}"
-    return f"all repeats ({spread}) agree on which is faster" + ", but lie far apart" * (not is_stable(timed).all())

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
+from pandas.io.formats.style import Styler
 from transformers import AutoConfig
 
 from nwor.settings import ATTENDING, CLEAN
 from nwor_lab.audit.auditor import FAULTS
 from nwor_lab.bench.bench_table import summary
-from nwor_lab.bench.options import from_options
 from nwor_lab.bench.parity import OUTLIER_FACTOR, Parity
 from nwor_lab.bench.plan import UNPATCHED, Plan
 from nwor_lab.bench.survival import same_share
@@ -26,16 +26,9 @@ ACCEPTED = "spec_decode_num_accepted_tokens"
 # -- tables to look at -------------------------------------------------------------------------------------------------
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The table as text: whole numbers in columns of counts, else three decimals; nothing where there is no value."""
-
-    def text_of(column: pd.Series) -> pd.Series:
-        numbers = pd.to_numeric(column, errors="coerce")
-        digits = 0 if (numbers.dropna() % 1 == 0).all() else 3
-        written = numbers.map(f"{{:,.{digits}f}}".format)
-        return written.where(numbers.notna(), column.astype(object).where(column.notna(), ""))
-
-    return table.apply(text_of)
+def readable(table: pd.DataFrame) -> Styler:
+    """The table for a page: whole numbers in columns of counts, else three decimals; nothing where there is none."""
+    return table.convert_dtypes().style.format(precision=3, thousands=",", na_rep="")
 
 
 def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
@@ -45,7 +38,7 @@ def overview(bench: pd.DataFrame, report: Report) -> pd.DataFrame:
     differs, at most. `dirty`: layer-steps of rank 0 that left a byte outside the kept rows. `accepted`: drafts by
     vLLM's scheduler; `committed`: by the mode, where it commits. `step`: the repeats' ratio of steps, and its range.
     """
-    table = summary(bench, from_options(Plan, report["plan"])).set_index("mode")
+    table = summary(bench, Plan(**report["plan"])).set_index("mode")
     lines = []
     for mode, (rank, *_) in report["ranks"].items():
         line, audit = table.loc[mode], rank["audit"]
@@ -148,37 +141,20 @@ def claim_clean(run: Run, where: str, report: Report) -> None:
         run.claim(f"{where}: {names[mode]} leaves dirty layer-steps behind", "> 0", dirty, dirty > 0)
 
 
-def claim_left(run: Run, where: str, report: Report, bench: pd.DataFrame | None = None) -> None:
+def claim_left(run: Run, where: str, report: Report) -> None:
     """Record that what vanilla leaves is the rejected rows, in every layer and on every rank, and nothing else.
 
     Vanilla's own scheduler counts them. It does not hear of a GPU's last windows: theirs `cow` counts on the device.
-
-    bench: table of the run, where there were timed passes behind the audited one: of those each must have rejected as
-        many rows, or nothing is judged.
     """
-    ranks, repeats = report["ranks"], report.get("plan", {}).get("repeats", 0)
+    ranks, audited = report["ranks"], report["audited"]
     vanilla = next(iter(ranks))  # the baseline
-    heard = {mode: rejected_rows(report["metrics"][mode]) for mode in (vanilla, "cow")}
-    rejected, rest = divmod(heard[vanilla] + ranks["cow"][0]["counters"]["rejected_tokens"] - heard["cow"], 1 + repeats)
-    text = f"{where}: slots that vanilla leaves dirty are its rejected rows"
-    if repeats and bench is not None:
-        timed = bench[bench["mode"] == vanilla].pivot_table("value", "repeat", "metric", "sum")
-        each = set(timed["draft_tokens"] - timed["accepted_tokens"])
-        if rest or each != {heard[vanilla] / (1 + repeats)}:
-            run.skip(text, "the same rows in each pass", f"{sorted(each)} rows were rejected in a timed pass")
-            return
+    names = ("spec_decode_num_draft_tokens", ACCEPTED)
+    drafts, accepted = (audited[vanilla][name] - audited["cow"][name] for name in names)
+    rejected = int(drafts - accepted + audited["cow"]["rejected_tokens"])
     layers = [rank["audit"]["layer_steps"] // rank["audit"]["steps"] for rank in ranks[vanilla]]
     predicted = rejected * sum(layers)
     dirty = sum(rank["audit"]["dirty_slots"] for rank in ranks[vanilla])
-    run.claim(text, predicted, dirty, dirty == predicted)
-
-
-# -- what the claims predict -------------------------------------------------------------------------------------------
-
-
-def rejected_rows(metrics: Mapping[str, float]) -> int:
-    """Rows of a layer that the scheduler, whose `metrics` these are, has heard were rejected."""
-    return int(metrics["spec_decode_num_draft_tokens"] - metrics["spec_decode_num_accepted_tokens"])
+    run.claim(f"{where}: slots that vanilla leaves dirty are its rejected rows", predicted, dirty, dirty == predicted)
 
 
 def cache_shape(spec: Mapping[str, Any]) -> Shape:

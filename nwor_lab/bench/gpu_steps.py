@@ -9,7 +9,6 @@ import pandas as pd
 
 from nwor_lab.bench.parity import of_rows, tolerance
 from nwor_lab.bench.plan import UNPATCHED
-from nwor_lab.bench.survival import lengths, tokens_per_s
 from nwor_lab.cost.ratios import abba_ratio, is_stable
 
 SETTING = ["gpu", "attention", "tp", "kv_heads", "kv_cache_dtype", "k", "prompt", "batch"]
@@ -17,7 +16,7 @@ SETTING = ["gpu", "attention", "tp", "kv_heads", "kv_cache_dtype", "k", "prompt"
 MAIN = "k == 8 and prompt == 512 and kv_cache_dtype == 'auto'"
 """The settings that one line of a table or a figure shows, by batch and KV heads."""
 VANILLA = ("off", UNPATCHED)
-COUNTED = ["tokens", "wall", "windows", "accepted_tokens", "emitted_drafts"]
+COUNTED = ["tokens", "wall", "windows", "accepted_tokens"]
 
 
 def compared(rows: pd.DataFrame, nats: float | None = None) -> pd.DataFrame:
@@ -50,8 +49,8 @@ def step_ratios(steps: pd.DataFrame, over: str = "", nats: float | None = None) 
         Columns of `SETTING` that there are, and `mode`; `ratio`, the `ratios.abba_ratio` of median steps, and `low` and
         `high`, its range over repeats; `step`, the ratio where both modes are `at_parity` and it is `stable` (by
         `ratios.is_stable`), else NaN; `step_ms`, the median of the repeats' median steps; `tokens_per_s` that users
-        get, over all repeats, and `tokens`, those over the baseline's; tokens of a window by `survival.lengths`; and
-        what `compared` says.
+        get, over all repeats, and `tokens`, those over the baseline's; `acceptance_length`, the tokens that the
+        verifier yields of a window; and what `compared` says.
     """
     keys = _keys(steps)
     timed = steps[steps["metric"] == "step_ms"]
@@ -61,8 +60,9 @@ def step_ratios(steps: pd.DataFrame, over: str = "", nats: float | None = None) 
     lines = pd.DataFrame({"ratio": every.apply(lambda one: abba_ratio(one.droplevel([*keys, "mode"])))})
     lines = lines.assign(low=every.min(), high=every.max(), step_ms=medians.stack().groupby([*keys, "mode"]).median())
     sums = steps.groupby([*keys, "mode", "metric"])["value"].sum().unstack("metric").reindex(columns=COUNTED)
-    rates = tokens_per_s(sums).unstack("mode")
-    lines = lines.assign(tokens_per_s=rates.stack(), tokens=rates.div(rates[over], axis=0).stack(), **lengths(sums))
+    rates = (sums["tokens"] / sums["wall"]).unstack("mode")
+    lines = lines.assign(tokens_per_s=rates.stack(), tokens=rates.div(rates[over], axis=0).stack())
+    lines["acceptance_length"] = 1 + sums["accepted_tokens"] / sums["windows"].clip(lower=1)
     parity = compared(steps, nats)
     good = parity["at_parity"].unstack("mode", fill_value=True)
     parity["at_parity"] = good.mul(good[over], axis=0).stack()

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
@@ -15,26 +14,15 @@ from nwor_lab import machine, pair, paths
 from nwor_lab.bench.parity import tolerance
 from nwor_lab.bench.plan import Plan
 from nwor_lab.engines import shapes
-from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
+from nwor_lab.engines.spec import EngineOptions, EngineSpec
 from nwor_lab.engines.widened_pair import PAIR_AT, write_widened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 Modes = Annotated[tuple[str, ...], arg(aliases=("--mode",))]
 Ks = Annotated[tuple[int, ...], arg(name="k")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Models:
-    model: str = str(paths.PAIR_TARGET)
-    """target model, a folder or a name on the hub; pair@SHAPE is the shipped pair written at another shape"""
-    draft: str = str(paths.PAIR_EAGLE)
-    """draft model, likewise; empty for methods without one (ngram)"""
-    tp: int = 1
-    """tensor-parallel ranks"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,33 +39,18 @@ class Output:
         return Path(self.run_dir or paths.RESULTS / self.name).resolve()
 
 
-def flat(options: Any) -> dict[str, Any]:
-    """All options of a command by name, those of its groups too."""
-    values: dict[str, Any] = {}
-    for field in fields(options):
-        value = getattr(options, field.name)
-        values |= flat(value) if is_dataclass(value) else {field.name: value}
-    return values
-
-
-def parse_config(given: Mapping[str, Any]) -> tuple[EngineSpec, Plan, list[list[int]]]:
-    """The spec, the plan and the prompts (token ids) that options by name describe.
-
-    An empty dtype is that of this machine.
+def parse_config(asked: Any) -> tuple[EngineSpec, Plan, list[list[int]]]:
+    """The spec, the plan and the prompts (token ids) that the options of a command describe, its `engine` and `plan`.
 
     Raises:
         ValueError, OSError: an option is impossible here, or a file cannot be read.
     """
-    if given.get("profile") and machine.on_cpu():
+    plan: Plan = asked.plan
+    if plan.profile and machine.on_cpu():
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
-    if given["shape"]:
-        shapes.find_shape(given["shape"])
-        if not given["random_prompts"]:
-            raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
-    given = with_model(given)
-    usual = tolerance(given["dtype"], given["kv_cache_dtype"], given["load_format"] == FORMAT, not machine.on_cpu())
-    plan = from_options(Plan, given | {"tolerance": usual})
-    spec = from_options(EngineSpec, given | {"k": plan.ks[0]})
+    if plan.shape and not plan.random_prompts:
+        raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
+    spec = EngineSpec(**vars(with_model(asked.engine, plan.shape)), k=plan.ks[0])
     if plan.random_prompts:
         prompts = random_prompts(plan)
     else:
@@ -89,10 +62,11 @@ def parse_config(given: Mapping[str, Any]) -> tuple[EngineSpec, Plan, list[list[
     if longest > room:
         limit = f"max_model_len {spec.max_model_len} leaves room for {room}"
         raise ValueError(f"a prompt has {longest} tokens, {limit}: raise it")
-    return spec, replace(plan, num_prompts=plan.num_prompts or len(prompts)), prompts
+    usual = tolerance(spec.dtype, spec.kv_cache_dtype, spec.load_format == FORMAT, not machine.on_cpu())
+    return spec, replace(plan, num_prompts=plan.num_prompts or len(prompts), tolerance=usual), prompts
 
 
-def with_model(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_model(engine: EngineOptions, shape: str = "") -> EngineOptions:
     """Options with this machine's dtype where none is given, and folders for a shape, or the pair at one, written now.
 
     Raises:
@@ -100,25 +74,20 @@ def with_model(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    made = dict(given) | {"dtype": machine.model_dtype(given["dtype"])}
-    if refused := machine.refuse_cache(made["kv_cache_dtype"]):
-        raise ValueError(f"--kv-cache-dtype {made['kv_cache_dtype']}: {refused}")
-    if not machine.on_cpu() and made["tp"] > (gpus := torch.cuda.device_count()):
-        raise ValueError(f"--tp {made['tp']}: there {'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)} here")
-    if shape := made.get("shape"):
-        folder = paths.RESULTS / "shapes" / f"{made['max_model_len']}"  # of its own: others may start beside it
-        target, head = shapes.write_shape(shape, folder, made["max_model_len"])
-        made |= {"model": str(target), "draft": str(head), "load_format": FORMAT}
-    elif made["model"].startswith(PAIR_AT):
-        folder = paths.RESULTS / "shapes" / f"{made['model']}-{made['dtype']}"
-        target, head = write_widened(made["model"], folder, made["dtype"])
-        made |= {"model": str(target), "draft": str(head)}
-    return made
-
-
-def from_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """A dataclass from a mapping; fields that are not in it keep their defaults."""
-    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})  # type: ignore[arg-type]
+    engine = replace(engine, dtype=machine.model_dtype(engine.dtype))
+    if refused := machine.refuse_cache(engine.kv_cache_dtype):
+        raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: {refused}")
+    if not machine.on_cpu() and engine.tp > (gpus := torch.cuda.device_count()):
+        raise ValueError(f"--tp {engine.tp}: there {'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)} here")
+    if shape:
+        folder = paths.RESULTS / "shapes" / f"{engine.max_model_len}"  # of its own: others may start beside it
+        target, head = shapes.write_shape(shape, folder, engine.max_model_len)
+        return replace(engine, model=str(target), draft=str(head), load_format=FORMAT)
+    if engine.model.startswith(PAIR_AT):
+        folder = paths.RESULTS / "shapes" / f"{engine.model}-{engine.dtype}"
+        target, head = write_widened(engine.model, folder, engine.dtype)
+        return replace(engine, model=str(target), draft=str(head))
+    return engine
 
 
 def random_prompts(plan: Plan) -> list[list[int]]:

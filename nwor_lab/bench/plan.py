@@ -11,7 +11,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nwor.settings import MODES, Settings
-from nwor_lab import paths, progress
+from nwor_lab import command_line, paths
 from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.machine import on_cpu
 
@@ -64,9 +64,7 @@ class Plan(Timing, Workload):
     temperatures: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
-        for mode in self.modes:
-            if mode not in (*MODES, UNPATCHED):
-                raise ValueError(f"{mode!r} is not a mode; choose of {', '.join((*MODES, UNPATCHED))}")
+        command_line.check_names("--modes", self.modes, (*MODES, UNPATCHED))
         for name in ("modes", "ks", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
@@ -93,7 +91,7 @@ class Plan(Timing, Workload):
             return every
         large = [(length, size) for length, size in every if size * (length + self.max_tokens) > capacity]
         for length, size in large:
-            progress.note(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", sys.stderr)
+            print(f"left out: {size} prompts of {length} tokens, the cache has {capacity} slots", file=sys.stderr)
         return [load for load in every if load not in large]
 
 

@@ -15,26 +15,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
 
-COUNTS = ("tokens", "windows", "draft_tokens", "accepted_tokens", "emitted_drafts", "accepted_at")
+COUNTS = ("tokens", "windows", "draft_tokens", "accepted_tokens", "accepted_at")
 """Metrics of a bench that count acceptance."""
-
-
-def lengths(total: Any) -> dict[str, Any]:
-    """Mean tokens of a window, by the sums of a bench's rows: two numbers, which the ends of answers set apart.
-
-    `acceptance_length` is what the verifier yields, accepted drafts and one more; `emitted_length` what the user gets
-    of it, NaN in tables of before it was counted.
-
-    total: by metric, a sum or a column of sums.
-    """
-    windows = np.maximum(1, total["windows"])
-    found = {"acceptance_length": "accepted_tokens", "emitted_length": "emitted_drafts"}
-    return {name: 1 + total.get(drafts, math.nan) / windows for name, drafts in found.items()}
-
-
-def tokens_per_s(total: Any) -> Any:
-    """Tokens that users got over the seconds of all steps; `total` as `lengths` takes it."""
-    return total["tokens"] / total["wall"]
 
 
 def mean_accepted(accepted_at: Sequence[float], windows: int) -> tuple[float, float]:
@@ -52,10 +34,10 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
     """Tidy rows from the rows of a bench, by mode, k and temperature, over all repeats.
 
     Returns:
-        metric ``survival`` at each ``position`` with its interval ``low``, ``high``; ``acceptance_length``, the
-        verifier's, with the 95 % interval of a mean over windows; ``emitted_length``, where it was counted (see
-        `lengths`); ``windows``; ``draft_tokens``; and ``rejected_share`` with its interval, rejected rows over the
-        1 + k rows that vanilla writes for each window.
+        metric ``survival`` at each ``position`` with its interval ``low``, ``high``; ``acceptance_length``,
+        accepted drafts of a window and one token more, with the 95 % interval of a mean over windows; ``windows``;
+        ``draft_tokens``; and ``rejected_share`` with its interval, rejected rows over the 1 + k rows that vanilla
+        writes for each window.
     """
     rows = []
     for (mode, k, temperature), part in counts[counts.temperature.notna()].groupby(["mode", "k", "temperature"]):
@@ -66,7 +48,6 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
         half = 1.96 * error
         found = [
             ("acceptance_length", "tokens", 1 + mean, half),
-            ("emitted_length", "tokens", lengths(total)["emitted_length"], math.nan),
             ("rejected_share", "share", (drafts - accepted) / written, half * windows / written),
             ("windows", "windows", windows, math.nan),
             ("draft_tokens", "tokens", drafts, math.nan),
@@ -74,7 +55,6 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
         lines: list[dict[str, Any]] = [
             {"metric": metric, "unit": unit, "value": value, "low": value - half, "high": value + half}
             for metric, unit, value, half in found
-            if not math.isnan(value)
         ]
         for position, count in at.items():
             # Wilson's 95 % interval (Wilson 1927); windows of one request are treated as independent.
@@ -88,7 +68,7 @@ def survival(counts: pd.DataFrame) -> pd.DataFrame:
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """What `survival` says of whole windows: a line a temperature and k, a column a metric, counts as whole numbers."""
     wide = table[table["position"].isna()].pivot_table(index=["temperature", "k"], columns="metric", values="value")
-    every = ("windows", "draft_tokens", "acceptance_length", "emitted_length", "rejected_share")
+    every = ("windows", "draft_tokens", "acceptance_length", "rejected_share")
     wide = wide[[name for name in every if name in wide]].rename_axis(columns=None)
     return wide.astype({"windows": int, "draft_tokens": int})
 

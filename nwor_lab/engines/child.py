@@ -27,8 +27,7 @@ class Generation:
     """What one call of `Served.generate` gave.
 
     tokens: generated token ids by request; step_seconds: duration of every engine step, in order.
-    counters: increments of vLLM's speculative counters: drafts (windows), draft_tokens, accepted_tokens; and
-        decode_steps, the steps of requests that brought tokens after the first, with drafts or without.
+    counters: increments of vLLM's speculative counters: drafts (windows), draft_tokens, accepted_tokens.
     accepted_at: windows whose draft at each position was accepted.
     top_logprobs: where asked for, by request and position, the log-probabilities of the best tokens by id.
     """
@@ -192,16 +191,6 @@ class Served:
         """Every rank's `status`."""
         return self.on_every_rank(status)
 
-    def stop_audit(self) -> None:
-        """End the audit, if there is one; its report stays, and the steps that follow may be timed."""
-        from nwor_lab.audit import hooks
-
-        self.on_every_rank(hooks.stop_audit)
-
-    def on_scheduler(self, function: Callable[[Any], Any]) -> Any:
-        """What a module's `function` of vLLM's scheduler gives."""
-        return function(self.engine.engine_core.engine_core.scheduler)
-
     def metrics(self) -> dict[str, float]:
         """The values of ``LLM.get_metrics()`` that are NWOR's, speculation's, preemption's and connectors' hits."""
         wanted = ("vllm:nwor_", "vllm:spec_decode_", "vllm:num_preemptions", "vllm:external_prefix_cache_")
@@ -217,7 +206,6 @@ class Served:
         at = metrics.get("accepted_tokens_per_pos")
         names = ("drafts", "draft_tokens", "accepted_tokens")
         counters = {name: int(metrics[name].value) if at else 0 for name in names}
-        counters["decode_steps"] = metrics["vllm:inter_token_latency_seconds"].count  # one a request and step
         return counters, list(at.values) if at else []
 
 

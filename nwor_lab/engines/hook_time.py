@@ -96,22 +96,16 @@ def hook_times(spec: EngineSpec, mode: str, requests: int, max_tokens: int) -> d
         RuntimeError: the mode does not serve.
     """
     settings, clock = Settings(mode=mode), Clock()
-    os.environ.update({**spec.environ(), **settings.environ(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    os.environ.update({**spec.environ(), **settings.environ()})
     _time_hooks(clock)
     from nwor_lab.engines.child import Served
 
     served = Served(spec)
-    [rank] = served.on_every_rank(_serving)
-    if rank != mode:
-        raise RuntimeError(f"mode {mode} is not active: {rank} is")
+    [rank] = served.report()
+    if rank["serving"] != mode:
+        raise RuntimeError(f"mode {mode} is not active: {rank['serving']} is")
     prompts = [[(7 * i + 13 * j) % 300 + 3 for j in range(24)] for i in range(requests)]
     return clock.decode_times(served, prompts, max_tokens)
-
-
-def _serving(worker: Any) -> str:
-    from nwor.vllm.worker import status
-
-    return status(worker)["serving"]
 
 
 def _time_hooks(clock: Clock) -> None:

@@ -7,6 +7,7 @@ A step's time depends on the shapes and hardly on what the weights say, and acce
 from pathlib import Path
 from typing import Any
 
+from nwor_lab.command_line import check_names
 from nwor_lab.run.results import write_json
 
 SIZES = (
@@ -21,17 +22,6 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def find_shape(name: str) -> dict[str, int]:
-    """The sizes of a shape.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if name not in SHAPES:
-        raise ValueError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
-    return SHAPES[name]
-
-
 def write_shape(name: str, directory: Path, max_model_len: int) -> tuple[Path, Path]:
     """Write the two configs below `directory` and return the folders of target and head.
 
@@ -42,6 +32,7 @@ def write_shape(name: str, directory: Path, max_model_len: int) -> tuple[Path, P
     Raises:
         ValueError: no such shape.
     """
+    check_names("shape", (name,), SHAPES)
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -55,7 +46,7 @@ def write_shape(name: str, directory: Path, max_model_len: int) -> tuple[Path, P
         "bos_token_id": 1,
         "eos_token_id": 2,
         "dtype": "bfloat16",
-        **find_shape(name),
+        **SHAPES[name],
     }
     target, head = directory / name / "target", directory / name / "eagle"
     for path in (target, head):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nwor_lab import paths
 from nwor_lab.engines.random_weights import ASKED, FORMAT
 from nwor_lab.machine import on_cpu
 
@@ -16,6 +17,12 @@ from nwor_lab.machine import on_cpu
 class EngineOptions:
     """vLLM's engine. What is 0 or none is left to vLLM; names are its own where it has them."""
 
+    model: str = str(paths.PAIR_TARGET)
+    """target model, a folder or a name on the hub; pair@SHAPE is the shipped pair written at another shape"""
+    draft: str = str(paths.PAIR_EAGLE)
+    """draft model, likewise; empty for methods without one (ngram)"""
+    tp: int = 1
+    """tensor-parallel ranks"""
     method: str = "eagle"
     """vLLM's speculative method"""
     dtype: str = ""
@@ -64,7 +71,7 @@ class EngineOptions:
     """of the engine, and of sampled requests"""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "max_num_batched_tokens", "max_model_len"):
+        for name in ("tp", "batch", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.runner not in ("", "v1", "v2"):
@@ -77,23 +84,18 @@ class EngineOptions:
 class EngineSpec(EngineOptions):
     """One engine's configuration but for its mode.
 
-    model: target model, a folder or a name on the hub.
-    draft: draft model, likewise; empty for methods without one (``ngram``).
     k: drafts a request brings to a step, vLLM's ``num_speculative_tokens``.
-    tp: tensor-parallel ranks.
     """
 
     model: str
     draft: str = ""
     k: int = 4
-    tp: int = 1
     dtype: str = field(default="bfloat16", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("k", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.k < 1:
+            raise ValueError(f"k must be at least 1, got {self.k}")
 
     def llm_arguments(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``; what is empty or 0 here is left to vLLM."""

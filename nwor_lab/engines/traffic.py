@@ -3,18 +3,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-
-OUTCOMES = ("all accepted", "some accepted", "none accepted")
-"""What became of a window's drafts."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,6 @@ class ScriptResult:
     answers: by request, in the order of `n`; an aborted one has what it had by then, or nothing.
     prompts: token ids with which each request was added, those of a request that it follows included.
     cached: tokens of prompts that were found in the prefix cache.
-    windows: how many came to each of `OUTCOMES`, by vLLM's scheduler.
     ranks: every rank's `child.status`; the audit is of this script alone, counters are since the engine's start.
     metrics: increments of vLLM's and NWOR's counters.
     """
@@ -60,7 +53,6 @@ class ScriptResult:
     answers: dict[str, list[Answer]]
     prompts: dict[str, list[int]]
     cached: int
-    windows: Counter[str] = field(default_factory=Counter)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, int] = field(default_factory=dict)
 
@@ -98,43 +90,25 @@ def drive(llm: LLM, events: Sequence[Event], seed: int) -> ScriptResult:
         return True
 
     waiting, step = sorted(events, key=lambda event: event.step), 0
-    with counted_windows(core.scheduler) as made.windows:
-        while waiting or engine.has_unfinished_requests():
-            if not engine.has_unfinished_requests():
-                step = max(step, waiting[0].step)
-            waiting = [event for event in waiting if not happens(event, step)]
-            for output in engine.step():
-                answers = made.answers.setdefault(output.request_id, [])
-                for answer in output.outputs:
-                    answers += [Answer([], [], None) for _ in range(answer.index + 1 - len(answers))]
-                    answers[answer.index] = Answer(
-                        list(answer.token_ids),
-                        [{token: entry.logprob for token, entry in place.items()} for place in answer.logprobs or []],
-                        answer.finish_reason,
-                    )
-                cached[output.request_id] = output.num_cached_tokens or 0
-            step += 1
-        if core.scheduler.has_requests():  # a stop string was found by the front end, which ended its request there
-            engine.step()
+    while waiting or engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests():
+            step = max(step, waiting[0].step)
+        waiting = [event for event in waiting if not happens(event, step)]
+        for output in engine.step():
+            answers = made.answers.setdefault(output.request_id, [])
+            for answer in output.outputs:
+                answers += [Answer([], [], None) for _ in range(answer.index + 1 - len(answers))]
+                answers[answer.index] = Answer(
+                    list(answer.token_ids),
+                    [{token: entry.logprob for token, entry in place.items()} for place in answer.logprobs or []],
+                    answer.finish_reason,
+                )
+            cached[output.request_id] = output.num_cached_tokens or 0
+        step += 1
+    if core.scheduler.has_requests():  # a stop string was found by the front end, which ended its request there
+        engine.step()
     made.cached = sum(cached.values())
     return made
-
-
-@contextmanager
-def counted_windows(scheduler: Any) -> Iterator[Counter[str]]:
-    """Windows by `OUTCOMES` that the scheduler hears of meanwhile; its own counters have sums over all of them."""
-    found, count = Counter[str](), scheduler.make_spec_decoding_stats
-
-    def make_spec_decoding_stats(stats: Any, **window: Any) -> Any:
-        drafts, accepted = window["num_draft_tokens"], window["num_accepted_tokens"]
-        found[OUTCOMES[0 if accepted == drafts else 1 if accepted else 2]] += drafts > 0
-        return count(stats, **window)
-
-    scheduler.make_spec_decoding_stats = make_spec_decoding_stats
-    try:
-        yield found
-    finally:
-        del scheduler.make_spec_decoding_stats
 
 
 def sampling_params(fields: dict[str, Any]) -> Any:

@@ -14,15 +14,16 @@ import math
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nwor_lab.engines.shapes import find_shape
+from nwor_lab.command_line import check_names
+from nwor_lab.engines.shapes import SHAPES, SIZES
 from nwor_lab.paths import PAIR_EAGLE, PAIR_TARGET
 from nwor_lab.run.results import write_json
 
@@ -34,20 +35,6 @@ DTYPES = {
 }  # fmt: skip
 """By vLLM's names; auto is the pair's own."""
 WRITERS = 8
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_hidden_layers: int
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> _Sizes:
-        return cls(**{field.name: config[field.name] for field in fields(cls)})
 
 
 def write_widened(shape: str, folder: Path, dtype: str = "auto") -> tuple[Path, Path]:
@@ -65,7 +52,8 @@ def write_widened(shape: str, folder: Path, dtype: str = "auto") -> tuple[Path, 
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = shape.removeprefix(PAIR_AT)
-    sizes, written = find_shape(name), []
+    check_names("shape", (name,), SHAPES)
+    sizes, written = SHAPES[name], []
     for source in (PAIR_TARGET, PAIR_EAGLE):
         config = json.loads((source / "config.json").read_text())
         wide = {**config, **sizes, "vocab_size": config["vocab_size"]}
@@ -73,20 +61,21 @@ def write_widened(shape: str, folder: Path, dtype: str = "auto") -> tuple[Path, 
             wide["num_hidden_layers"] = config["num_hidden_layers"]
         wide["rms_norm_eps"] = config["rms_norm_eps"] * config["hidden_size"] / wide["hidden_size"]
         wide["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-        _check_fits(_Sizes.of(config), _Sizes.of(wide), name)
+        _check_fits(config, wide, name)
         written.append(_write(source, config, wide, folder / source.name, DTYPES[dtype]))
     return written[0], written[1]
 
 
-def _check_fits(narrow: _Sizes, wide: _Sizes, name: str) -> None:
-    small = [size for size, least in vars(narrow).items() if size != "num_key_value_heads" and vars(wide)[size] < least]
-    if wide.head_dim % narrow.head_dim or max(kv for kv, _ in _places(narrow, wide)) >= wide.num_key_value_heads:
+def _check_fits(config: Mapping[str, Any], wide: Mapping[str, Any], name: str) -> None:
+    small = [size for size in SIZES if size != "num_key_value_heads" and wide[size] < config[size]]
+    places = _places(SimpleNamespace(**config), SimpleNamespace(**wide))
+    if wide["head_dim"] % config["head_dim"] or max(kv for kv, _ in places) >= wide["num_key_value_heads"]:
         small.append("heads or their size")
     if small:
         raise ValueError(f"the pair does not fit into the shape {name}, which is too small in {', '.join(small)}")
 
 
-def _places(narrow: _Sizes, wide: _Sizes) -> list[tuple[int, int]]:
+def _places(narrow: SimpleNamespace, wide: SimpleNamespace) -> list[tuple[int, int]]:
     """Of each query head of the pair its KV head and its own place in the larger model; KV heads repeat as needed."""
     group = narrow.num_attention_heads // narrow.num_key_value_heads
     wider_group = wide.num_attention_heads // wide.num_key_value_heads
@@ -103,7 +92,7 @@ def _write(source: Path, config: Mapping[str, Any], wide: Mapping[str, Any], fol
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
-    narrow, wider = _Sizes.of(config), _Sizes.of(wide)
+    narrow, wider = SimpleNamespace(**config), SimpleNamespace(**wide)
     base = _noise_of_a_layer(wider, dtype)
     stem = "model.layers." if source == PAIR_TARGET else "layers."
 
@@ -132,7 +121,7 @@ def _write(source: Path, config: Mapping[str, Any], wide: Mapping[str, Any], fol
     return folder
 
 
-def _noise_of_a_layer(wide: _Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
+def _noise_of_a_layer(wide: SimpleNamespace, dtype: torch.dtype) -> dict[str, Tensor]:
     """A layer that computes all that one does, and adds zeros."""
     hidden, intermediate = wide.hidden_size, wide.intermediate_size
     queries, keys = wide.num_attention_heads * wide.head_dim, wide.num_key_value_heads * wide.head_dim
@@ -152,7 +141,11 @@ def _noise_of_a_layer(wide: _Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _widen_layer(
-    own: Mapping[str, Tensor], base: Mapping[str, Tensor], narrow: _Sizes, wide: _Sizes, dtype: torch.dtype
+    own: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    narrow: SimpleNamespace,
+    wide: SimpleNamespace,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """A layer of the pair among the random weights of `base`."""
     d, size, wider = narrow.hidden_size, narrow.head_dim, wide.head_dim
@@ -187,7 +180,9 @@ def _widen_norm(weight: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
     return torch.nn.functional.pad(weight * math.sqrt(len(weight) / hidden), (0, hidden - len(weight))).to(dtype)
 
 
-def _widen_others(weights: Mapping[str, Tensor], narrow: _Sizes, wide: _Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
+def _widen_others(
+    weights: Mapping[str, Tensor], narrow: SimpleNamespace, wide: SimpleNamespace, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Embedding, final norm, `lm_head` and an EAGLE head's `fc`."""
     d, more, made = narrow.hidden_size, wide.hidden_size - narrow.hidden_size, dict[str, Tensor]()
     for name, weight in weights.items():

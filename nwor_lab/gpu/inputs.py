@@ -229,14 +229,11 @@ def split_scratch(shape: AttentionShape, device: torch.device) -> dict[str, Any]
     }
 
 
-@functools.cache
 def has_flash2() -> bool:
-    """Whether vLLM's FlashAttention 2 can be called here; where it cannot, a line says why, once."""
-    from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
+    """Whether vLLM's FlashAttention 2 can be called here."""
+    from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
 
-    if why := fa_version_unsupported_reason(2):
-        print(f"flash2 is left out: {why}", flush=True)
-    return not why
+    return is_fa_version_supported(2)
 
 
 class AttentionCase:

@@ -11,11 +11,9 @@ requests in the same order: held-out Python text, greedy, prefix caching off unl
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +38,8 @@ PATIENCE = 600.0
 def run(
     spec: EngineSpec, plan: ServingPlan, prompts: Sequence[Mapping[str, Any]], directory: Path, name: str = "serving"
 ) -> tuple[Rows, dict[str, Any]]:
-    """Start the servers, load them, and end them in any case, Ctrl-C and SIGTERM included.
+    """Start the servers, load them, and end them in any case. Ctrl-C behind the first pass keeps the passes that are
+    whole.
 
     `vllm.benchmarks.sweep` is not used: it runs one server at a time to the end of all its loads, without an
     environment or a log of its own for each, so that a slow minute of the machine would be taken for a mode's doing.
@@ -74,20 +73,41 @@ def run(
             progress.say(f"{mode}: server up")
         for server in servers.values():
             client.ask(server, Load(max(load.at_once for load in plan.loads), math.inf, plan.warmup), warm=0)
-        for number, load in itertools.product(range(plan.orders), plan.loads):
-            texts, at = dict[str, list[str]](), {"load": load.name, "repeat": number, "requests": load.requests}
-            for mode in plan.in_order(number):
-                report = client.ask(servers[mode], load)
-                found = {row["metric"]: row for row in read_report(report, load, mode, plan.answer)}
-                rows += [{**at, "mode": mode, **row} for row in found.values()]
-                texts[mode], speed = report["generated_texts"], found["tokens_per_s"]["value"]
-                progress.say(f"pass {number + 1} of {plan.orders}, {load.name}: {mode}, {speed:.1f} tokens a second")
-            rows += [{**at, **row} for row in equal_rows(texts, before.get(load.name))]
-            before[load.name] = texts["off"]
+        for number in range(plan.orders):
+            try:
+                passed = [row for load in plan.loads for row in one_pass(client, servers, plan, load, number, before)]
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                progress.say(f"stopped in pass {number + 1}: those before it are kept")
+                break
+            rows += passed
         served = {mode: server.proof(loaded=True) for mode, server in servers.items()}
     for mode, proof in served.items():
         rows += [{"mode": mode, "metric": f"nwor.{of}", "value": value, "unit": "count"} for of, value in proof.items()]
     return rows, served
+
+
+def one_pass(
+    client: Client,
+    servers: Mapping[str, Server],
+    plan: ServingPlan,
+    load: Load,
+    number: int,
+    before: dict[str, list[str]],
+) -> Rows:
+    """Rows of one load on every server. before: `off`'s texts of the pass before, by load; replaced by this one's."""
+    rows, texts = Rows(), dict[str, list[str]]()
+    at = {"load": load.name, "repeat": number, "requests": load.requests}
+    for mode in plan.in_order(number):
+        report = client.ask(servers[mode], load)
+        found = {row["metric"]: row for row in read_report(report, load, mode, plan.answer)}
+        rows += [{**at, "mode": mode, **row} for row in found.values()]
+        texts[mode], speed = report["generated_texts"], found["tokens_per_s"]["value"]
+        progress.say(f"pass {number + 1} of {plan.orders}, {load.name}: {mode}, {speed:.1f} tokens a second")
+    rows += [{**at, **row} for row in equal_rows(texts, before.get(load.name))]
+    before[load.name] = texts["off"]
+    return rows
 
 
 def engine_here() -> EngineOptions:
@@ -100,7 +120,7 @@ def engine_here() -> EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving(options.Models):
+class Serving:
     k: int = 4
     """drafts a request brings to a step"""
     prompts: str = str(paths.PROMPTS)
@@ -128,9 +148,9 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
         raise ValueError(f"max_model_len {engine.max_model_len} leaves room for {room} tokens of a prompt: raise it")
     if (most := max(plan.concurrency, default=1)) > engine.batch:
         raise ValueError(f"a server that runs {engine.batch} requests at once is asked {most}: raise --batch")
-    if not asked.draft and engine.method != "ngram":
+    if not engine.draft and engine.method != "ngram":
         raise ValueError(f"method {engine.method} needs a --draft")
-    spec = options.from_options(EngineSpec, options.with_model(options.flat(asked)))
+    spec = EngineSpec(**vars(options.with_model(engine)), k=asked.k)
     return spec, draw_prompts(texts, options.load_tokenizer(spec.model), plan)
 
 
@@ -142,7 +162,7 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     print(f"prompts of {min(lengths)} to {max(lengths)} tokens, median {median}, answers of {plan.answer}", flush=True)
     with progress.moving():
         rows, served = run(spec, plan, prompts, directory, asked.output.name)
-    frame, path = bench.write_results(directory, options.flat(asked), spec, plan, rows, {"served": served})
+    frame, path = bench.write_results(directory, asked, spec, plan, rows, {"served": served})
     table = summary(frame)
     said = verdict(table) + "\nOne pass does not tell noise." * (plan.orders == 1)
     results.write_table(f"{path.with_suffix('')}-summary.csv", table)
@@ -150,7 +170,3 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
     print(f"{said}\nwritten: {path}, .json, and beside it this table and the verdict")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

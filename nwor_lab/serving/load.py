@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from nwor.settings import MODES
+from nwor_lab import command_line
 from nwor_lab.engines.engine import EngineError
 from nwor_lab.serving.server import AUDITED, SERVED, Server
 
@@ -77,9 +78,7 @@ class ServingPlan:
     """requests by which every server is warmed up before the first load"""
 
     def __post_init__(self) -> None:
-        for mode in self.modes:
-            if mode not in MODES:
-                raise ValueError(f"{mode!r} is not a mode; choose of {', '.join(MODES)}")
+        command_line.check_names("--modes", self.modes, MODES)
         if self.modes[:1] != ("off",) or len(set(self.modes)) != len(self.modes):
             raise ValueError(f"modes must be different ones, off first, got {','.join(self.modes)}")
         if not self.requests or not self.concurrency + self.rates:

@@ -172,20 +172,14 @@ def read_counters(text: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def ended(servers: dict[str, Server]) -> Iterator[dict[str, Server]]:
-    """End all servers that are there by then, whatever happens in the block; SIGTERM ends the block as Ctrl-C does."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop), signal.getsignal(signal.SIGINT)
+    """End all servers that are there by then, whatever happens in the block; another Ctrl-C leaves none behind."""
     try:
         yield servers
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # another Ctrl-C must not leave one behind
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
         for server in servers.values():
             server.ask_to_end()
         for server in servers.values():
             server.close()
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+        for number, handler in before.items():
+            signal.signal(number, handler)

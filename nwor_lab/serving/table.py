@@ -59,20 +59,17 @@ def verdict(table: pd.DataFrame) -> str:
     for mode in (mode for mode in table["mode"].unique() if mode != "off"):
         lines = table[table["mode"] == mode].set_index("load")
         good = lines[lines["parity"]]
-        if good.empty:
-            sentences.append(f"{mode}: no parity with vLLM under any load, so no speed is given.")
-            continue
-        faster, slower = (good["lowest"] > 1).sum(), (good["highest"] < 1).sum()
-        text = (
-            f"{mode}: {good['ratio'].min():.3f} to {good['ratio'].max():.3f} of vLLM's tokens a second, in every pass "
-        )
-        text += f"faster under {faster} of {len(good)} load{'s' * (len(good) > 1)} and slower under {slower}"
+        parts = []
+        if len(good):
+            faster, slower = (good["lowest"] > 1).sum(), (good["highest"] < 1).sum()
+            parts.append(f"{good['ratio'].min():.3f} to {good['ratio'].max():.3f} of vLLM's tokens a second")
+            parts.append(f"in every pass faster under {faster} of {len(good)} loads and slower under {slower}")
         if len(good) < len(lines):
-            text += f"; under {len(lines) - len(good)} no parity, and no speed"
-        gap = (lines["acceptance"] - off["acceptance"]).abs().max()
-        own = f" where {off['equal'].mean():.1%} of vLLM's equal its own" * bool(off["equal"].notna().any())
-        text += f"; {lines['equal'].mean():.1%} of texts equal vLLM's{own}"
-        text += f", acceptance differs by {gap:.3f} tokens a window at most "
-        text += f"(vLLM's passes by {off['spread'].max():.3f})"
-        sentences.append(text + ".")
+            parts.append(f"no parity, and no speed, under {len(lines) - len(good)}")
+        parts.append(f"{lines['equal'].mean():.1%} of texts equal vLLM's")
+        if off["equal"].notna().any():
+            parts.append(f"{off['equal'].mean():.1%} of vLLM's equal its own")
+        gap, spread = (lines["acceptance"] - off["acceptance"]).abs().max(), off["spread"].max()
+        parts.append(f"acceptance differs by {gap:.3f} tokens a window at most, by {spread:.3f} between vLLM's passes")
+        sentences.append(f"{mode}: {'; '.join(parts)}.")
     return "\n".join(sentences)

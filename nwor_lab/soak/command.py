@@ -9,8 +9,8 @@ and `--seed` with the seed of its episode runs the same again.
 
 With ``VLLM_KV_AUDIT`` set, vanilla too is under the sampled auditor (`kv_audit/`), and any finding is a fault.
 
-A run is clean if it has no fault and drafts were accepted, rejected, and both in one window, under each mode; one in
-which some of that did not occur is incomplete, and ends with a status of its own.
+A run is clean if it has no fault and drafts were accepted and rejected under each mode; one in which none was is
+incomplete, and ends with a status of its own.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def soak(asked: Soak) -> int:
     if untried := [f"{words} under {mode}" for mode, verdict in totals.items() for words in verdict.untried]:
         print(f"verdict: incomplete, {', '.join(untried)}; let it run longer")
         return INCOMPLETE
-    print("verdict: clean; drafts were accepted, rejected, and both in one window, under each mode")
+    print("verdict: clean; drafts were accepted and rejected under each mode")
     return 0
 
 

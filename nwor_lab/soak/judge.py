@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nwor_lab.audit.auditor import FAULTS
 from nwor_lab.bench.parity import OUTLIER_FACTOR, compare, tolerance
 from nwor_lab.engines.child import Generation
-from nwor_lab.engines.traffic import OUTCOMES, Answer, Event, ScriptResult
+from nwor_lab.engines.traffic import Answer, Event, ScriptResult
 
-NO_FAULTS = ("steps", "layer_steps", "kept_rows", "content_checked", "shipped_slots", "dirty_by_step")
-"""Fields of an `AuditReport` that count what was looked at; every other counts a fault."""
 SAME = {"windows": "drafts", "staged_tokens": "draft_tokens", "committed_tokens": "accepted_tokens"}
 """Counts of a mode and vLLM's own, which are to be the same."""
 
@@ -38,18 +37,14 @@ class Verdict:
 
     @property
     def untried(self) -> list[str]:
-        """Outcomes of drafts that did not occur, in words: what they would have asked of the mode is not known."""
-        whole, part, none = (self.counts[f"windows {outcome}"] for outcome in OUTCOMES)
-        occurred = {
-            "no draft was accepted": whole + part,
-            "no draft was rejected": none + part,
-            "no window had drafts of both": part,
-        }
-        return [words for words, windows in occurred.items() if not windows]
+        """What did not become of any draft, in words: what it would have asked of the mode is not known."""
+        drafts, accepted = self.counts["drafts"], self.counts["accepted"]
+        occurred = {"no draft was accepted": accepted, "no draft was rejected": drafts - accepted}
+        return [words for words, number in occurred.items() if not number]
 
     def table(self) -> dict[str, int]:
         """What was counted, and the faults by kind, in the order of a table."""
-        return {**self.counts, "dirty slots": self.faults["dirty_slots"], "faults": self.faults.total()}
+        return {**self.counts, "dirty layer-steps": self.faults["dirty_layer_steps"], "faults": self.faults.total()}
 
 
 def judge(events: Sequence[Event], vanilla: ScriptResult, traffic: ScriptResult, mode: str, dtype: str) -> Verdict:
@@ -69,16 +64,14 @@ def judge(events: Sequence[Event], vanilla: ScriptResult, traffic: ScriptResult,
     verdict.counts["preempted"] += metrics.get("num_preemptions", 0)
     verdict.counts["drafts"] += metrics["spec_decode_num_draft_tokens"]
     verdict.counts["accepted"] += metrics["spec_decode_num_accepted_tokens"]
-    verdict.counts.update({f"windows {outcome}": traffic.windows[outcome] for outcome in OUTCOMES})
     verdict.counts["cached tokens"] += traffic.cached
     for rank in traffic.ranks:
         audit = rank["audit"]
         verdict.counts["layer-steps"] += audit["layer_steps"]
         verdict.blame("unaudited", not audit["steps"], f"rank {rank['rank']} audited no step")
         example = "; ".join(rank["dirty_examples"]) or f"rank {rank['rank']}"
-        for name, value in audit.items():
-            if name not in NO_FAULTS:
-                verdict.blame(name, value, example)
+        for name in FAULTS:
+            verdict.blame(name, audit[name], example)
     for name, served in (("vanilla", vanilla), (mode, traffic)):
         for rank in served.ranks:
             if sampled := rank.get("sampled"):

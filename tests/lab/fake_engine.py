@@ -37,7 +37,7 @@ class FakeEngine:
     def capacity(self) -> int:
         return 10**6
 
-    def stop_audit(self) -> None:
+    def on_every_rank(self, function: Any) -> None:
         pass
 
     def report(self) -> list[dict[str, Any]]:
@@ -57,5 +57,5 @@ class FakeEngine:
         token = 1 + (self.mode == "stage" and len(prompts) == self.bad_batch)
         cut = [min(self.spec.k, n) for n, windows in ACCEPTED.items() for _ in range(windows)]
         at = [sum(n > position for n in cut) for position in range(self.spec.k)]
-        counters = {"drafts": 100, "draft_tokens": 100 * self.spec.k, "accepted_tokens": sum(cut), "decode_steps": 0}
+        counters = {"drafts": 100, "draft_tokens": 100 * self.spec.k, "accepted_tokens": sum(cut)}
         return Generation([[token]] * len(prompts), [""] * len(prompts), [1e-3] * 3, counters, at)

@@ -3,50 +3,38 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import inf
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
+from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.engines.engine import EngineError, EngineSpec
 from nwor_lab.engines.traffic import Answer, Event, ScriptResult
+from tests.lab import fake_engine
 
-AUDIT = {"steps": 3, "layer_steps": 6, "dirty_layer_steps": 0, "dirty_slots": 0, "kept_rows": 9, "unwritten_rows": 0}
 
-
-class FakeEngine:
+class FakeEngine(fake_engine.FakeEngine):
     """Answers at once with four tokens; mode stage has a fault in each script with a request that is aborted.
 
-    started: the modes of all engines so far. served: each mode's scripts. fault: none, "tokens", "dirty_slots", or
-    "died". lasts: scripts that have it. windows: of each script, by what became of their drafts.
+    started: the modes of all engines so far. served: each mode's scripts. fault: none, "tokens", "died" or
+    "dirty_layer_steps". lasts: scripts that have it. accepted: drafts of each script, of 5.
     """
 
     started: ClassVar[list[str]]
     served: ClassVar[list[tuple[str, Sequence[Event]]]]
     fault: ClassVar[str]
     lasts: ClassVar[float]
-    windows: ClassVar[dict[str, int]]
+    accepted: ClassVar[int]
 
     def __init__(self, spec: EngineSpec, settings: Any, core: int = 0, log: object = None) -> None:
-        self.mode = settings.mode
+        super().__init__(spec, settings)
         self.started.append(self.mode)
 
     @classmethod
     def forget(cls) -> None:
         cls.started, cls.served, cls.fault = [], [], ""
-        cls.lasts, cls.windows = inf, {"some accepted": 5}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def report(self) -> list[dict[str, Any]]:
-        return [{"rank": 0, "mode": self.mode, "serving": self.mode}]
+        cls.lasts, cls.accepted = inf, 3
 
     def traffic(self, events: Sequence[Event], seed: int) -> ScriptResult:
         self.served.append((self.mode, events))
@@ -60,15 +48,15 @@ class FakeEngine:
             name: [Answer([1, 2, 3, last], [], "length") for _ in range(event.sampling.get("n", 1))]
             for name, event in asked.items()
         }
-        audit = AUDIT | {"dirty_slots": 2 * (fault == "dirty_slots"), "dirty_by_step": [0]}
+        audit = asdict(AuditReport(3, 6, dirty_layer_steps=2 * (fault == "dirty_layer_steps"), kept_rows=9))
         rank = {"rank": 0, "audit": audit, "dirty_examples": ["step 1, layer 0, slot 7"] if fault else []}
-        ours = dict.fromkeys(("windows", "staged_tokens", "committed_tokens"), 5)
+        ours = {"windows": 2, "staged_tokens": 5, "committed_tokens": self.accepted}
         ours |= dict.fromkeys(("fallbacks", "scheduler_mismatches"), 0)
-        theirs = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 5)
+        theirs = {"drafts": 2, "draft_tokens": 5, "accepted_tokens": self.accepted}
         metrics = {f"nwor_{name}": value for name, value in ours.items()}
         metrics |= {f"spec_decode_num_{name}": value for name, value in theirs.items()}
         prompts = {name: event.prompt or [] for name, event in asked.items()}
-        return ScriptResult(answers, prompts, 0, Counter(self.windows), [rank], metrics)
+        return ScriptResult(answers, prompts, 0, [rank], metrics)
 
 
 def serve_without_restore(spec: EngineSpec, environ: dict[str, str], *rest: Any) -> None:

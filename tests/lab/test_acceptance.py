@@ -9,13 +9,7 @@ import pandas as pd
 import pytest
 from fake_engine import ACCEPTED
 
-from nwor.settings import Settings
-from nwor_lab import pair, paths
-from nwor_lab.bench import acceptance, bench, options
-from nwor_lab.bench.bench_table import rows_of_generation
-from nwor_lab.bench.survival import COUNTS, lengths
-from nwor_lab.command_line import parse
-from nwor_lab.engines.engine import EngineSpec, Generation
+from nwor_lab.bench import acceptance
 from nwor_lab.run import results
 
 
@@ -46,27 +40,6 @@ def test_all_engines_start_before_one_is_waited_for(engines, counts, tmp_path) -
     assert sorted(asked, key=str) == sorted(2 * passes, key=str)
     report = json.loads((tmp_path / "run" / "gpu_acceptance.json").read_text())
     assert (report["plan"]["ks"], list(report["ranks"])) == ([1, 3], ["k=1", "k=3"])
-
-
-def test_the_command_alone_counts_at_scale() -> None:
-    """Its plan is the one whose record holds more than 100,000 windows."""
-    given = options.flat(parse(acceptance.Acceptance, [], "acceptance", ""))
-    spec, plan, _ = options.parse_config(given | acceptance.COUNTING)
-    assert plan.ks == tuple(range(1, 9)) and (spec.batch, plan.num_prompts) == (64, len(pair.load_prompts()))
-    passes = acceptance.passes(plan, seed=0)
-    assert [temperature for temperature, _, _ in passes].count(0.0) == 1
-    assert len({seed for temperature, _, seed in passes if temperature}) == plan.repeats
-    windows = results.read_table("gpu_acceptance", paths.RECORDED).query("metric == 'windows'")
-    assert set(windows["k"]) == set(plan.ks)
-    assert windows.groupby("temperature")["repeat"].nunique().to_dict() == {0.0: 1, 1.0: plan.repeats}
-    assert windows["value"].sum() > 100_000
-
-
-def test_tables_hold_counts_alone(counts) -> None:
-    assert set(counts.metric) == set(COUNTS)
-    keys = ["k", "temperature", "repeat", "metric", "position"]
-    assert not counts.duplicated(keys).any()
-    assert len(counts) == 3 * (5 + 1 + 5 + 3)
 
 
 def test_shares_and_intervals_by_hand(counts) -> None:
@@ -119,64 +92,10 @@ def test_a_guessed_curve_is_near_or_not_yet(capsys) -> None:
     ("words", "says"),
     [
         (["--repeats", "0"], "repeats must be at least 1"),
-        (["--k", "2,2"], "ks must be different values"),
         (["--num-prompts", "9999"], "9999 prompts asked for"),
-        (["--max-model-len", "80"], "a prompt has .* tokens, max_model_len 80 leaves room for 16"),
     ],
 )
 def test_wrong_counts_are_refused_before_an_engine_starts(words, says, engines, tmp_path, capsys) -> None:
     assert acceptance.main([*words, "--run-dir", str(tmp_path)]) == 2
     assert re.search(says, capsys.readouterr().err)
     assert not engines.every
-
-
-def test_counts_at_scale_are_what_the_command_left(counts, tmp_path, monkeypatch) -> None:
-    run = results.Run(tmp_path, "03_eagle_acceptance")
-
-    def command(*words: object) -> None:
-        assert words == ("acceptance", "--run-dir", run.directory, "--name", "gpu_acceptance")
-        results.write_table(run.directory / "gpu_acceptance.parquet", counts)
-
-    monkeypatch.setattr(run, "command", command)
-    assert acceptance.measure(run).value.sum() == counts.value.sum()
-
-
-# -- what the verifier yields, and what the user gets -----------------------------------------------------------------
-
-
-def totals(generation: Generation) -> dict[str, float]:
-    return pd.DataFrame(rows_of_generation(generation)).groupby("metric")["value"].sum().to_dict()
-
-
-def test_both_lengths_are_told_and_the_emitted_one_only_where_it_was_counted(counts) -> None:
-    rows = counts.assign(value=counts["value"].mask(counts["metric"] == "emitted_drafts", 30.0))
-    both = acceptance.summary(acceptance.survival(rows)).loc[(0.0, 3)]
-    assert both["acceptance_length"] == 2.2 and both["emitted_length"] == 1.3
-    before = acceptance.survival(rows[rows["metric"] != "emitted_drafts"])
-    assert "emitted_length" not in acceptance.summary(before)
-
-
-@pytest.mark.engine
-def test_lengths_are_of_windows_and_of_what_users_get() -> None:
-    """A drafter that is always right: windows yield 7 tokens, of which limits and stops amid one let fewer through.
-    One that has often none: a step without drafts is no window of one token."""
-    target, common = str(paths.PAIR_TARGET), {"dtype": "float32", "num_blocks": 99}
-    right = EngineSpec(target, target, method="draft_model", k=6, **common)
-    seldom = EngineSpec(target, method="ngram", k=4, **common)
-    with bench.started({"right": (right, Settings(), 0), "seldom": (seldom, Settings(), 1)}, "") as engines:
-        engine = engines["right"]
-        prompts = engine.encode(pair.load_prompts(count=6))
-        whole = engine.generate(prompts, 15)
-        assert lengths(totals(whole)) == {"acceptance_length": 7, "emitted_length": 7}
-        stops = [{"stop_token_ids": [tokens[9]]} for tokens in whole.tokens]
-        for max_tokens, sampling in ((4, ()), (12, ()), (40, stops), (40, [{"stop": ["self", "e"]}])):
-            found = engine.generate(prompts, max_tokens, sampling=sampling)
-            emitted = [len(tokens) - 1 for tokens in found.tokens]
-            windows = sum(-(-tokens // 7) for tokens in emitted)
-            expected = {"acceptance_length": 7, "emitted_length": pytest.approx(sum(emitted) / windows)}
-            assert lengths(totals(found)) == expected and sum(emitted) < 7 * windows
-        found = engines["seldom"].generate(prompts, 30)
-    counters, total = found.counters, totals(found)
-    assert counters["decode_steps"] > 2 * counters["drafts"] > 0, "some steps had no drafts"
-    assert total["tokens"] == len(found.tokens) + counters["decode_steps"] + total["emitted_drafts"]
-    assert 0 < total["emitted_drafts"] <= total["accepted_tokens"]

@@ -5,7 +5,6 @@ import pytest
 
 from nwor_lab import audit_by_hand
 from nwor_lab.faults import injectable
-from nwor_lab.figures import style, tour
 
 EACH = [(mode, fault) for mode in ("cow", "stage") for fault in injectable(mode)]
 
@@ -24,21 +23,3 @@ def test_a_fault_turns_its_own_fields_red(mode, fault) -> None:
     assert audited.red == set(fault.red)
     assert len(audited.where()) == len(audited.examples) > 0, "each is read"
     assert audit_by_hand.run(mode=mode).red == set(), "it ends with its steps"
-
-
-def test_what_is_offered_can_be_injected_and_is_shown() -> None:
-    offered = audit_by_hand.offered()
-    assert {fault.name for _, fault in EACH} == set(offered)
-    assert all(mode in fault.modes for fault, mode in offered.values())
-    audited = audit_by_hand.run(*offered["commit: keys without values"])
-    first = audited.where().iloc[0]
-    assert (first["head"], first["half"]) == ("0", "values")
-    pages = audited.pages()
-    assert (pages["state"] == "wrong").sum() == len(audited.where().drop_duplicates(["layer", "slot"]))
-    assert len(tour.named(pages).axes) == audit_by_hand.LAYERS
-    style.close()
-
-
-def test_vanilla_has_no_manager_to_audit() -> None:
-    with pytest.raises(ValueError, match="off"):
-        audit_by_hand.run(mode="off")

@@ -16,7 +16,6 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash, triton_unified_attention
 
-from nwor_lab.gpu import inputs
 from nwor_lab.gpu.inputs import AttentionCase, AttentionShape, split_scratch
 from nwor_lab.gpu.timer import empty
 
@@ -36,20 +35,17 @@ def case(cache: str = "bf16") -> AttentionCase:
 @pytest.fixture
 def interface(monkeypatch):
     """vLLM's own file of FlashAttention, which can be read without the compiled extensions that its package wants."""
-    inputs.has_flash2.cache_clear()
     path = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
     spec = importlib.util.spec_from_file_location("flash_attn_interface", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", module)
-    monkeypatch.setattr(module, "fa_version_unsupported_reason", lambda version: None)
     monkeypatch.setattr(module, "is_fa_version_supported", lambda version: True)
     monkeypatch.setattr(module, "get_scheduler_metadata", lambda **values: "a schedule")
     for name in ("nwor", "triton"):
         monkeypatch.setattr(AttentionCase, name, lambda case: empty)
     monkeypatch.setattr(AttentionCase, "write", lambda case: None)
-    yield module
-    inputs.has_flash2.cache_clear()
+    return module
 
 
 @pytest.mark.parametrize("unsupported", [2, 3])
@@ -68,15 +64,6 @@ def test_each_version_is_given_what_it_takes(interface, monkeypatch, unsupported
     named = [(values["fa_version"], values["num_splits"], values["scheduler_metadata"]) for values in given]
     flash = [(2, 0, None)] * 2 if unsupported == 3 else [(3, 32, "a schedule"), (3, 8, None)]
     assert named == [*flash, (2, 0, None)]
-
-
-def test_where_it_cannot_be_called_it_is_left_out_in_a_line(interface, monkeypatch, capsys):
-    monkeypatch.setattr(interface, "flash_attn_varlen_func", empty)
-    assert "flash2" in case().calls() and "flash2" not in case("fp8").calls() and not capsys.readouterr().out
-    inputs.has_flash2.cache_clear()
-    monkeypatch.setattr(interface, "fa_version_unsupported_reason", lambda version: f"no version {version}")
-    assert not {"flash2"} & {*case().calls(), *case().calls()}
-    assert capsys.readouterr().out == "flash2 is left out: no version 2\n"
 
 
 def scratch_of_vllm(shape: AttentionShape) -> dict[str, object]:

@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from nwor.settings import Settings
-from nwor_lab.bench import acceptance, audit, bench, bench_table, options
+from nwor_lab.bench import bench, bench_table, options
 from nwor_lab.bench.parity import tolerance
 from nwor_lab.bench.plan import Plan
 from nwor_lab.command_line import parse
@@ -98,7 +98,7 @@ def test_a_mode_that_does_not_serve_stops_the_run_before_anything_is_measured(en
 def timed(modes: dict[str, float], late: float = 1.1, repeats: int = 3) -> tuple[pd.DataFrame, Plan]:
     """Rows of modes whose steps take so many ms, and `late` times that in the mode that comes second."""
     plan = Plan(modes=tuple(modes), repeats=repeats)
-    counts = {"tokens": 30.0, "windows": 10.0, "accepted_tokens": 25.0, "emitted_drafts": 15.0}
+    counts = {"tokens": 30.0, "windows": 10.0, "accepted_tokens": 25.0}
     counts |= {"equal_requests": 4, "requests": 4}
     rows = [
         {"mode": mode, "batch": 8, "repeat": repeat, "metric": metric, "unit": "", "value": number}
@@ -115,20 +115,18 @@ def test_a_ratio_is_of_both_orders():
     table = bench_table.summary(*timed({"off": 10.0, "stage": 9.0})).set_index("mode")
     assert table.ratio.to_dict() == pytest.approx({"off": 1.0, "stage": 0.9})
     assert table.tokens_per_s.to_dict() == pytest.approx({"off": 90 / 0.031, "stage": 90 / 0.0288})
-    assert table[["acceptance_length", "emitted_length"]].drop_duplicates().to_numpy().tolist() == [[3.5, 2.5]]
+    assert (table.acceptance_length == 3.5).all()
 
 
 @pytest.mark.parametrize(
     ("stage", "late", "repeats", "word"),
-    [(9.0, 1.02, 4, "agree on which"), (9.9, 1.1, 4, "noise"), (11.0, 1.02, 1, "one repeat")],
+    [(9.0, 1.02, 4, "in 0 of 1"), (9.9, 1.1, 4, "in 1 of 1"), (11.0, 1.02, 1, "one repeat")],
 )
 def test_a_verdict_says_what_is_noise(stage, late, repeats, word):
     rows, plan = timed({"off": 10.0, "stage": stage}, late, repeats)
-    (said,) = bench_table.verdicts(bench_table.summary(rows, plan), plan)
-    assert said.startswith("stage: a step takes ") and word in said and ("is noise" in said) == (word == "noise")
     rows.loc[(rows["metric"] == "equal_requests") & (rows["mode"] == "stage"), "value"] = 3
     (said,) = bench_table.verdicts(bench_table.summary(rows, plan), plan)
-    assert f"{3 * repeats} of {4 * repeats} texts" in said.lower()
+    assert f"{3 * repeats} of {4 * repeats} texts" in said and word in said
 
 
 def test_kernels_are_profiled_in_both_orders(engines):
@@ -141,40 +139,31 @@ def test_kernels_are_profiled_in_both_orders(engines):
     assert sorted(found.repeat) == [0, 0, 1, 1]
 
 
-def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path, capsys):
+def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path):
     """Engines of one length are up at once, and those of the next after them; rows and reports name theirs."""
     words = ["--mode", "off,stage", "--k", "2,4", "--batches", "1,8", "--repeats", "2", "--no-audit"]
     assert bench.main([*words, "--random-prompts", "16", "--run-dir", str(tmp_path)]) == 0
-    order = [(engine.mode, engine.spec.k) for engine in engines.every]
-    assert order == [("off", 2), ("stage", 2), ("off", 4), ("stage", 4)]
     begins = [call[1] for call in engines.calls if call[1] in ("start", "wait", "close")]
     assert begins == 2 * (2 * ["start"] + 2 * ["wait"] + 2 * ["close"])
     table, report = pd.read_parquet(tmp_path / "bench.parquet"), json.loads((tmp_path / "bench.json").read_text())
     steps = table[table.metric == "step_ms"]
     assert steps.groupby(["k", "mode", "batch"]).size().eq(6).all() and len(steps) == 8 * 6
     assert list(report["ranks"]) == ["off, k=2", "stage, k=2", "off, k=4", "stage, k=4"]
-    printed = capsys.readouterr().out
-    assert "starting 2 engines: off, k=2, stage, k=2" in printed and "repeat 1 of 2: off, 8 prompts" in printed
-    assert "NaN" not in printed
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--mode", "stag"], "'stag' is not a mode; choose of off, cow, direct, stage, vllm"),
+        (["--mode", "stag"], "--modes stag: choose of off, cow, direct, stage, vllm"),
         (["--mode", "cow,cow"], "modes must be different values"),
         (["--k", "0"], "k must be at least 1, got 0"),
         (["--model", "no/such/model"], "--shape of llama-2-7b"),
         (["--prompts", "./nothing.jsonl"], "no prompts at nothing.jsonl"),
-        (["--k", "2,x"], "--k: 'x' is not a whole number"),
         (["--batch", "0"], "batch must be at least 1, got 0"),
-        (["--max-tokens"], "--max-tokens: a value is missing"),
-        (["--modus", "off"], "no option --modus"),
         (["--profile"], "--profile sees the kernels of a GPU"),
         (["--shape", "tiny"], "--shape has no tokenizer"),
-        (["--shape", "huge"], "is not one of llama-2-7b"),
+        (["--shape", "huge", "--random-prompts", "16"], "shape huge: choose of llama-2-7b"),
         (["--random-prompts", "16,449"], "max_model_len 512 leaves room for 448: raise it"),
-        (["--max-model-len", "64"], "max_model_len 64 leaves room for 0: raise it"),
         (["--random-prompts", "16", "--num-prompts", "0"], "there are no prompts: give --num-prompts"),
         (["--run-dir", "/proc/nwor"], "cannot write results to /proc/nwor"),
     ],
@@ -200,23 +189,6 @@ def test_an_engine_that_fails_and_an_interrupt_leave_one_line_and_no_result(
 
 
 @pytest.mark.parametrize(
-    ("command", "word"),
-    [
-        (audit, "--no-audit"),
-        (audit, "--repeats=3"),
-        (audit, "--temperature=1"),
-        (acceptance, "--modes=off"),
-        (acceptance, "--profile"),
-        (bench, "--temperature=1"),
-    ],
-)
-def test_what_a_command_is_for_is_no_option_of_it(command, word, engines, capsys):
-    assert command.main([word]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert word.partition("=")[0] in line and not engines.every
-
-
-@pytest.mark.parametrize(
     ("words", "bound"),
     [
         (["--dtype", "float32"], tolerance("float32")),
@@ -227,4 +199,4 @@ def test_what_a_command_is_for_is_no_option_of_it(command, word, engines, capsys
 def test_a_tolerance_is_one_of_what_rounds(words, bound):
     """What bfloat16 excuses would hide a fault in float32."""
     asked = parse(bench.Bench, [*words, "--random-prompts", "8"], "bench", "")
-    assert options.parse_config(options.flat(asked))[1].tolerance == bound
+    assert options.parse_config(asked)[1].tolerance == bound

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention's hardware counters: what is asked of the profiler, what it prints, and whose launch is whose."""
 
-import json
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 
 from nwor_lab.gpu import counters
-from nwor_lab.run import results
 
 TIME, DRAM = "gpu__time_duration.sum", "dram__bytes_read.sum"
 PRINTED = """==PROF== Connected to process 7
@@ -100,13 +97,3 @@ def test_launches_that_are_not_those_of_the_shapes_are_an_error(wrong):
     seen = launches()
     with pytest.raises(RuntimeError, match="13 shapes"):
         counters.table(at(seen, wrong([*range(seen["launch"].max() + 1)])))
-
-
-def test_a_command_writes_its_table_and_what_made_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(counters, "read", lambda *_, **__: launches())
-    assert counters.main(["--out", str(tmp_path)]) == 0 and "flash" in capsys.readouterr().out
-    written, expected = results.read_table("attention_counters", tmp_path), counters.table(launches())
-    assert written["op"].tolist() == expected["op"].tolist()
-    assert written["value"].tolist() == expected["value"].tolist() and written["value"].dtype == "float32"
-    assert "git" in json.loads((tmp_path / "attention_counters.json").read_text())["provenance"]

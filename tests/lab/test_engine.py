@@ -24,15 +24,6 @@ def test_a_spec_that_cannot_be_served_is_refused(fields, message):
         EngineSpec(**{"model": PAIR[0], "draft": PAIR[1]} | fields)
 
 
-def test_what_is_left_empty_is_vllms_own_choice():
-    chosen = {"compilation_config", "attention_backend", "attention_config", "block_size", "async_scheduling"}
-    assert not chosen & EngineSpec(*PAIR).llm_arguments().keys()
-    graphs = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": (9, 576)}
-    given = EngineSpec(*PAIR, enforce_eager=False, async_scheduling=False, **graphs).llm_arguments()
-    assert given["compilation_config"] == {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [9, 576]}
-    assert given["async_scheduling"] is False
-
-
 def test_a_version_of_flash_attention_arrives_in_vllms_config():
     arg_utils = pytest.importorskip("vllm.engine.arg_utils", reason="vLLM is not installed")
     forced = {"attention_backend": "FLASH_ATTN", "flash_attn_version": 2}

@@ -8,7 +8,6 @@ import pandas as pd
 from nwor.attention import configs
 from nwor.attention.configs import H200
 from nwor_lab import paths
-from nwor_lab.figures import ratios, style
 from nwor_lab.gpu import attention, held_out
 from nwor_lab.gpu.inputs import AttentionShape
 
@@ -28,26 +27,3 @@ def test_the_grid_has_settings_that_were_tuned_on_and_others_that_were_not():
     for other in ({"batch": 12}, {"context": 1024}, {"k": 5}, {"head_size": 64}, {"context": 0}, {"heads": 64}):
         assert held_out.is_tuned_on(known, table) and not held_out.is_tuned_on(replace(known, **other), table), other
     assert attention.grid([(32, 8)], [5], [], ["fp8"], [2]) == attention.shapes([(32, 8)], [5], ks=[2], caches=["fp8"])
-
-
-def test_whole_steps_say_what_their_tuning_was_searched_on(monkeypatch):
-    steps = [(8192, 64, 8), (8192, 12, 8), (1024, 64, 8), (8192, 64, 5), (None, 64, 8)]
-    table = pd.DataFrame(steps, columns=["prompt", "batch", "k"]).assign(tp=2, kv_heads=8, kv_cache_dtype="auto", n=1)
-    pd.testing.assert_frame_equal(held_out.mark_steps(table, 32, 128), table)  # without a GPU
-    monkeypatch.setattr(held_out, "tuning", lambda: configs.shipped(H200.name))
-    marked = held_out.mark_steps(pd.concat([table, table]), 32, 128)
-    assert marked["tuned_on"].tolist() == 2 * [True, False, False, False, False]
-    assert held_out.mark_steps(table.assign(kv_cache_dtype="fp8"), 32, 128)["tuned_on"].tolist()[:2] == [True, False]
-    assert not held_out.mark_steps(table, 32, 64)["tuned_on"].any()
-
-
-def test_a_setting_held_out_has_an_open_marker(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(style, "save", lambda fig, *_: figures.append(fig))
-    points = pd.DataFrame({"panel": "all", "setting": ["512 x 1", "512 x 16"], "mode": "stage", "ratio": [0.9, 1.1]})
-    points = points.assign(low=points["ratio"], high=points["ratio"], tuned_on=[True, False])
-    ratios.dots(tmp_path, "held_out", points, "over", "setting", "caption")
-    (ax,) = figures[0].axes
-    opened = [at for line in ax.lines if line.get_markerfacecolor() == "white" for at in line.get_xdata()]
-    assert opened == [1.1]
-    style.close()

@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine can do in vLLM, and what is said and refused where it cannot.
-
-A CPU of another kind is looked like in a child process, through `tests/nwor/avx2`.
-"""
-
-import os
-import platform
-import subprocess
-import sys
+"""What a machine can do in vLLM, and what is said and refused where it cannot."""
 
 import pytest
 import torch
 
-from nwor_lab import machine, paths
+from nwor_lab import machine
+from nwor_lab.bench import bench
 from nwor_lab.operators import check
-
-AVX2 = paths.ROOT / "tests" / "nwor" / "avx2"
 
 
 @pytest.mark.parametrize(
@@ -50,14 +41,12 @@ def test_vllm_refuses_what_we_say_it_refuses(can, monkeypatch):
     assert bool(refused) == bool(machine.why_no_fp8_cache())
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="only an x86 CPU can look like one with AVX2")
-def test_an_fp8_cache_that_cannot_be_is_refused_in_one_line(tmp_path):
-    environ = {**os.environ, "PYTHONPATH": f"{AVX2}{os.pathsep}{paths.ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "nwor_lab.run.cli", "bench", "--kv-cache-dtype", "fp8", "--run-dir", tmp_path]
-    done = subprocess.run(command, env=environ, cwd=paths.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "without AVX-512 and AMX" in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_an_fp8_cache_that_cannot_be_is_refused_in_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(machine, "on_cpu", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert bench.main(["--kv-cache-dtype", "fp8", "--run-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "without AVX-512 and AMX" in said and not list(tmp_path.iterdir())
 
 
 def test_bytes_of_vllms_writer_are_compared_for_the_caches_that_it_has(monkeypatch):

@@ -63,7 +63,7 @@ def test_every_line_is_a_command_that_takes_its_options(name, gib, tmp_path, mon
         asked = parse(kind, words[1:], "nwor", "")
         assert importlib.util.find_spec(command) and (asked.output.name, asked.output.run_dir) == (name, str(tmp_path))
         if kind is bench.Bench:
-            engine, plan, _ = options.parse_config(options.flat(asked))
+            engine, plan, _ = options.parse_config(asked)
             assert engine.acceptance_length <= min(plan.ks) + 1
             if plan.random_prompts:  # else vLLM's own graphs: they end below 64 requests with k=8
                 rows = {size * (1 + k) for size in plan.sizes for k in (0, *plan.ks)}

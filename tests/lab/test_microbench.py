@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The microbenchmarks: bytes by hand, what is made of samples and counters, the recorded data."""
 
-import itertools
 import math
 
 import pandas as pd
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from nwor_lab import paths
-from nwor_lab.figures import ratios, style
 from nwor_lab.gpu import attention, counters, operators, timer
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention_plots
@@ -158,22 +156,6 @@ def test_net_times_are_without_the_empty_kernel_and_beside_the_faster_backend():
     assert attention_plots.errors(samples())["over_flash"].tolist() == [1]
 
 
-def test_the_cliff_has_a_panel_for_each_attention_of_vllms(tmp_path):
-    """Over version 2, which takes 10 us a 1,000 positions, and over the two backends; k=3 is not drawn."""
-    frames = []
-    for context, batch, k in itertools.product((2048, 8192), (1, 4), (3, 8)):
-        alone = samples(0.8, context=context, batch=batch, k=k)
-        slow = alone[(alone["op"] == "nwor") & (alone["metric"] == "time")].assign(op="flash2", value=2 + context / 100)
-        frames += [alone, slow]
-    over = attention_plots.over_each(pd.concat(frames))
-    drawn = pd.read_csv(ratios.cliff(tmp_path, over).with_suffix(".csv"))
-    assert drawn.groupby("panel").size().to_dict() == dict.fromkeys(attention_plots.EACH.values(), 4)
-    found = drawn.set_index(["panel", "context", "batch"])["ratio"]
-    assert found["FlashAttention 2, forced", 8192, 4] == pytest.approx(80 / 81.92)
-    assert (found["FlashAttention 3", 2048, 1], found["Triton", 2048, 1]) == pytest.approx((80 / 100, 80 / 150))
-    style.close()
-
-
 def test_options_say_which_shapes(tmp_path, monkeypatch, capsys):
     asked, answer = [], samples(0.8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -185,17 +167,6 @@ def test_options_say_which_shapes(tmp_path, monkeypatch, capsys):
     assert asked == [(expected, 7), (attention.grid(), 7)]
     assert len(results.read_table("some", tmp_path)) == len(answer)
     assert "nwor takes 0.800 of the time" in capsys.readouterr().out
-
-
-def test_what_is_won_is_counted_apart_where_nothing_was_tuned():
-    frames = [samples(0.8), samples(1.1, batch=1), samples(0.9, batch=12, tuned_on=False)]
-    found = attention_plots.wins(attention_plots.frame(pd.concat(frames).fillna({"tuned_on": True}), bandwidth=4.0))
-    assert found.reset_index().values.tolist() == [
-        [8, "bf16", False, 1, 1, pytest.approx(0.9), pytest.approx(0.9)],
-        [8, "bf16", True, 2, 1, pytest.approx(0.95), pytest.approx(1.1)],
-    ]
-    recorded = attention_plots.frame(results.read_table("attention", paths.RECORDED), bandwidth=4.0)
-    assert attention_plots.wins(recorded)["shapes"].sum() == len(recorded)
 
 
 def test_numbers_below_one_are_refused():

@@ -69,6 +69,6 @@ def test_a_bench_takes_it_by_name(tmp_path, monkeypatch):
     """With the pair's own tokenizer, since the text is the pair's."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path)
     words = ["--model", "pair@multi-head", "--dtype", "float32", "--num-prompts", "2"]
-    spec, _, prompts = options.parse_config(options.flat(parse(bench.Bench, words, "bench", "")))
+    spec, _, prompts = options.parse_config(parse(bench.Bench, words, "bench", ""))
     assert (Path(spec.model) / "config.json").is_file() and (Path(spec.draft) / "config.json").is_file()
     assert prompts[0] == pair.load_tokenizer().encode(pair.load_prompts()[0]).ids

@@ -112,7 +112,7 @@ def ships_last_slots(patch: pytest.MonkeyPatch) -> None:
 
     def start(self, spec):  # type: ignore[no-untyped-def]
         init(self, spec)
-        self.on_scheduler(ship_last_slots)
+        ship_last_slots(self.engine.engine_core.engine_core.scheduler)
 
     patch.setattr(Served, "__init__", start)
 
