@@ -56,7 +56,7 @@ def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate, modes)
     spec = EngineSpec(
         str(paths.PAIR_TARGET), str(draft), method="draft_model", k=8, dtype="float32", num_blocks=64, batch=4
     )
-    for windows, staged, committed in clean_like_vanilla(engines, spec, *modes, prompts=PROMPTS[:4], max_tokens=60):
+    for windows, staged, committed in clean_like_vanilla(engines, spec, *modes, prompts=PROMPTS[:4], max_tokens=32):
         assert windows > 4 and staged > 4 * windows
         assert committed == (staged if fate == "all" else 0)
 
