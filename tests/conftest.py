@@ -2,6 +2,7 @@
 """What all tests share: nothing is fetched, and what needs a GPU is skipped, loudly, where there is none."""
 
 import os
+from contextlib import closing
 
 import pytest
 
@@ -11,6 +12,15 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 pytest.register_assert_rewrite(
     "tests.nwor.faults", "tests.nwor.gpu.on_gpu", "tests.nwor.offloading", "tests.nwor.on_cpu"
 )
+
+
+@pytest.fixture(scope="session")
+def engines():
+    """Engines one after the other in one process, for all modules."""
+    from tests.engines import Engines
+
+    with closing(Engines()) as made:
+        yield made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

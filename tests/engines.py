@@ -74,7 +74,7 @@ class Engines:
 
         calls: what differs between several generations by the one engine. Beside the arguments of `Engine.generate`,
             ``abandon`` is how many steps other requests run for before they are aborted and these begin, ``fault`` is
-            injected for as long and audited apart, ``script`` is called with the engine instead of all else,
+            injected for as long and audited apart, ``script`` is called with the `Served` instead of all else,
             ``asleep`` says that the engine sleeps and is woken first, and ``joined`` lists the tokens by which the
             prompt of a request that joins the first prompt's goes on behind all of that one's tokens (`_join`).
         """
@@ -103,7 +103,9 @@ def _freeze_imports() -> None:
 
 
 def _unhook() -> None:
-    """Restore vLLM's own methods, whichever of the two plugins' hooks lies outside."""
+    """Restore vLLM's own methods, whichever plugin's hooks lie outside."""
+    from vllm_kv_audit import hooks as sampled
+
     from nwor.vllm import patch
     from nwor_lab.audit import hooks
 
@@ -111,9 +113,10 @@ def _unhook() -> None:
         return 1 + hooks_inside(method.__wrapped__) if hasattr(method, "__wrapped__") else 0
 
     found: dict[tuple, list[Any]] = {}
-    for (owner, name, *_), original in [*patch._originals.items(), *hooks._wrapped.items()]:
-        found.setdefault((owner, name), []).append(original)
-    patch._originals.clear(), hooks._wrapped.clear()
+    for wrapped in (patch._originals, hooks._wrapped, sampled._originals):
+        for (owner, name, *_), original in wrapped.items():
+            found.setdefault((owner, name), []).append(original)
+        wrapped.clear()
     for (owner, name), originals in found.items():
         setattr(owner, name, min(originals, key=hooks_inside))
 
@@ -123,6 +126,7 @@ def _run(
 ) -> Outcome:
     import pytest
     import vllm.plugins
+    import vllm_kv_audit
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -138,6 +142,7 @@ def _run(
         try:
             _compile_grammars_at_once(patch)
             _register_kernels_once(patch)
+            vllm_kv_audit.register()  # as vLLM does where it is installed
             if fault is not None:
                 fault(patch)
             served = Served(spec)
@@ -184,7 +189,8 @@ def _end_audit(worker: Any) -> dict[str, Any]:
     from nwor_lab.audit import hooks
 
     found = hooks.report(worker)
-    worker.model_runner.cache_audit.reset()
+    if (audit := getattr(worker.model_runner, "cache_audit", None)) is not None:
+        audit.reset()
     return found
 
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampled auditor in real vLLM on the CPU."""
 
-import os
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.machine import on_cpu, why_no_fp8_cache
-from tests.audit import matrix
-from tests.audit.engines import Engines, environment, generate
-from tests.audit.matrix import MATRIX, pair
+from tests.audit.matrix import MATRIX, audited, generate, pair, problems, reports, shared_prompts, without_drafts
+from tests.nwor.specs import with_connector
 
 pytestmark = [
     pytest.mark.engine,
@@ -18,21 +19,20 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engines():
-    engines = Engines()
-    yield engines
-    engines.close()
+def run(engines, spec, script, fault=None):
+    """What the script makes of an engine under the auditor."""
+    [found] = engines.run(spec, Settings(), fault, calls=[{"script": script}]).scripts
+    return found
 
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_clean_runs_are_clean_and_planted_faults_are_found(engines, name, tmp_path):
     if name == "fp8" and why_no_fp8_cache():
         pytest.skip(why_no_fp8_cache())
-    assert matrix.run(engines, name, tmp_path) == []
+    assert problems(engines, MATRIX[name], MATRIX[name].spec(tmp_path)) == []
 
 
-def cut_session(llm):
+def cut_session(served):
     """A session's first answer is cut inside a window of drafts; the next turn's prompt goes on from there.
 
     vLLM 0.32 leaves `num_computed_tokens` past the cut: the first tokens of the next turn count as computed, and their
@@ -48,8 +48,8 @@ def cut_session(llm):
 
     from nwor_lab import pair as shipped
 
-    engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
-    texts, name, ends = [list(tokenizer.encode(text)) for text in shipped.load_prompts()[:2]], None, []
+    engine, name, ends = served.engine, None, []
+    texts = served.encode(shipped.load_prompts()[:2])
     for chunk, tokens in ((texts[0][:40], 3), (texts[1][:24], 8)):
         params = SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -71,88 +71,71 @@ def cut_session(llm):
         known = engine.engine_core.engine_core.scheduler.requests[name]
         ends.append((known.num_tokens, known.num_computed_tokens))
     engine.abort_request(["s"])
-    [report] = llm.collective_rpc("kv_audit_report")
-    return list(range(*ends[0])), report
+    return list(range(*ends[0])), *reports(served)
 
 
 def test_a_cut_session_attends_to_other_tokens_rows(engines):
     """vLLM's own fault, which it has without any plugin: every position past the cut is named."""
-    target = str(paths.PAIR_TARGET)
-    spec = pair(None, "draft_model", k=6, batch=4, block_size=32)
-    arguments = spec.llm_arguments()
-    arguments["speculative_config"]["model"] = target
-    past, report = engines.run(arguments, {**spec.environ(), **environment()}, cut_session)
+    spec = replace(pair(None, "draft_model", k=6, batch=4, block_size=32), draft=str(paths.PAIR_TARGET))
+    past, report = run(engines, audited(spec), cut_session)
     assert past and [finding["position"] for finding in report["findings"]] == past
     assert {finding["kind"] for finding in report["findings"]} == {"token"}
 
 
-def asked_again(llm):
-    from tests.audit.matrix import shared_prompts
-
-    shared_prompts(llm)
-    llm.reset_prefix_cache()  # the rows come back from storage, into other blocks
-    shared_prompts(llm)
-    return llm.collective_rpc("kv_audit_report")
+def asked_again(served):
+    shared_prompts(served)
+    served.engine.reset_prefix_cache()  # the rows come back from storage, into other blocks
+    shared_prompts(served)
+    return reports(served)
 
 
 def test_rows_that_a_connector_brings_are_taken_over(engines, tmp_path):
     spec = pair(None, "ngram", prefix_caching=True, block_size=32)
-    config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    config["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
-    arguments = {**spec.llm_arguments(), "kv_transfer_config": config}
-    [report] = engines.run(arguments, {**spec.environ(), **environment()}, asked_again)
+    spec = with_connector(spec, "ExampleConnector", {"shared_storage_path": str(tmp_path)})
+    [report] = run(engines, audited(spec), asked_again)
     assert report["counts"]["adopted"] > 0 and report["findings"] == []
 
 
-def counted(llm):
-    reports = generate(llm)
-    return reports, {
-        (metric.name, metric.labels.get("kind")): metric.value for metric in llm.get_metrics() if "audit" in metric.name
-    }
+def counted(served):
+    generate(served)
+    metrics = [metric for metric in served.llm.get_metrics() if "audit" in metric.name]
+    return reports(served), {(metric.name, metric.labels.get("kind")): metric.value for metric in metrics}
 
 
 def test_counters_reach_prometheus_and_the_verdict_is_one_line(engines):
     import vllm_kv_audit
 
-    spec = pair(None)
-    variables = environment(perturb="bytes=0.2,unwritten=0.1")
-    reports, metrics = engines.run(spec.llm_arguments(), {**spec.environ(), **variables}, counted)
-    counts = reports[0]["counts"]
+    spec = audited(pair(None), VLLM_KV_AUDIT_PERTURB="bytes=0.2,unwritten=0.1")
+    ranks, metrics = run(engines, spec, counted)
+    counts = ranks[0]["counts"]
     assert metrics["vllm:kv_audit_slots_checked", None] == counts["checked"] > 1000
     for kind in ("bytes", "unwritten"):
-        assert metrics["vllm:kv_audit_findings", kind] == counts[kind] == reports[0]["planted"][kind] > 0
+        assert metrics["vllm:kv_audit_findings", kind] == counts[kind] == ranks[0]["planted"][kind] > 0
     total = counts["bytes"] + counts["unwritten"]
-    assert f"{total} findings ({counts['bytes']} bytes, {counts['unwritten']} unwritten)" in vllm_kv_audit.verdict(
-        reports
-    )
+    said = vllm_kv_audit.verdict(ranks)
+    assert f"{total} findings ({counts['bytes']} bytes, {counts['unwritten']} unwritten)" in said
 
 
-def hooks_found(llm):
+def hooks_found(served):
     from vllm_kv_audit import hooks
 
-    return hooks.wrapped(), hasattr(llm.llm_engine.model_executor.driver_worker.worker.model_runner, "kv_auditor")
+    worker = served.engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return hooks.wrapped(), hasattr(worker.model_runner, "kv_auditor")
 
 
 def test_without_the_variable_nothing_is_patched(engines):
-    spec = pair(None, "none")
-    arguments = spec.llm_arguments()
-    del arguments["speculative_config"]
-    assert engines.run(arguments, {**spec.environ(), **environment("")}, hooks_found) == ([], False)
+    assert run(engines, without_drafts(None), hooks_found) == ([], False)
 
 
-@pytest.mark.parametrize("fault", ["mark", "bytes"])
-def test_an_auditor_that_does_not_see_refuses_to_start(engines, fault):
-    spec = pair(None)
-    environ = {**spec.environ(), **environment(), "TEST_FAULT": fault}
+@pytest.mark.parametrize("name", ["mark", "_hash"])
+def test_an_auditor_that_does_not_see_refuses_to_start(engines, name):
     with pytest.raises(RuntimeError, match="self-check"):
-        engines.run(spec.llm_arguments(), environ, generate, blind)
+        run(engines, audited(pair(None)), generate, partial(blind, name))
 
 
-def blind(patch) -> None:
+def blind(name, patch) -> None:
     """Rows are not marked, or every slot has the same hash."""
     from vllm_kv_audit.cpu import OnCpu
 
-    if os.environ["TEST_FAULT"] == "mark":
-        patch.setattr(OnCpu, "mark", lambda *args: None)
-    else:
-        patch.setattr(OnCpu, "_hash", lambda self, units, places: 0 * places[:, 0])
+    does = {"mark": lambda *args: None, "_hash": lambda self, units, places: 0 * places[:, 0]}
+    patch.setattr(OnCpu, name, does[name])

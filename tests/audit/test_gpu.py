@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampled auditor in real vLLM on a GPU: both runners, eager and in CUDA graphs, synchronous and a step ahead."""
 
-import functools
 from dataclasses import replace
 
 import pytest
 
-from tests.audit.engines import Engines, clean_then_planted
 from tests.audit.matrix import MATRIX, problems
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -27,17 +25,7 @@ CASES = [("v2, graphs", name) for name in MATRIX if name != "two ranks"] + [
 ]
 
 
-@pytest.fixture(scope="module")
-def engines():
-    engines = Engines()
-    yield engines
-    engines.close()
-
-
 @pytest.mark.parametrize(("way", "name"), CASES)
 def test_clean_runs_are_clean_and_planted_faults_are_found(engines, way, name, tmp_path):
     combination = MATRIX[name]
-    spec = replace(combination.spec(tmp_path), **WAYS[way])
-    arguments, environ = replace(combination, spec=lambda path: spec).start(tmp_path)
-    script = functools.partial(clean_then_planted, run=combination.run)
-    assert problems(*engines.run(arguments, environ, script)) == []
+    assert problems(engines, combination, replace(combination.spec(tmp_path), **WAYS[way])) == []

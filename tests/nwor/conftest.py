@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines one after the other in one process, for all modules; on a CPU of a random pair. vLLM unpatched."""
+"""A random pair for engines on a CPU, and what vanilla makes of it; vLLM unpatched."""
 
 import functools
 import os
@@ -10,15 +10,8 @@ import pytest
 from nwor.settings import PREFIX, Settings
 from nwor.vllm import patch
 from tests.checkpoints import random_pair
-from tests.engines import Engines, Outcome
+from tests.engines import Outcome
 from tests.nwor.on_cpu import spec_of
-
-
-@pytest.fixture(scope="session")
-def engines():
-    made = Engines()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -46,8 +46,7 @@ def spec() -> EngineSpec:
         max_num_batched_tokens=96,
         prefix_caching=True,
     )
-    events = {"enable_kv_cache_events": True, "publisher": "null"}
-    return With(**vars(plain), arguments={"scheduling_policy": "priority", "kv_events_config": events})
+    return With(**vars(plain), arguments={"scheduling_policy": "priority"})
 
 
 def same_ids(patch: pytest.MonkeyPatch) -> None:
@@ -83,11 +82,10 @@ class Answer:
 
 @dataclass
 class Found:
-    """What a script found: answers in the order of its requests, preemptions, events of the prefix cache."""
+    """What a script found: answers in the order of its requests, and preemptions."""
 
     answers: list[Answer]
     preemptions: int
-    events: list[tuple[str, tuple[int, ...]]]
 
 
 Act = Callable[[Served], Any]
@@ -98,9 +96,8 @@ def drive(served: Served, asked: Sequence[Ask], acts: Mapping[int, Act] | None =
 
     acts: what is done before which step.
     """
-    engine, events = served.engine, _events(served)
+    engine = served.engine
     engine.reset_prefix_cache()
-    events.clear()
     before, waiting, latest, ended = _preemptions(served), dict(enumerate(asked)), dict[int, Any](), list[int]()
     for step in range(400):
         for name in [name for name, ask in waiting.items() if ask.step <= step]:
@@ -114,7 +111,7 @@ def drive(served: Served, asked: Sequence[Ask], acts: Mapping[int, Act] | None =
     else:
         raise RuntimeError(f"not all have ended: {sorted(set(range(len(asked))) - set(ended))}")
     answers = [_answer(latest.get(name), ended.index(name) if name in ended else -1) for name in range(len(asked))]
-    return Found(answers, _preemptions(served) - before, list(events))
+    return Found(answers, _preemptions(served) - before)
 
 
 def _add(engine: Any, name: int, ask: Ask) -> None:
@@ -128,41 +125,13 @@ def _answer(output: Any, place: int) -> Answer:
     if output is None:
         return Answer([], "", (None, None), [], 0, place)
     [made] = output.outputs
-    return Answer(
-        list(made.token_ids),
-        made.text,
-        (made.finish_reason, made.stop_reason),
-        _values(made.logprobs),
-        output.num_cached_tokens or 0,
-        place,
-    )
-
-
-def _values(places: Any) -> list[dict[int, float]]:
-    return [{token: entry.logprob for token, entry in (place or {}).items()} for place in places or []]
+    logprobs = [{token: entry.logprob for token, entry in (best or {}).items()} for best in made.logprobs or []]
+    ended = made.finish_reason, made.stop_reason
+    return Answer(list(made.token_ids), made.text, ended, logprobs, output.num_cached_tokens or 0, place)
 
 
 def _preemptions(served: Served) -> int:
     return sum(metric.value for metric in served.llm.get_metrics() if metric.name == "vllm:num_preemptions")
-
-
-def _events(served: Served) -> list[tuple[str, tuple[int, ...]]]:
-    """Events of the prefix cache from now on: their names, and the tokens of the blocks, whose hashes are salted."""
-    publisher = served.engine.engine_core.engine_core.scheduler.kv_event_publisher
-    if "publish" not in vars(publisher):
-        publisher.seen, tokens = [], dict[Any, tuple[int, ...]]()
-
-        def publish(batch: Any) -> None:
-            for event in batch.events:
-                ids, size = getattr(event, "token_ids", []), getattr(event, "block_size", 0)
-                hashes = getattr(event, "block_hashes", [])
-                if ids:
-                    tokens.update((key, tuple(ids[i * size : (i + 1) * size])) for i, key in enumerate(hashes))
-                publisher.seen += [(type(event).__name__, tokens[key]) for key in hashes]
-                publisher.seen += [] if hashes else [(type(event).__name__, ())]
-
-        publisher.publish = publish
-    return publisher.seen
 
 
 @cache
@@ -199,22 +168,14 @@ def grammars(served: Served) -> Found:
     return drive(served, [*bound, *(Ask(text[:60], step=5) for text in texts()[4:6])])
 
 
-def _fall_asleep(level: int) -> Act:
-    return lambda served: served.engine.sleep(level, "keep")
-
-
-def _wake_up(served: Served) -> None:
-    served.engine.wake_up()
-
-
 def resets_and_pauses(served: Served) -> Found:
     """The prefix cache is reset under running requests, and the engine pauses, keeping them or recomputing them."""
     acts: dict[int, Act] = {
         6: lambda served: served.engine.reset_prefix_cache(reset_running_requests=True),
-        14: _fall_asleep(0),
-        17: _wake_up,
-        20: _fall_asleep(1),
-        22: _wake_up,
+        14: lambda served: served.engine.sleep(0, "keep"),
+        17: lambda served: served.engine.wake_up(),
+        20: lambda served: served.engine.sleep(1, "keep"),
+        22: lambda served: served.engine.wake_up(),
     }
     return drive(served, [Ask(text[:50], {"max_tokens": 70}) for text in texts()[:4]], acts)
 
@@ -242,10 +203,4 @@ def _abort(name: int) -> Act:
     return lambda served: served.engine.abort_request([str(name)])
 
 
-SCRIPTS = (
-    lengths,
-    priorities,
-    grammars,
-    resets_and_pauses,
-    aborts_beside_a_stem,
-)
+SCRIPTS = lengths, priorities, grammars, resets_and_pauses, aborts_beside_a_stem

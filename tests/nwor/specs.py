@@ -16,12 +16,16 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class With(EngineSpec):
-    """Arguments of `vllm.LLM` that `EngineSpec` has no field for."""
+    """Arguments of `vllm.LLM`, and variables of its process, that `EngineSpec` has no field for."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
 
     def llm_arguments(self) -> dict[str, Any]:
         return {**super().llm_arguments(), **self.arguments}
+
+    def environ(self, core: int = 0) -> dict[str, str]:
+        return super().environ(core) | self.variables
 
 
 def by_batch(spec: EngineSpec, schedule: tuple[tuple[int, int, int], ...]) -> With:

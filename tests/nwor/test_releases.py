@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a function's source makes it another one, and that it is read alike from a process and from a file."""
+"""What of a function's source makes it another one."""
 
 import ast
-import functools
-from pathlib import Path
 
 import pytest
 
@@ -64,32 +62,3 @@ def test_layout_words_and_annotations_are_no_change():
 def test_what_a_function_does_is_a_change(text, other):
     assert text in FUNCTION
     assert of_text(FUNCTION).body != of_text(FUNCTION.replace(text, other)).body
-
-
-# fmt: off
-class Odd:
-    """Methods whose end is easily missed."""
-
-    @functools.lru_cache  # noqa: B019
-    def decorated(
-        self,
-        text="""
-(""",
-    ) -> str:
-        """Text
-at the margin.
-        """
-# A comment at the margin.
-        return text + """
-end"""
-
-    def last(self): return 1
-# fmt: on
-
-
-def test_a_functions_lines_are_found_below_what_wraps_it():
-    """`of_object` reads lines and `of_node` a whole file: the two must see the same function."""
-    [odd] = [node for node in ast.parse(Path(__file__).read_text()).body if getattr(node, "name", "") == "Odd"]
-    for node in odd.body[1:]:
-        function = vars(Odd)[node.name]
-        assert releases.of_object(function) == releases.of_node(node) and releases.of_object(function).body

@@ -312,17 +312,3 @@ def test_a_counter_that_falls_stops_no_server():
     end.told({"windows": 3, "staged_tokens": 12, "bytes_avoided": 7})
     end.told({"windows": -1, "staged_tokens": -4, "bytes_avoided": -9})
     assert (end.value("windows_total"), end.value("bytes_avoided")) == (3, -2)
-
-
-def test_each_time_vllm_logs_a_line_says_what_was_committed_since(logger):
-    """Of all engines behind the front end; none where there were no drafts."""
-    end = FrontEnd(0, 1)
-    end.logger.log()
-    end.told({"staged_tokens": 12, "committed_tokens": 5, "windows": 3}, 0)
-    end.told({"staged_tokens": 4, "committed_tokens": 3, "windows": 1}, 1)
-    end.logger.log()
-    end.logger.log()
-    end.told({"staged_tokens": 8, "committed_tokens": 0, "windows": 2}, 1)
-    end.logger.log()
-    assert [call.args[1:] for call in logger.info.call_args_list] == [(8, 16, 50.0), (0, 8, 0.0)]
-    assert [end.value("windows_total", engine) for engine in (0, 1)] == [3, 3]

@@ -341,16 +341,6 @@ def test_a_configuration_that_never_loses_comes_first():
     assert entry["tile"] == 64, "as long as vLLM"
 
 
-def test_what_is_tried_on_an_h200():
-    """Warps keep keys of their own where windows have few rows."""
-    assert tune.filled(H200) == 128
-    tried = {(one.tile, one.warps, one.stages) for one in tune.kernels(AttentionShape(32, 8, 4, 512), H200)}
-    assert tried == {(32, 4, 3), (32, 4, 4), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)}
-    for heads, k, own in ((32, 8, True), (8, 3, True), (8, 8, False)):
-        configs_tried = tune.kernels(AttentionShape(32, heads, 4, 512, k=k))
-        assert any(config.keys_per_warp for config in configs_tried) is own
-
-
 def test_windows_of_each_length_have_a_configuration_of_their_own():
     """Two and nine rows of one query head fill the same tile, and are not the same work."""
     frames = [searched({512: 60}, tile=tile).assign(k=k, heads=8) for k, tile in ((1, 128), (8, 32))]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of every length and fate in real vLLM on the CPU: k up to 48, all accepted, none accepted, or none at all."""
+"""Drafts of every length and fate in real vLLM on the CPU, and requests that find each other's blocks."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 def clean_like_vanilla(engines, spec: EngineSpec, *modes: str, **call) -> list[tuple[int, int, int]]:
     """Of each mode windows, staged and committed tokens: answers are vanilla's, pages are clean, counts are vLLM's."""
-    plain = engines.run(spec, Settings(), **call)
-    return [counts(engines.run(spec, settings_of(mode), **call), plain) for mode in modes]
+    repaired = {"fix_cpu_sampling": "temperature" in call}
+    plain = engines.run(spec, Settings(**repaired), **call)
+    return [counts(engines.run(spec, replace(settings_of(mode), **repaired), **call), plain) for mode in modes]
 
 
 def settings_of(mode: str) -> Settings:
@@ -56,7 +58,7 @@ def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate, modes)
     spec = EngineSpec(
         str(paths.PAIR_TARGET), str(draft), method="draft_model", k=8, dtype="float32", num_blocks=64, batch=4
     )
-    for windows, staged, committed in clean_like_vanilla(engines, spec, *modes, prompts=PROMPTS[:4], max_tokens=60):
+    for windows, staged, committed in clean_like_vanilla(engines, spec, *modes, prompts=PROMPTS[:4], max_tokens=32):
         assert windows > 4 and staged > 4 * windows
         assert committed == (staged if fate == "all" else 0)
 
@@ -72,6 +74,28 @@ def test_draft_lengths_that_follow_the_batch(engines, model, schedule):
         assert 2 < staged / windows < 4
     else:
         assert windows + committed < sum(length["max_tokens"] for length in LENGTHS) / 2, "the others had no window"
+
+
+def test_a_request_that_joins_as_a_block_is_filled(engines, model):
+    """Its tokens are vanilla's, and so are those of a request that finds its rows in the prefix cache afterwards."""
+    spec = replace(sharing(model), method="ngram", draft="")
+    joined = [{"joined": [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]}]
+    prompts = [[(7 * i) % 50 + 3 for i in range(20)] * 2]
+    [(windows, *_)] = clean_like_vanilla(engines, spec, "stage", calls=joined, prompts=prompts, max_tokens=420)
+    assert windows > 10
+
+
+def test_answers_to_one_prompt_share_blocks_that_one_step_fills(engines, model):
+    """Each of n answers is a request; all but the first find in the cache the blocks that the first is filling."""
+    spec = replace(sharing(model), method="draft_model", draft=str(model / "target"))
+    prompts = [[(7 * i + 13 * j) % 50 + 3 for i in range(length)] for j, length in enumerate((33, 36, 64, 70))]
+    call = {"prompts": prompts, "max_tokens": 24, "temperature": 1.0, "sampling": [{"n": 4}]}
+    [(windows, *_)] = clean_like_vanilla(engines, spec, "stage", **call)
+    assert windows > 10
+
+
+def sharing(model: Path) -> EngineSpec:
+    return spec_of(model, batch=4, block_size=32, prefix_caching=True)
 
 
 def test_a_request_that_is_asked_again_by_its_id(engines):

@@ -77,49 +77,45 @@ def test_eagle3(engines, tmp_path):
     assert_clean_and_counted(outcome, "stage", width=256)
 
 
-LONG = {"max_tokens": 120}
-
-
 @pytest.fixture(scope="module")
 def beside_states(engines, tmp_path_factory):
-    """Outcomes by drafter and mode of Qwen3-Next's shape, in a cache too small for its batch: blocks go from states to
+    """Outcomes by mode of Qwen3-Next's shape and its MTP, in a cache too small for its batch: blocks go from states to
     rows and back. In bf16, as vLLM's kernels of recurrent layers ask."""
-    spec = replace(spec_of(hybrids.recurrent_pair(tmp_path_factory.mktemp("recurrent")), "bfloat16"), num_blocks=45)
-    drafters = {"eagle": spec, "mtp": replace(spec, method="mtp", draft="")}
+    path = tmp_path_factory.mktemp("recurrent")
+    spec = hybrids.shape("qwen3-next", path, "bfloat16", method="mtp", num_blocks=23)
 
     @functools.cache
-    def run(drafter: str, mode: str, fault=None) -> Outcome:
+    def run(mode: str, fault=None) -> Outcome:
+        call = {"prompts": hybrids.PROMPTS, "max_tokens": 48}
         if mode in ("cow", "stage"):
-            outcome = treated(engines, drafters[drafter], mode, faults.held_in_block_0, **LONG)
-        else:
-            outcome = engines.run(drafters[drafter], Settings(mode=mode, audit=True), fault, **LONG)
-        return outcome
+            return treated(engines, spec, mode, faults.held_in_block_0, **call)
+        return engines.run(spec, Settings(mode=mode, audit=True), fault, **call)
 
     return run
 
 
-@pytest.mark.parametrize(("drafter", "mode"), [("eagle", "direct"), ("mtp", "off")])
-def test_rejected_rows_stay_beside_recurrent_layers(beside_states, drafter, mode):
+@pytest.mark.parametrize("mode", ["direct", "off"])
+def test_rejected_rows_stay_beside_recurrent_layers(beside_states, mode):
     """The audit's negative control; the states, which vLLM writes as it likes, make nothing red."""
-    outcome = beside_states(drafter, mode)
+    outcome = beside_states(mode)
     counters, audit = outcome.generation.counters, outcome.audit
-    assert outcome.metrics["num_preemptions"] > 0 and len(set(map(tuple, outcome.tokens))) > 10
+    assert outcome.metrics["num_preemptions"] > 0 and len(set(map(tuple, outcome.tokens))) == len(hybrids.PROMPTS)
     assert audit["dirty_slots"] == counters["draft_tokens"] - counters["accepted_tokens"] > 300
-    assert counters["accepted_tokens"] > 300
+    assert counters["accepted_tokens"] > 0
     assert audit["unwritten_rows"] == audit["wrong_rows"] == audit["stray_slots"] == 0
 
 
-@pytest.mark.parametrize(("drafter", "mode", "control"), [("mtp", "cow", "off"), ("eagle", "stage", "direct")])
-def test_recurrent_layers_are_left_alone(beside_states, drafter, mode, control):
+@pytest.mark.parametrize(("mode", "control"), [("cow", "off"), ("stage", "direct")])
+def test_recurrent_layers_are_left_alone(beside_states, mode, control):
     """Tokens are those of the same attention that writes every row."""
-    outcome = beside_states(drafter, mode)
-    assert outcome.tokens == beside_states(drafter, control).tokens
+    outcome = beside_states(mode)
+    assert outcome.tokens == beside_states(control).tokens
     assert_clean_and_counted(outcome, mode, 1, width=256, element=2)
 
 
 def test_a_touched_state_changes_tokens(beside_states):
     """The negative control of tokens, which alone say whether a state was left alone: one number of each is off."""
-    assert beside_states("mtp", "off", faults.states_touched).tokens != beside_states("mtp", "off").tokens
+    assert beside_states("off", faults.states_touched).tokens != beside_states("off").tokens
 
 
 # Layers with a cache; why stage logs every step, where it does.

@@ -64,6 +64,12 @@ def test_the_control_attends_as_stage_does_and_writes_as_vanilla_does(engines, m
     assert direct.audit["unwritten_rows"] == 0
 
 
+@pytest.mark.parametrize("mode", ["stage", "cow"])
+def test_each_fault_is_seen_for_what_it_is(engines, model, mode):
+    """Each fault injected into a mode makes its own fields of the audit red, and no others."""
+    faults.check_each_is_seen(engines, spec_of(model), mode)
+
+
 def test_blind_attention_is_seen(engines, model, vanilla):
     """The historical flaw: attention never saw the staged tokens."""
     outcome = treated(engines, model, "stage", faults.blind_attention, logprobs=5)

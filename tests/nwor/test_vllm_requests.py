@@ -43,7 +43,7 @@ def test_a_feature_gives_what_it_gives_in_vanilla(serve, vanilla, mode, script):
         assert _without_logprobs(our) == _without_logprobs(their)
         pairs = zip(our.logprobs, their.logprobs, strict=True)
         assert all(_close(*pair, 0.0 if mode == "cow" else ROUNDING) for pair in pairs)
-    assert (ours.preemptions, ours.events) == (theirs.preemptions, theirs.events)
+    assert ours.preemptions == theirs.preemptions
 
 
 def _without_logprobs(answer: Answer) -> dict[str, object]:
@@ -79,6 +79,3 @@ def test_the_scripts_do_what_they_are_for(vanilla):
     aborted = [answer for answer in shared if answer.place < 0]
     assert len(aborted) == 3 and all(0 < len(answer.tokens) < 48 for answer in aborted)
     assert all(answer.cached > 0 for answer in shared[1:])
-
-    heard = {name for found in vanilla.values() for name, _ in found.events}
-    assert heard == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}

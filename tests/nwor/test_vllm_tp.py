@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism and serving in real vLLM on the CPU; the bench command."""
+"""Tensor and data parallelism and serving in real vLLM on the CPU; the bench command."""
 
 import json
 import re
 import time
 import urllib.request
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -15,9 +14,12 @@ from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.audit.auditor import AuditReport
 from nwor_lab.bench import audit, bench
-from nwor_lab.engines.engine import Engine, EngineSpec
+from nwor_lab.engines.child import Served
+from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.serving.server import SERVED, Server, ended
 from tests.engines import PROMPTS
+from tests.nwor.on_cpu import spec_of
+from tests.nwor.specs import With
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -48,22 +50,16 @@ def test_bench_over_two_ranks(small, tmp_path):
     assert set(table["tp"]) == {2}
 
 
-def publishes(worker: Any) -> bool:
-    """Commits whose counts this rank has copied to the host."""
-    return worker.model_runner.nwor.manager.counters.published() is not None
+def kernel_times(served: Served) -> tuple[list[dict[str, float]], int]:
+    return served.kernel_times(PROMPTS[:2], 60)
 
 
-def test_each_rank_has_its_kernel_times_and_one_alone_moves_counts(model):
-    """On a CPU torch's operators are what is seen, of each rank its own. The engine reads the first rank's counts."""
-    spec = EngineSpec(str(model / "target"), str(model / "eagle"), tp=2, dtype="float32", num_blocks=64)
-    with Engine(spec, Settings(mode="cow")) as engine:
-        ranks, steps = engine.kernel_times(PROMPTS[:2], 60)
-        first, second = engine.on_every_rank(publishes)
-    assert (len(ranks), steps) == (2, 8)
-    assert first and not second
-    for times in ranks:
-        assert all(time >= 0 for time in times.values())
-        assert any("reshape_and_cache" in name for name in times), sorted(times)
+def test_kernels_of_a_step_are_timed(engines, model):
+    """On a CPU torch's operators are what is seen."""
+    outcome = engines.run(spec_of(model), Settings(mode="cow"), calls=[{"script": kernel_times}])
+    [([times], steps)] = outcome.scripts
+    assert steps == 8 and all(time >= 0 for time in times.values())
+    assert any("reshape_and_cache" in name for name in times), sorted(times)
 
 
 def test_an_engine_that_dies_leaves_no_result(small, tmp_path, capfd):
@@ -77,17 +73,6 @@ def test_an_engine_that_dies_leaves_no_result(small, tmp_path, capfd):
     assert not list(tmp_path.glob("bench.*"))
 
 
-def test_a_mode_that_is_not_served_is_not_measured():
-    """Proof of treatment from every rank."""
-    served = {"rank": 0, "mode": "stage", "serving": "stage"}
-    bench.require_served("stage", [served, {**served, "rank": 1}])
-    for wrong in ({"serving": "off"}, {"serving": "cow"}, {"mode": "off"}):
-        with pytest.raises(RuntimeError, match="rank"):
-            bench.require_served("stage", [served, {**served, "rank": 1, **wrong}])
-    with pytest.raises(RuntimeError, match="rank"):
-        bench.require_served("stage", [])
-
-
 def test_audit_command_tells_clean_from_dirty(small, tmp_path, capsys):
     assert audit.main([*small, "--mode", "off,stage", "--run-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -97,33 +82,43 @@ def test_audit_command_tells_clean_from_dirty(small, tmp_path, capsys):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_serve_exports_the_counters(tp, tmp_path, monkeypatch):
-    """vLLM's server on loopback, its `/metrics` and its log; over two ranks where there are two GPUs."""
+    """vLLM's server on loopback, its `/metrics` and its log: on a CPU over two data-parallel engines, whose counters
+    its front end keeps apart; and over two ranks where there are two GPUs."""
+    on_gpu = torch.cuda.is_available()
     if torch.cuda.device_count() < tp > 1:
         pytest.skip("no two NVIDIA GPUs here")
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
-    memory = {"kv_cache_memory": 256} if torch.cuda.is_available() else {}
+    memory, engines = ({"kv_cache_memory": 256}, 1) if on_gpu else ({}, 2)
     spec = EngineSpec(str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE), num_blocks=64, tp=tp, max_model_len=256, **memory)
+    if not on_gpu:
+        unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        spec = With(**vars(spec), arguments={"data_parallel_size": engines}, variables=unbound)
     body = {"model": SERVED, "prompt": PROMPTS[3], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     with ended({"stage": (server := Server.of(spec, "stage", tmp_path / "serve.log"))}):
         server.wait(240)
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 24
+        for engine in range(engines):
+            headers = {"Content-Type": "application/json"} | (
+                {"X-data-parallel-rank": str(engine)} if not on_gpu else {}
+            )
+            request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 24
         found = server.proof(loaded=True)
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-            theirs = re.findall(
-                r"^vllm:spec_decode_num_(\w+)_tokens_total{.*} (\S+)$", answer.read().decode(), re.MULTILINE
-            )
+            text = answer.read().decode()
         time.sleep(3)  # the server logs its statistics within one
-    drafts, accepted = (float(dict(theirs)[kind]) for kind in ("draft", "accepted"))
-    staged, committed = (found[f"{kind}_tokens_total"] for kind in ("staged", "committed"))
-    assert staged >= drafts > 0 and committed >= accepted > 0
+
+    def of_engines(name: str) -> list[float]:
+        return [float(value) for value in re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", text, re.MULTILINE)]
+
+    drafts, accepted = (of_engines(f"spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
+    staged, committed = (of_engines(f"nwor_{kind}_tokens") for kind in ("staged", "committed"))
+    assert len(staged) == engines and len({*staged}) == len({*committed}) == 1, "each has served the same request"
+    assert min(staged) >= min(drafts) > 0 and min(committed) >= min(accepted) > 0
     logged = re.findall(r"NWOR: committed (\d+) of (\d+) drafts", server.log.read_text())
     lines_say = tuple(sum(map(int, numbers)) for numbers in zip(*logged, strict=True))
-    assert lines_say >= (committed, staged)
-    if not torch.cuda.is_available():  # a GPU's step runs ahead of the scheduler, and counts a finished request's too
-        assert lines_say == (committed, staged) == (accepted, drafts)
-    assert found["acceptance_rate"] == committed / staged and 0 < found["unique_tokens"] <= 4
+    assert lines_say >= (sum(committed), sum(staged))
+    if not on_gpu:  # a GPU's step runs ahead of the scheduler, and counts a finished request's too
+        assert lines_say == (sum(committed), sum(staged)) and (committed, staged) == (accepted, drafts)
+    assert found["acceptance_rate"] == engines * committed[0] / staged[0] and 0 < found["unique_tokens"] <= 4 * engines
     assert found["layers"] == 5 and found["scheduler_checks_total"] > 0

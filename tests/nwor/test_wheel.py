@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 from nwor.ops import OPERATORS
 from nwor_lab import paths
@@ -19,6 +20,7 @@ from nwor_lab import paths
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = {package: sorted((paths.ROOT / package).rglob("*.py")) for package in ("nwor", "nwor_lab")}
 DATA = {".json", ".toml", ".j2"}
+NVCC = shutil.which("nvcc") is not None
 OF_THE_ENVIRONMENT = {"vllm_kv_audit", "torch", "vllm", "triton", "flashinfer"}
 """vLLM, and what vLLM pins itself."""
 
@@ -27,7 +29,7 @@ def run(command: list[str | Path], cwd: Path, **environ: str) -> str:
     """Output of a command that knows nothing of this checkout and reaches no network; its errors fail the test."""
     ours = ("PYTHON", "VLLM_", "NWOR_", "VIRTUAL_ENV")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    offline = {"HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "NWOR_CUDA": "0"}
+    offline = {"HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"}
     done = subprocess.run(
         command, cwd=cwd, env=clean | offline | environ, capture_output=True, text=True, timeout=400, check=False
     )
@@ -37,7 +39,7 @@ def run(command: list[str | Path], cwd: Path, **environ: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of the sources, since a build leaves files beside them."""
+    """Built from a copy of the sources, since a build leaves files beside them; every warning of ours is an error."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in (*SOURCES, "kernels"):
@@ -45,7 +47,11 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(paths.ROOT / name, source)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
-    run(build, folder)
+    torch = " ".join(f"-isystem {path}" for path in cpp_extension.include_paths())  # none of whose warnings are ours
+    host = f"-Wall -Wextra -Werror {torch}"
+    device = f"-Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror {torch}"
+    cuda = {"NWOR_CUDA": str(int(NVCC)), "NWOR_CUDA_ARCHS": "90"}  # none of the sources has lines for a chip alone
+    run(build, folder, **cuda, CXXFLAGS=host, NVCC_APPEND_FLAGS=device)
     (found,) = folder.glob("*.whl")
     return found
 
@@ -66,6 +72,17 @@ def test_one_wheel_for_every_python_with_all_it_needs(wheel):
     held = {name for name in names if ".dist-info/" not in name}
     assert held == tracked | {"nwor/_C.abi3.so"}
     assert wheel.stat().st_size < 5e6
+
+
+def test_every_operator_is_there_for_cpus_and_where_nvcc_is_found_for_gpus(installed):
+    code = f"""
+import torch
+torch.ops.load_library({str(installed / "nwor" / "_C.abi3.so")!r})
+for name in {[*OPERATORS]}:
+    for device in ("CPU", "CUDA")[: 1 + ({NVCC} and name != "verify_attention")]:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("_C_cache_ops::" + name, device), (name, device)
+"""
+    run([sys.executable, "-c", code], installed)
 
 
 def imports(package: str) -> dict[str, str]:
