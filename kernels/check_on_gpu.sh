@@ -13,10 +13,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} NWOR_CUDA=1 PYTHONUNBUFFERED=1
 export NWOR_CUDA_ARCHS=${NWOR_CUDA_ARCHS:-90}
 LOGS=${OUT:-$(mktemp -d)}
 STEPS=${*:-build tests sanitize planted}
-SMALL='replays or does_not_see or current_stream or overflow or counts_are_rows or one_count or many_rows
-       or mixed_batch or no_sense
-       or (log_restore_commit and LBHN and some) or (log_and_restore and bfloat16 and HND and 2x8)
-       or (staged_and_direct and bfloat16 and HND and 2x8)'
+SMALL='replays or does_not_see or current_stream or overflow or counts_are_rows or one_count or mixed_batch or no_sense
+       or restore_undoes or outlives_its_step or bound_step'
 SMALL=${SMALL//$'\n'/ }
 declare -a SUMMARY
 FAILED=0
@@ -37,7 +35,7 @@ build() { python3 setup.py -q build_ext --inplace; }
 small_cases() { # sanitizer arguments...
     compute-sanitizer --error-exitcode 99 --target-processes all "$@" \
         python3 -m pytest -q -x -p no:cacheprovider -m gpu -k "$SMALL" \
-        tests/kernels/test_ops.py tests/kernels/test_ops_all_layers.py tests/kernels/test_ops_log.py tests/kernels/test_ops_open_window.py tests/kernels/test_ops_cuda.py
+        tests/kernels/test_ops.py tests/kernels/test_ops_step.py tests/kernels/test_ops_cuda.py
 }
 
 planted() { # Without its guard, a slot beyond the cache is written: memcheck has to say so.
@@ -59,10 +57,7 @@ for step in $STEPS; do
     case $step in
     build) check build 300 build || exit 1 ;;
     tests)
-        check tests-cuda 240 python3 -m pytest -q -p no:cacheprovider -m gpu tests/kernels/test_ops_cuda.py
-        check tests-grid 400 python3 -m pytest -q -p no:cacheprovider -n 6 -m gpu \
-            tests/kernels/test_ops.py tests/kernels/test_ops_all_layers.py tests/kernels/test_ops_log.py tests/kernels/test_ops_open_window.py \
-            tests/kernels/test_ops_checks.py tests/kernels/test_ops_checks_all_layers.py tests/kernels/test_ops_library.py
+        check tests 600 python3 -m pytest -q -p no:cacheprovider -n 6 -m gpu tests/kernels/test_ops*.py
         ;;
     sanitize)
         for tool in memcheck racecheck initcheck synccheck; do check "$tool" 200 small_cases --tool "$tool"; done

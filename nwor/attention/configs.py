@@ -2,7 +2,8 @@
 """How the verify attention is run on a shape: by a table found by a sweep on that very device, or by its limits.
 
 There is one table a device, named after it: `configs/NVIDIA_H200.json` is that of ``NVIDIA H200``. A table in the
-folder that ``VLLM_NWOR_TUNING`` names is used instead of the one shipped here. No table is used on another device.
+folder that ``VLLM_NWOR_TUNING`` names is used instead of the one shipped here. What a table lacks comes from those
+shipped for devices with the same limits, as an H100 has an H200's; no table is used on any other device.
 """
 
 from __future__ import annotations
@@ -148,21 +149,29 @@ def shipped(device_name: str) -> list[dict[str, Any]]:
     return read(path) if path.exists() else []
 
 
-@functools.cache
-def tuned(device: Device) -> list[dict[str, Any]]:
-    """The device's table, of the user's folder before the one shipped; none, with one warning, where there is none."""
+def own_table(device: Device) -> list[dict[str, Any]]:
+    """The device's own table, of the user's folder before the one shipped; none where there is none."""
     folder = Settings.from_env().tuning
     path = Path(folder) / file_name(device.name)
-    if folder and path.exists():
-        return read(path)
-    found = shipped(device.name)
+    return read(path) if folder and path.exists() else shipped(device.name)
+
+
+@functools.cache
+def tuned(device: Device) -> list[dict[str, Any]]:
+    """The device's own table, and for shapes that it lacks those of devices with its limits; a warning where there is
+    none of either.
+    """
+    found = {tuple(entry[name] for name in _WEIGHTS): entry for entry in own_table(device)}
+    for path in sorted(SHIPPED.glob("*.json")):
+        if json.loads(path.read_text())["limits"] == [device.multiprocessors, device.shared_memory]:
+            found = {tuple(entry[name] for name in _WEIGHTS): entry for entry in read(path)} | found
     if not found and device.multiprocessors:
         logging.getLogger(__name__).warning(
             "No tuning for %r (no %s in %s): configurations of the verify attention are derived from the device's "
             "limits and may be slow. `nwor tune` finds better ones in minutes.",
-            device.name, path.name, " or ".join(filter(None, [folder, str(SHIPPED)])),
+            device.name, file_name(device.name), " or ".join(filter(None, [Settings.from_env().tuning, str(SHIPPED)])),
         )  # fmt: skip
-    return found
+    return list(found.values())
 
 
 def nearest(

@@ -25,8 +25,8 @@ programs, requests times KV heads, from twice the batch of half the heads."""
 
 @functools.cache
 def tuning() -> list[dict[str, Any]]:
-    """Return the tuning table that this machine's GPU uses; an empty one where there is no GPU."""
-    return configs.tuned(configs.Device.of("cuda")) if torch.cuda.device_count() else []
+    """Return the own tuning table of this machine's GPU; an empty one where there is none."""
+    return configs.own_table(configs.Device.of("cuda")) if torch.cuda.device_count() else []
 
 
 def is_tuned_on(shape: AttentionShape, table: Iterable[Mapping[str, Any]]) -> bool:

@@ -4,7 +4,7 @@
     nwor tune --heads 32x8,16x4 --head-size 128 --k 8 --out tuning
     VLLM_NWOR_TUNING=$PWD/tuning VLLM_NWOR_MODE=stage vllm serve ...
 
-The file is named after the GPU, and holds what was known of it before as well. Each k, cache and pair of heads
+The file is named after the GPU, and what it lacks is taken from the package's tables. Each k, cache and pair of heads
 takes about a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
 interleaved with the candidates. A model's heads are `num_attention_heads`, `num_key_value_heads` and `head_dim` of its
 `config.json`; ranks share both kinds, so 16x4 is a model of 32x8 with tensor_parallel_size=2.
@@ -43,7 +43,6 @@ from nwor.attention.configs import (
     row_tiles,
     shrunk,
     split_combine,
-    tuned,
 )
 from nwor.settings import PREFIX, Settings
 from nwor_lab import command_line
@@ -288,16 +287,14 @@ class Tune(Axes):
         return [(shape["num_attention_heads"], shape["num_key_value_heads"])], shape["head_dim"]
 
 
-def write(folder: Path, gpu: str, known: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> Path:
-    """Write the table of the device named `gpu`, whole or not at all; one that lies there is added to, not lost.
-
-    Of `known` it has the shapes that are not in `found`.
-    """
-    path = folder / file_name(gpu)
-    known = read(path) if path.exists() else known
+def write(folder: Path, device: Device, found: Iterable[dict[str, Any]]) -> Path:
+    """Write the device's table, whole or not at all; one that lies there is added to, not lost."""
+    path = folder / file_name(device.name)
+    known = read(path) if path.exists() else []
     entries = {tuple(entry[name] for name in ENTRY): entry for entry in [*known, *found]}
     lines = ",\n".join(map(json.dumps, entries.values()))  # a line an entry, for who compares two tables
-    return results.write_text(path, f'{{"gpu": {json.dumps(gpu)}, "configurations": [\n{lines}\n]}}\n')
+    head = f'"gpu": {json.dumps(device.name)}, "limits": [{device.multiprocessors}, {device.shared_memory}]'
+    return results.write_text(path, f'{{{head}, "configurations": [\n{lines}\n]}}\n')
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -317,13 +314,12 @@ def main(argv: list[str] | None = None) -> int:
     chosen = shapes(heads, asked.batches, asked.contexts, caches, asked.ks, head_size=head_size)
     memory = torch.cuda.get_device_properties("cuda").total_memory
     chosen = [shape for shape in chosen if LAYERS * shape.bytes < memory]
-    known = tuned(device)
     try:
         searched = search(chosen, asked.repeats, workers=min(14, os.cpu_count() or 1))
     except BusyGpuError as error:
         return fail(error, 1)
     found = best(searched, head_size)
-    path = write(asked.out, device.name, known, found)
+    path = write(asked.out, device, found)
     results.write_table(path.with_name(f"{path.stem}_search.parquet"), searched)
     for entry in found:
         shape = ", ".join(f"{name} {entry[name]}" for name in ENTRY)
