@@ -228,7 +228,8 @@ def audited_row() -> str:
     """Tokens a second of a server under the sampled auditor over one without, with 1, 16 and 64 requests at once: the
     median, the least and the greatest pass of each.
     """
-    wide = table("gpu_audit_serving").pivot_table("value", ["load", "repeat"], "mode")
+    rows = table("gpu_audit_serving").query("metric == 'tokens_per_s'")
+    wide = rows.pivot_table("value", ["load", "repeat"], "mode")
     passes = (wide["kv audit"] / wide["off"]).groupby("load")
     lines = [passes.get_group(f"{requests} at once") for requests in (1, 16, 64)]
     return ", ".join(f"{line.median():.2f} ({line.min():.2f} to {line.max():.2f})" for line in lines)

@@ -61,6 +61,9 @@ MEASUREMENTS = {
     "gpu_serving": f"{NWOR} serving --model pair@llama-2-7b-8kv --modes off,stage,cow --k 4 --dtype bfloat16 "
     "--concurrency 1,16,64 --rates 8,20 --requests 40,400,640,64,160 --answer 128 --shortest 60 --longest 1500 "
     "--orders 4 --kv-cache-memory 6144 --warmup 64",
+    "gpu_audit_serving": f"{NWOR} serving --model pair@llama-2-7b-8kv --modes off --audit sample=16 --k 4 "
+    "--dtype bfloat16 --concurrency 1,16,64 --requests 40,400,640 --answer 128 --shortest 60 --longest 1500 "
+    "--orders 4 --kv-cache-memory 6144 --warmup 64",
 }
 """Words after `python -m`, by the name of the folder and table; `{cache}` is the MiB of cache for each engine of
 Llama-2-7B's size, which are all up at once, and `{modes}` those that the GPU's memory holds."""
