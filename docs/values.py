@@ -151,9 +151,14 @@ def row(
     return slashes(pd.Series([value(findings(), batch=batch, **where) for batch in batches]))
 
 
-def decode_row(mode: str = "stage") -> str:
-    """A mode's step over vLLM's by batch, of the latest run on an H200, with 8 KV heads."""
-    return row("gpu_decode", mode, kv_heads=8, gpu="H200")
+H100 = "H100 80GB HBM3"
+
+
+def decode_row(mode: str = "stage", gpu: str = "H200") -> str:
+    """A mode's step over vLLM's by batch, of the latest run on a kind of GPU, with 8 KV heads; empty without any."""
+    if not len(findings().query("table == 'gpu_decode' and mode == @mode and gpu == @gpu")):
+        return ""
+    return row("gpu_decode", mode, kv_heads=8, gpu=gpu)
 
 
 def steps(mode: str = "stage", over: str = NEVER_PATCHED, table: str = "gpu_direct") -> pd.Series:
@@ -203,19 +208,31 @@ def not_searched() -> str:
 
 @functools.cache
 def served() -> pd.DataFrame:
-    """The lines of the recorded serving run, by mode and load, over vLLM never patched (`nwor_lab.serving.table`)."""
-    return summary(table("gpu_serving")).set_index(["mode", "load"])
+    """The lines of the recorded serving runs, by kind of GPU, mode and load, over vLLM never patched."""
+    return summary(table("gpu_serving")).set_index(["gpu", "mode", "load"])
 
 
-def served_row(mode: str) -> str:
+def served_row(mode: str, gpu: str = "H200") -> str:
     """A mode's tokens a second over vLLM's with 1, 16 and 64 requests at once, between slashes."""
-    return slashes(pd.Series([served().loc[(mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]), 2)
+    ratios = [served().loc[(gpu, mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]
+    return slashes(pd.Series(ratios), 2)
 
 
-def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64)) -> str:
+def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = "H200") -> str:
     """The least and the greatest ratio of a single pass, of each of these numbers of requests at once."""
-    lines = [served().loc[(mode, f"{requests} at once")] for requests in at_once]
+    lines = [served().loc[(gpu, mode, f"{requests} at once")] for requests in at_once]
     return " / ".join(f"{line['lowest']:.2f} to {line['highest']:.2f}" for line in lines)
+
+
+def audited_row() -> str:
+    """Tokens a second of a server under the sampled auditor over one without, with 1, 16 and 64 requests at once: the
+    median, the least and the greatest pass of each.
+    """
+    rows = table("gpu_audit_serving").query("metric == 'tokens_per_s'")
+    wide = rows.pivot_table("value", ["load", "repeat"], "mode")
+    passes = (wide["kv audit"] / wide["off"]).groupby("load")
+    lines = [passes.get_group(f"{requests} at once") for requests in (1, 16, 64)]
+    return ", ".join(f"{line.median():.2f} ({line.min():.2f} to {line.max():.2f})" for line in lines)
 
 
 def pair_loss(mode: str, tp: int = 1) -> float:

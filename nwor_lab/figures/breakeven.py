@@ -15,39 +15,44 @@ from nwor_lab.cost.breakeven import H200, MODELS, Chip
 from nwor_lab.figures import style
 
 
-def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame) -> Path:
-    """Draw what the model expected beside what was found, of every measured kernel and every measured step.
+def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guessed: pd.DataFrame) -> Path:
+    """Draw what was expected beside what was found: by the model every measured kernel and step, by hand whole runs.
 
     Args:
         kernels: `nwor_lab.gpu.kernel_times.priced`.
         steps: `nwor_lab.cost.predicted.against_measured`; points whose repeats lie too far apart are left out.
+        guessed: columns `table`, `gpu`, `mode`, `expected`, `measured`: ratios that were written down before a run.
     """
     stable = ratios.is_stable(steps)
     shown = steps[stable].assign(expected=steps["with_attention"].fillna(steps["predicted"]), panel="steps")
     names = (kernels["op"] + ", one launch").replace("vllm, one launch", "vLLM's writer, 32 launches")
     priced = kernels.assign(panel="kernels", expected=kernels["predicted"], measured=kernels["us"], mode=names)
-    fig, axes = style.figure(style.TWO_COLUMNS, 3.2, ncols=2)
-    for ax, rows, margin in zip(axes, (priced, shown), (1.3, 1.01), strict=True):
+    kinds = guessed["table"].replace({"gpu_decode": "step", "gpu_serving": "tokens a second"})
+    written = guessed.assign(panel="written down", mode=guessed["mode"] + ", " + kinds)
+    fig, axes = style.figure(style.TWO_COLUMNS, 2.9, ncols=3)
+    for ax, rows, margin in zip(axes, (priced, shown, written), (1.3, 1.01, 1.01), strict=True):
         both = rows[["expected", "measured"]].to_numpy()
         span = np.array([both.min() / margin, both.max() * margin])
         ax.plot(span, span, color="black", linewidth=0.8, label="equal")
         look: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 3, "capsize": 0}
         style.series(ax, rows, "expected", "measured", "mode", **look)
         ax.set(xlim=span, ylim=span)
-        ax.legend(loc="upper left", fontsize=6)
+        ax.legend(loc="lower right" if rows is written else "upper left", fontsize=6)
     axes[0].set(xscale="log", yscale="log", xlabel="expected (us)", ylabel="found (us)", title="kernels, all layers")
     axes[1].set(xlabel="expected", ylabel="found", title="time of a step over vanilla's")
+    axes[2].set(xlabel="expected", ylabel="found", title="runs, written down before")
     error = (shown["expected"] - shown["measured"]).abs().max()
     caption = (
         f"What the model of launches and bytes expects beside what was found on a GPU. Left: {len(kernels)} kernels, "
         "medians, cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at "
-        f"once. Right: {len(shown)} settings of whole steps, the ratio to vanilla's; that of `stage` with the time of "
+        f"once. Middle: {len(shown)} settings of whole steps, the ratio to vanilla's; that of `stage` with the time of "
         f"both attention kernels, measured by the same build, where there is one. The largest error is {error:.3f}; "
         f"{(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} apart. The "
-        "model leaves out the host."
+        f"model leaves out the host. Right: {len(written)} ratios to vLLM never patched that were written down before "
+        f"the run that gave them ({', '.join(sorted(set(written['gpu'])))}); none is left out."
     )
     columns = ["panel", "mode", "expected", "measured", "low", "high"]
-    return style.save(fig, run, "expected", pd.concat([priced, shown]).reindex(columns=columns), caption)
+    return style.save(fig, run, "expected", pd.concat([priced, shown, written]).reindex(columns=columns), caption)
 
 
 def explore(model: str, k: int, acceptance: float, batch: int, context: int, tp: int, chip: Chip = H200) -> Any:

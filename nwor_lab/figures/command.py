@@ -72,9 +72,22 @@ def step_parts(out: style.Folder, table: Tables) -> Path:
 
 
 def expected(out: style.Folder, table: Tables) -> Path:
-    steps = pd.concat([table("gpu_direct"), table("gpu_decode")])
+    steps = pd.concat([table("gpu_direct"), table("gpu_decode").query("gpu == 'H200'")])
     points = predicted.against_measured(steps, attention=table("attention"))
-    return breakeven.expected(out, kernels.priced(table("kernel_times")), points)
+    return breakeven.expected(out, kernels.priced(table("kernel_times")), points, guessed(table))
+
+
+def guessed(table: Tables) -> pd.DataFrame:
+    """What was written down of a run before it, `data/expected.csv`, beside what it gave, where it has run since."""
+    steps = gpu_steps.step_ratios(table("gpu_decode")).query(f"{gpu_steps.MAIN} and kv_heads == 8")
+    served = summary(table("gpu_serving"))
+    served = served.rename(columns={"lowest": "low", "highest": "high"}).assign(
+        batch=served["load"].str.extract(r"(\d+) at once")[0].astype(float)
+    )
+    found = pd.concat([steps.assign(table="gpu_decode"), served.assign(table="gpu_serving")])
+    asked = pd.read_csv(paths.DATA / "expected.csv")
+    asked = asked[asked["what"].str.contains("bf16") & ~asked["what"].str.contains("32 KV heads")]
+    return asked.merge(found.rename(columns={"ratio": "measured"}), on=["table", "gpu", "mode", "batch"])
 
 
 FIGURES: dict[str, Callable[[style.Folder, Tables], Path]] = {

@@ -17,7 +17,7 @@ def dots(run: style.Place, name: str, points: pd.DataFrame, axis: str, lines: st
 
     Args:
         points: columns `panel`, `setting`, `mode`, `ratio`, `low`, `high`, panels and settings in the order of their
-            rows; `ratio` is NaN where there is none. Where column `tuned_on` is False, markers are open.
+            rows; `ratio` is NaN where there is none.
         axis: what the ratio is, below the dots; lines: what a setting is, beside them.
     """
     panels, modes = points["panel"].unique(), style.styles(points["mode"])
@@ -31,13 +31,10 @@ def dots(run: style.Place, name: str, points: pd.DataFrame, axis: str, lines: st
         settings = {setting: line for line, setting in enumerate(rows["setting"].unique())}
         for n, (mode, look) in enumerate(modes.items()):
             part = rows[(rows["mode"] == mode) & rows["ratio"].notna()]
-            line = part["setting"].map(settings) + 0.3 * (n - (len(modes) - 1) / 2)
+            line = part["setting"].map(settings).astype(float) + 0.3 * (n - (len(modes) - 1) / 2)
             spread = [part["ratio"] - part["low"], part["high"] - part["ratio"]]
             drawn = {"color": look.color, "marker": look.marker, "markersize": 3.5, "linestyle": "none"}
             ax.errorbar(part["ratio"], line, xerr=spread, label=look.label, **drawn, **style.WHISKERS)
-            if "tuned_on" in part:
-                held_out = ~part["tuned_on"].astype(bool)
-                ax.plot(part["ratio"][held_out], line[held_out], **drawn, markerfacecolor="white", zorder=5)
         ax.axvline(1, color="black", linewidth=0.8)
         ax.set(title=panel, ylim=(len(settings) - 0.5, -0.5), yticks=list(settings.values()))
         ax.set_yticklabels(list(settings), fontsize=6)
@@ -61,6 +58,8 @@ def steps(run: style.Place, lines: pd.DataFrame) -> Path:
     points = points.assign(ratio=points["step"])
     caches = points["kv_cache_dtype"].replace("auto", "bf16")
     panels = "k=" + points["k"].astype(str) + ", " + points["kv_heads"].astype(str) + " KV heads, " + caches
+    if points.get("gpu", pd.Series(dtype=str)).nunique() > 1:
+        panels = points["gpu"] + ", " + panels
     points = points.assign(panel=panels, setting=[f"{row.prompt:,} x {row.batch}" for row in points.itertuples()])
     left_out = int(points["ratio"].isna().sum())
     caption = (
@@ -87,7 +86,7 @@ def serving(run: style.Place, summary: pd.DataFrame) -> Path:
         f"{int(points['ratio'].isna().sum())} of {len(points)} are left out, not at parity."
     )
     columns = ["panel", "setting", "mode", "ratio", "low", "high"]
-    points = points.assign(panel="serving")[columns]
+    points = points.assign(panel=points.get("gpu", "serving"))[columns]
     return dots(run, "serving", points, "tokens a second over unpatched vLLM's (above 1: faster)", "load", caption)
 
 

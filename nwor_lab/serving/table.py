@@ -24,8 +24,12 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     tokens of a step), and to its first. `equal`: share of requests with off's text of the same pass; for off with its
     own of the pass before, which is the noise. `acceptance`: tokens a window, median; `spread`: highest less lowest of
     the passes. `parity`: texts are equal as often as off's own, or acceptance differs from off's by no more than its
-    spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write served.
+    spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write served. `gpu`: the
+    kind, where the rows are of several.
     """
+    if "gpu" in frame:
+        kinds = frame.groupby("gpu", sort=False)
+        return pd.concat([summary(rows.drop(columns="gpu")).assign(gpu=gpu) for gpu, rows in kinds], ignore_index=True)
     wide = frame.pivot_table(index=["load", "repeat"], columns=["metric", "mode"], values="value", sort=False)
     lines = []
     for load in frame["load"].dropna().unique():
