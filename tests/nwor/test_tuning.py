@@ -77,6 +77,14 @@ def test_a_device_with_the_same_limits_has_what_its_own_table_lacks(tmp_path, mo
     assert [one["tile"] for one in tuned(alike) if entry.items() - one.items() == {("tile", entry["tile"])}] == [32]
 
 
+@pytest.mark.parametrize(
+    ("query", "group", "nearest"), [(8, 4, 5), (6, 4, 5), (3, 8, 5), (3, 4, 4), (5, 8, 9), (9, 4, 9)]
+)
+def test_the_nearest_shape_fills_as_large_a_tile(query, group, nearest):
+    """Rows of a tile are a power of 2: those of k=7 are 32, as those of k=4 are, and those of k=8 are 64."""
+    assert configs.nearest(tuned(H200), 16, 8, group, 128, 2, query)["query"] == nearest
+
+
 def test_tables_of_devices_with_the_same_limits_are_alike(monkeypatch):
     """In the H100's own search the H200's configurations lose less to its own than what is derived from limits."""
     searched, knobs = sweep("h100"), [*Config.__dataclass_fields__]
