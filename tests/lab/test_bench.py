@@ -200,3 +200,13 @@ def test_a_tolerance_is_one_of_what_rounds(words, bound):
     """What bfloat16 excuses would hide a fault in float32."""
     asked = parse(bench.Bench, [*words, "--random-prompts", "8"], "bench", "")
     assert options.parse_config(asked)[1].tolerance == bound
+
+
+def test_a_mode_that_one_rank_does_not_serve_is_not_measured():
+    served = {"rank": 0, "mode": "stage", "serving": "stage"}
+    bench.require_served("stage", [served, {**served, "rank": 1}])
+    for wrong in ({"serving": "off"}, {"serving": "cow"}, {"mode": "off"}):
+        with pytest.raises(EngineError, match="rank"):
+            bench.require_served("stage", [served, {**served, "rank": 1, **wrong}])
+    with pytest.raises(EngineError, match="rank"):
+        bench.require_served("stage", [])
