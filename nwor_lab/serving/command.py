@@ -144,6 +144,9 @@ def parse_config(asked: Serving) -> tuple[EngineSpec, list[dict[str, Any]]]:
     plan, engine, texts = asked.plan, asked.engine, pair.load_prompts(asked.prompts)
     if plan.audit:
         require_installed()
+        from vllm_kv_audit.settings import Settings as Audited
+
+        Audited.from_env({"VLLM_KV_AUDIT": plan.audit})
     if (room := engine.max_model_len - plan.answer) < plan.longest:
         raise ValueError(f"max_model_len {engine.max_model_len} leaves room for {room} tokens of a prompt: raise it")
     if (most := max(plan.concurrency, default=1)) > engine.batch:

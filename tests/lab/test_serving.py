@@ -258,6 +258,7 @@ def test_off_never_loads_the_plugin_and_modes_do(monkeypatch):
     [
         (["--modes", "stage,off"], "off first"),
         (["--modes", "off,stag"], "--modes stag"),
+        (["--audit", "sample=1"], "VLLM_KV_AUDIT='sample=1' must be full, or sample=N"),
         (["--concurrency", ""], "there is no load"),
         (["--concurrency", "4,4"], "got 4,4"),
         (["--longest", "2000"], "1920 tokens of a prompt"),
