@@ -161,10 +161,14 @@ def tuned(device: Device) -> list[dict[str, Any]]:
     """The device's own table, and for shapes that it lacks those of devices with its limits; a warning where there is
     none of either.
     """
-    found = {tuple(entry[name] for name in _WEIGHTS): entry for entry in own_table(device)}
+    entries = list(own_table(device))
     for path in sorted(SHIPPED.glob("*.json")):
-        if json.loads(path.read_text())["limits"] == [device.multiprocessors, device.shared_memory]:
-            found = {tuple(entry[name] for name in _WEIGHTS): entry for entry in read(path)} | found
+        table = json.loads(path.read_text())
+        if table["limits"] == [device.multiprocessors, device.shared_memory]:
+            entries += table["configurations"]
+    found: dict[tuple, dict[str, Any]] = {}
+    for entry in entries:
+        found.setdefault(tuple(entry[name] for name in _WEIGHTS), entry)
     if not found and device.multiprocessors:
         logging.getLogger(__name__).warning(
             "No tuning for %r (no %s in %s): configurations of the verify attention are derived from the device's "
@@ -196,8 +200,10 @@ def nearest(
     def rows(of: Mapping[str, Any]) -> int:
         return row_tiles(of["query"], of["group"], query_fp8=of["cache_bytes"] == 1)[0]
 
+    own_rows = rows(shape)
+
     def distance(entry: dict[str, Any]) -> float:
-        of_tile = _ROWS_WEIGHT * abs(math.log2(rows(shape) / rows(entry)))
+        of_tile = _ROWS_WEIGHT * abs(math.log2(own_rows / rows(entry)))
         return of_tile + sum(weight * abs(math.log2(shape[name] / entry[name])) for name, weight in _WEIGHTS.items())
 
     return min(table, key=distance, default=None)

@@ -153,7 +153,8 @@ def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
         build, gpu = build_of(kept["git"]["commit"]), kind_of(kept["gpu"])
         frame = results.read_table(name, run / name).assign(run_id=run.name, build=build, gpu=gpu)
         command = made["parameters"]["command"]
-        least = int(command[command.index("--repeats") + 1]) if "--repeats" in command else 0
+        asked = [command[at + 1] for at, word in enumerate(command) if word in ("--repeats", "--orders")]
+        least = int(asked[0]) if asked else 0
         if frame["repeat"].nunique() < least:
             raise ValueError(f"{name} is not recorded: {frame['repeat'].nunique()} repeats where {least} are needed")
         before = recorded / f"{name}.parquet"

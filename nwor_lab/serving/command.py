@@ -23,7 +23,7 @@ from typing import Any
 
 from nwor_lab import machine, pair, paths, progress
 from nwor_lab.bench import bench, options
-from nwor_lab.bench.audit_cost import require_installed
+from nwor_lab.bench.audit_cost import AuditedSpec, require_installed
 from nwor_lab.engines.spec import EngineOptions, EngineSpec
 from nwor_lab.run import results
 from nwor_lab.serving.load import Client, Load, ServingPlan, draw_prompts, equal_rows, read_report
@@ -64,8 +64,8 @@ def run(
     with ended({}) as servers:
         progress.say(f"starting {len(plan.servers)} servers: {', '.join(plan.servers)} (a minute or two)")
         for mode in plan.servers:
-            audit = plan.audit if mode == AUDITED else ""
-            servers[mode] = Server.of(spec, mode, logs / f"{name}-{mode.replace(' ', '-')}.log", audit)
+            of_mode = AuditedSpec(**vars(spec), audit=plan.audit) if mode == AUDITED else spec
+            servers[mode] = Server.of(of_mode, mode, logs / f"{name}-{mode.replace(' ', '-')}.log")
         client = Client(spec.model, data, plan.answer, logs / f"{name}-client.log")
         for mode, server in servers.items():
             server.wait(until - time.monotonic())
@@ -172,4 +172,4 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     results.write_text(f"{path.with_suffix('')}-verdict.txt", said + "\n")
     print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
     print(f"{said}\nwritten: {path}, .json, and beside it this table and the verdict")
-    return 0
+    return 0 if frame["repeat"].nunique() == plan.orders else 130

@@ -49,12 +49,12 @@ def words(spec: EngineSpec) -> list[str]:
     return made
 
 
-def environment(spec: EngineSpec, mode: str, audit: str = "") -> dict[str, str]:
-    """Environment of a server. audit: of `AUDITED`, as ``VLLM_KV_AUDIT``."""
+def environment(spec: EngineSpec, mode: str) -> dict[str, str]:
+    """Environment of a server."""
     if mode in PLUGINS:
         spec = replace(spec, plugins=PLUGINS[mode])
     settings = Settings(mode="off" if mode == AUDITED else mode)
-    made = {**os.environ, **spec.environ(), **settings.environ()} | ({"VLLM_KV_AUDIT": audit} if audit else {})
+    made = {**os.environ, **spec.environ(), **settings.environ()}
     del made["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine is a process of its own
     return made | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stdout"}
 
@@ -82,11 +82,11 @@ class Server:
             )  # fmt: skip
 
     @classmethod
-    def of(cls, spec: EngineSpec, mode: str, log: Path, audit: str = "") -> Server:
+    def of(cls, spec: EngineSpec, mode: str, log: Path) -> Server:
         """The server of a mode, by the entry point that every build has: `vllm serve` asks for vLLM's own name."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words(spec)]
         command += ["--served-model-name", SERVED, "--disable-uvicorn-access-log"]
-        return cls(mode, command, environment(spec, mode, audit), log)
+        return cls(mode, command, environment(spec, mode), log)
 
     def check(self, doing: str, failed: bool = False) -> None:
         """Raise `EngineError`, with the end of the log, if the server died, or if `failed` is true all the same."""

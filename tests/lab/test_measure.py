@@ -128,6 +128,15 @@ def test_what_is_whole_is_recorded_and_nothing_else(tmp_path):
     assert runs[-1]["git"] == {"commit": "a" * 40, "clean": True} and "environment" not in runs[-1]
 
 
+def test_a_serving_run_that_was_stopped_is_not_recorded(tmp_path):
+    """It keeps the passes that are whole: fewer than the list asks for."""
+    left(tmp_path / "gpu", "gpu_serving", table(3))
+    with pytest.raises(ValueError, match="gpu_serving is not recorded: 3 repeats where 4"):
+        measure.record(tmp_path / "gpu", tmp_path / "recorded")
+    left(tmp_path / "gpu", "gpu_serving", table(4))
+    assert measure.record(tmp_path / "gpu", tmp_path / "recorded") == ["gpu_serving"]
+
+
 def test_what_another_kind_of_gpu_gave_stays(tmp_path, monkeypatch):
     recorded = tmp_path / "recorded"
     for number, gpu in enumerate((H200, H100, H200)):

@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 
 from nwor_lab import pair, paths
+from nwor_lab.bench.audit_cost import AuditedSpec
 from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.run import cli
 from nwor_lab.serving import command, load, server
@@ -247,7 +248,7 @@ def test_off_never_loads_the_plugin_and_modes_do(monkeypatch):
     off, stage = (server.environment(spec, mode) for mode in ("off", "stage"))
     assert (off["VLLM_PLUGINS"], off["VLLM_NWOR_MODE"]) == ("nwor_lab", "off")
     assert "VLLM_PLUGINS" not in stage and stage["VLLM_NWOR_MODE"] == "stage"
-    audited = server.environment(spec, server.AUDITED, "sample=4")
+    audited = server.environment(AuditedSpec("target", "head", audit="sample=4"), server.AUDITED)
     assert (audited["VLLM_NWOR_MODE"], audited["VLLM_KV_AUDIT"]) == ("off", "sample=4")
     assert audited["VLLM_PLUGINS"].split(",") == ["nwor_lab", "kv_audit"]
     assert ServingPlan(modes=("off",), audit="full").in_order(1) == (server.AUDITED, "off")
