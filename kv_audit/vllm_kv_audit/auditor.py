@@ -80,7 +80,7 @@ class Auditor:
         self.reporter.name(row, name, self._step)
         known = np.asarray(tokens[: self.expected.shape[1]], dtype=np.int64)
         identities = mix(known, self._positions[: len(known)]).cumsum().astype(np.int32)
-        self.expected[row, : len(known)] = self._upload(identities)
+        self.expected[row, : len(known)].copy_(self._pinned(identities), non_blocking=True)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """vLLM copies whole blocks, (from, to) each: so go their marks."""
@@ -167,8 +167,11 @@ class Auditor:
         return self.reporter
 
     def _upload(self, values: np.ndarray) -> Tensor:
+        return self._pinned(values).to(self.device, non_blocking=True)
+
+    def _pinned(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self._on_gpu else tensor
+        return tensor.pin_memory() if self._on_gpu else tensor
 
 
 def auditor_of(runner: Any) -> Auditor | None:

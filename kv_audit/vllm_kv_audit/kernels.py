@@ -150,30 +150,33 @@ def _report(ring, wrong, kind, step, row, position, pages, layer, slot):
     do_not_specialize=[
         "units", "offsets", "packing", "keys", "state", "identity", "content", "expected", "ring", "rows",
         "query_start_loc", "seq_lens", "table", "requests", "num_slots", "positions", "table_stride", "size", "seed",
-        "everywhere", "pages", "adopt", "window", "chunk", "table_block_size", "block_stride", "head_stride",
-        "slot_stride",
+        "everywhere", "pages", "adopt", "window", "chunk", "table_block_size", "layers", "wide", "block_stride",
+        "head_stride", "slot_stride",
     ]
 )  # fmt: skip
 def _check(
     units, offsets, packing, keys, state, identity, content, expected, ring, rows, query_start_loc, seq_lens, table,
     requests, num_slots, positions, table_stride, size, seed, everywhere, pages, adopt, window, chunk,
-    table_block_size, block_stride, head_stride, slot_stride,
+    table_block_size, layers, wide, block_stride, head_stride, slot_stride,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
     SLOTS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    request = tl.load(requests + tl.program_id(0)).to(tl.int32)
+    program = tl.program_id(0)  # first the slots that are looked at in every layer, a program each; then the others
+    in_each = program < wide * layers
+    turn = tl.where(in_each, program % layers, 0)
+    place = tl.where(in_each, program // layers, program - wide * layers + wide) * SLOTS + tl.arange(0, SLOTS)
+    request = tl.load(requests + tl.program_id(1)).to(tl.int32)
     begin, end = tl.load(query_start_loc + request), tl.load(query_start_loc + 1 + request)
     computed = tl.load(seq_lens + request) - (end - begin)
     first = tl.where(window > 0, tl.maximum(computed - window + 1, 0), 0)
     first = tl.where(chunk > 0, computed // tl.maximum(chunk, 1) * chunk, first)
     count = computed - first
-    place = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     most = tl.where((size > 0) & (size < count), size, count)
-    if (tl.program_id(1) * SLOTS >= most) | ((tl.program_id(1) * SLOTS >= everywhere) & (tl.program_id(2) > 0)):
+    if tl.min(place) >= most:
         return
     in_every_layer = place < everywhere
-    layer = tl.where(in_every_layer, tl.program_id(2), (place + seed) % tl.num_programs(2))
-    valid = (place < most) & (in_every_layer | (tl.program_id(2) == 0))
+    layer = tl.where(in_every_layer, turn, (place + seed) % layers)
+    valid = (place < most) & (in_every_layer | (turn == 0))
     row = tl.load(rows + request).to(tl.int64)
     seeded = seed.to(tl.int64) * 1024 + place
     newest = size // 2
@@ -198,7 +201,7 @@ def _check(
     changed = whole & (tl.load(own, mask=valid, other=0) != found)
     if adopt != 0:
         tl.store(own, found, mask=valid)
-        if tl.program_id(2) == 0:
+        if turn == 0:
             strange = valid & ~whole
             tl.store(state + slot, tl.full([SLOTS], KEPT, tl.int32), mask=strange)
             tl.store(identity + slot, wanted, mask=strange)
@@ -206,7 +209,7 @@ def _check(
     else:
         tl.store(own, found, mask=changed)
         _report(ring, changed, tl.zeros_like(slot), seed, row, position, pages, layer, slot)
-        if tl.program_id(2) == 0:
+        if turn == 0:
             wrong = valid & ~whole & ((was & REPORTED) == 0)
             kind = tl.where(kept, TOKEN, tl.where((was & 3) == REJECTED, REJECTED_ROW, UNWRITTEN))
             tl.store(state + slot, was | REPORTED, mask=wrong)
@@ -221,35 +224,46 @@ class Launches:
         pages = marks.pages
         packing = pages.offsets if pages.packing is None else pages.packing
         own = marks.keys, marks.state, marks.identity, marks.content, expected
-        self._fixed = pages.units, pages.offsets, packing, *own
-        self._ring, self._marks, self._positions = ring, marks, expected.stride(0)
-        self._constants: tuple[Any, ...] = (
-            pages.block_size, pages.heads, pages.width, pages.packing is not None, SLOTS, UNITS,
-        )  # fmt: skip
-        self._compiled: dict[tuple, Any] = {}
+        self._mark = _Bound(_mark, (pages.units, pages.offsets, packing, *own))
+        self._check = _Bound(_check, (pages.units, pages.offsets, packing, *own, ring))
+        self._marks, self._positions = marks, expected.stride(0)
+        self._constants = pages.block_size, pages.heads, pages.width, pages.packing is not None, SLOTS, UNITS
 
     def mark(self, batch: Batch, slot_mapping: Tensor, outcome: Outcome) -> None:
         """As `cpu.OnCpu.mark`."""
         pages, sampled = self._marks.pages, outcome.sampled
-        grid = triton.cdiv(batch.num_tokens, SLOTS), len(pages.names), 1
-        step = batch.rows, batch.query_start_loc, batch.seq_lens, batch.input_ids, slot_mapping, *outcome[:2], sampled
+        step = batch.rows, batch.query_start_loc, batch.seq_lens, batch.input_ids, slot_mapping, *outcome
         numbers = pages.num_slots, batch.num_requests, self._positions, sampled.stride(0), sampled.shape[1]
-        self._launch(_mark, grid, (*self._fixed, *step, *numbers, *pages.strides, *self._constants, 64), step)
+        grid = triton.cdiv(batch.num_tokens, SLOTS), len(pages.names), 1
+        self._mark(grid, step, (*numbers, *pages.strides, *self._constants, 64))
 
     def check(self, batch: Batch, table: Tensor, sample: Sample, adopt: bool = False) -> None:
         """As `cpu.OnCpu.check`."""
-        pages = self._marks.pages
-        grid = len(sample.requests), triton.cdiv(sample.most, SLOTS), len(pages.names)
+        pages, layers = self._marks.pages, len(self._marks.pages.names)
+        wide = triton.cdiv(min(sample.everywhere, sample.most), SLOTS)
         step = batch.rows, batch.query_start_loc, batch.seq_lens, table, sample.requests
-        numbers = pages.num_slots, self._positions, table.stride(0), sample.size, sample.seed
-        more = sample.everywhere, self._marks.index, int(adopt), pages.window, pages.chunk, pages.table_block_size
-        everything = *self._fixed, self._ring, *step, *numbers, *more, *pages.strides, *self._constants
-        self._launch(_check, grid, everything, step)
+        numbers = pages.num_slots, self._positions, table.stride(0), sample.size, sample.seed, sample.everywhere
+        more = self._marks.index, int(adopt), pages.window, pages.chunk, pages.table_block_size, layers, wide
+        grid = wide * (layers - 1) + triton.cdiv(sample.most, SLOTS), len(sample.requests), 1
+        self._check(grid, step, (*numbers, *more, *pages.strides, *self._constants))
 
-    def _launch(self, kernel: Any, grid: tuple[int, int, int], arguments: tuple, tensors: tuple[Tensor, ...]) -> None:
-        signature = (kernel, *[tensor.dtype for tensor in tensors])
+
+class _Bound:
+    """A kernel whose first tensors stay where they are.
+
+    Later launches of a signature hand over addresses: Triton asks the driver about each tensor, and for 14 of them that
+    takes longer than all else in a launch.
+    """
+
+    def __init__(self, kernel: Any, fixed: tuple[Tensor, ...]) -> None:
+        self._kernel, self._fixed = kernel, fixed
+        self._addresses = [tensor.data_ptr() for tensor in fixed]
+        self._compiled: dict[tuple, Any] = {}
+
+    def __call__(self, grid: tuple[int, int, int], step: tuple[Tensor, ...], numbers: tuple) -> None:
+        signature = tuple([tensor.dtype for tensor in step])
         compiled = self._compiled.get(signature)
         if compiled is None:
-            self._compiled[signature] = kernel[grid](*arguments)
+            self._compiled[signature] = self._kernel[grid](*self._fixed, *step, *numbers)
         else:
-            compiled[grid](*arguments)
+            compiled[grid](*self._addresses, *[tensor.data_ptr() for tensor in step], *numbers)

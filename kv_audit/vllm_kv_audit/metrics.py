@@ -42,10 +42,12 @@ def around_sample_tokens(original: Callable, self: Any, grammar_output: Any) -> 
 
 def _update_from_output(original: Callable, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     outputs = original(self, scheduler_output, model_runner_output)
-    counts = vars(self).setdefault("kv_audit", Counter())
-    counts.update(vars(model_runner_output).pop("kv_audit", {}))
+    if risen := vars(model_runner_output).pop("kv_audit", None):
+        vars(self).setdefault("kv_audit", Counter()).update(risen)
+    if not (counts := vars(self).get("kv_audit")):
+        return outputs
     stats = next((each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None), None)
-    if stats is not None and counts:
+    if stats is not None:
         stats.num_kv_fetch_reqs_by_stage.update({PREFIX + name: value for name, value in counts.items()})
         counts.clear()
     return outputs
@@ -77,7 +79,7 @@ def _record(
     engine_idx: int | None = None,
 ) -> None:
     carried = {} if scheduler_stats is None else scheduler_stats.num_kv_fetch_reqs_by_stage
-    risen = {name: carried.pop(name) for name in list(carried or ()) if name.startswith(PREFIX)}
+    risen = {name: carried.pop(name) for name in list(carried) if name.startswith(PREFIX)} if carried else {}
     for logger in self.stat_loggers if risen else ():
         if (metrics := getattr(logger, "kv_audit_metrics", None)) is not None:
             for name, value in risen.items():
