@@ -15,7 +15,7 @@ import pandas as pd
 from nwor_lab import paths
 from nwor_lab.bench import survival
 from nwor_lab.bench.gpu_steps import VANILLA, step_ratios
-from nwor_lab.cost.ratios import abba_ratio
+from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.gpu.attention import net
@@ -50,12 +50,11 @@ def minutes(number: str = "") -> float:
 
 
 @functools.cache
-def gpu_runs(name: str = "") -> pd.DataFrame:
-    """One row a recorded bench on a GPU whose name begins so, by time: `name`, `day`, `commit`, `vllm`, `torch`."""
+def gpu_runs(name: str) -> pd.DataFrame:
+    """One row a recorded run of a table on a GPU, by time: `commit`, `vllm`."""
     runs = pd.json_normalize(json.loads((paths.RECORDED / "gpu_runs.json").read_text())).sort_values("time")
-    found = runs.rename(columns=lambda column: column.split(".")[-1])[["name", "time", "commit", "vllm", "torch"]]
-    found = found.assign(day=found["time"].str[:10], commit=found["commit"].str[:7])
-    return found[found["name"].str.startswith(name)]
+    found = runs[runs["table"] == name].rename(columns=lambda column: column.split(".")[-1])[["commit", "vllm"]]
+    return found.assign(commit=found["commit"].str[:7])
 
 
 def cpu() -> str:
@@ -207,32 +206,32 @@ def not_searched() -> str:
 
 
 @functools.cache
-def served() -> pd.DataFrame:
-    """The lines of the recorded serving runs, by kind of GPU, mode and load, over vLLM never patched."""
-    return summary(table("gpu_serving")).set_index(["gpu", "mode", "load"])
+def served(name: str = "gpu_serving") -> pd.DataFrame:
+    """The lines of recorded servers, by kind of GPU, ranks, mode and load, over vLLM never patched."""
+    return summary(table(name)).set_index(["gpu", "tp", "mode", "load"])
 
 
-def served_row(mode: str, gpu: str = "H200") -> str:
+def served_row(mode: str, gpu: str = "H200", tp: int = 1, name: str = "gpu_serving") -> str:
     """A mode's tokens a second over vLLM's with 1, 16 and 64 requests at once, between slashes."""
-    ratios = [served().loc[(gpu, mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]
+    ratios = [served(name).loc[(gpu, tp, mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]
     return slashes(pd.Series(ratios), 2)
 
 
-def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = "H200") -> str:
+def served_ranges(
+    mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = "H200", tp: int = 1, name: str = "gpu_serving"
+) -> str:
     """The least and the greatest ratio of a single pass, of each of these numbers of requests at once."""
-    lines = [served().loc[(gpu, mode, f"{requests} at once")] for requests in at_once]
+    lines = [served(name).loc[(gpu, tp, mode, f"{requests} at once")] for requests in at_once]
     return " / ".join(f"{line['lowest']:.2f} to {line['highest']:.2f}" for line in lines)
 
 
-def audited_row() -> str:
-    """Tokens a second of a server under the sampled auditor over one without, with 1, 16 and 64 requests at once: the
-    median, the least and the greatest pass of each.
+def audited_row(requests: int, gpu: str, tp: int = 1) -> str:
+    """Tokens a second of a server under the sampled auditor over one without: the median, the least and the greatest
+    pass.
     """
-    rows = table("gpu_audit_serving").query("metric == 'tokens_per_s'")
-    wide = rows.pivot_table("value", ["load", "repeat"], "mode")
-    passes = (wide["kv audit"] / wide["off"]).groupby("load")
-    lines = [passes.get_group(f"{requests} at once") for requests in (1, 16, 64)]
-    return ", ".join(f"{line.median():.2f} ({line.min():.2f} to {line.max():.2f})" for line in lines)
+    lines = audited_servers(table("gpu_audit_serving")).set_index(["gpu", "tp", "load"])
+    line = lines.loc[(gpu, tp, f"{requests} at once")]
+    return f"{line.ratio:.2f} ({line.low:.2f} to {line.high:.2f})"
 
 
 def pair_loss(mode: str, tp: int = 1) -> float:
@@ -322,12 +321,11 @@ def dirty(tp: int = 1, name: str = "gpu_audit") -> str:
     )
 
 
-def audit_cost(batch: int, audit: str) -> str:
+def audit_cost(batch: int, audit: str, gpu: str = "H100 80GB HBM3") -> str:
     """A decode step with the sampled auditor over one without, and its range over repeats."""
-    rows = table("gpu_audit_cost").query("batch == @batch")
-    medians = rows.pivot(index="repeat", columns="audit", values="step_ms")
-    ratios = medians[audit] / medians["off"]
-    return f"{abba_ratio(ratios):.3f} ({ratios.min():.3f} to {ratios.max():.3f})"
+    lines = audited_steps(table("gpu_audit_cost"))
+    (line,) = lines.query("gpu == @gpu and batch == @batch and mode == @audit").itertuples()
+    return f"{line.ratio:.3f} ({line.low:.3f} to {line.high:.3f})"
 
 
 # -- promises --------------------------------------------------------------------------------------------------------

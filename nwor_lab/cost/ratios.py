@@ -25,3 +25,35 @@ def abba_ratio(ratios: pd.Series) -> float:
 def is_stable(points: pd.DataFrame) -> pd.Series:
     """Whether each point's range over repeats, from column `low` to column `high`, is less than `MAX_SPREAD`."""
     return points["high"] - points["low"] < MAX_SPREAD
+
+
+def audited_steps(costs: pd.DataFrame) -> pd.DataFrame:
+    """Decode steps under the sampled auditor over those without, by kind of GPU, batch and audit (column `mode`).
+
+    Args:
+        costs: table `gpu_audit_cost` of the record: `gpu`, `batch`, `repeat`, `audit` and `step_ms`.
+    """
+    wide = costs.pivot(index=["gpu", "batch", "repeat"], columns="audit", values="step_ms")
+    over = wide.drop(columns="off").div(wide["off"], axis=0).rename_axis(columns="mode").stack()
+    lines = over.groupby(["gpu", "batch", "mode"]).agg(["min", "max"]).set_axis(["low", "high"], axis=1)
+    alone = {
+        key: abba_ratio(rows.droplevel(["gpu", "batch", "mode"]))
+        for key, rows in over.groupby(["gpu", "batch", "mode"])
+    }
+    return lines.assign(ratio=pd.Series(alone)).reset_index()
+
+
+def audited_servers(served: pd.DataFrame) -> pd.DataFrame:
+    """Tokens a second of servers under the sampled auditor over those without, by kind of GPU, ranks and load.
+
+    Args:
+        served: table `gpu_audit_serving` of the record: `gpu`, `tp`, `load`, `repeat`, `mode`, `metric` and `value`.
+
+    Returns:
+        Columns `gpu`, `tp`, `load`, and of the passes the median `ratio`, the least `low`, the greatest `high`, and how
+        many `passes` there were.
+    """
+    rows = served[served["metric"] == "tokens_per_s"]
+    wide = rows.pivot(index=["gpu", "tp", "load", "repeat"], columns="mode", values="value")
+    passes = (wide["kv audit"] / wide["off"]).groupby(["gpu", "tp", "load"])
+    return passes.agg(ratio="median", low="min", high="max", passes="count").reset_index()

@@ -21,23 +21,26 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
     Args:
         kernels: `nwor_lab.gpu.kernel_times.priced`.
         steps: `nwor_lab.cost.predicted.against_measured`; points whose repeats lie too far apart are left out.
-        guessed: columns `table`, `gpu`, `mode`, `expected`, `measured`: ratios that were written down before a run.
+        guessed: columns `table`, `gpu`, `mode`, `expected`, `measured`: ratios that were written down before a run;
+            those that gave none, for want of parity, are left out.
     """
     stable = ratios.is_stable(steps)
     shown = steps[stable].assign(expected=steps["with_attention"].fillna(steps["predicted"]), panel="steps")
     names = (kernels["op"] + ", one launch").replace("vllm, one launch", "vLLM's writer, 32 launches")
     priced = kernels.assign(panel="kernels", expected=kernels["predicted"], measured=kernels["us"], mode=names)
-    kinds = guessed["table"].replace({"gpu_decode": "step", "gpu_serving": "tokens a second"})
-    written = guessed.assign(panel="written down", mode=guessed["mode"] + ", " + kinds)
+    kinds = guessed["table"].str.contains("serving").map({True: "served", False: "step"})
+    written = guessed.assign(panel="written down", mode=guessed["mode"] + ", " + kinds).dropna(subset="measured")
     fig, axes = style.figure(style.TWO_COLUMNS, 2.9, ncols=3)
     for ax, rows, margin in zip(axes, (priced, shown, written), (1.3, 1.01, 1.01), strict=True):
         both = rows[["expected", "measured"]].to_numpy()
         span = np.array([both.min() / margin, both.max() * margin])
         ax.plot(span, span, color="black", linewidth=0.8, label="equal")
         look: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 3, "capsize": 0}
-        style.series(ax, rows, "expected", "measured", "mode", **look)
+        drawn = rows.drop(columns=["low", "high"], errors="ignore") if rows is written else rows
+        style.series(ax, drawn, "expected", "measured", "mode", **look)
         ax.set(xlim=span, ylim=span)
-        ax.legend(loc="lower right" if rows is written else "upper left", fontsize=6)
+        beside: Any = {"bbox_to_anchor": (1, 1)} if rows is written else {}
+        ax.legend(loc="upper left", fontsize=6, **beside)
     axes[0].set(xscale="log", yscale="log", xlabel="expected (us)", ylabel="found (us)", title="kernels, all layers")
     axes[1].set(xlabel="expected", ylabel="found", title="time of a step over vanilla's")
     axes[2].set(xlabel="expected", ylabel="found", title="runs, written down before")
@@ -49,7 +52,8 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
         f"both attention kernels, measured by the same build, where there is one. The largest error is {error:.3f}; "
         f"{(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} apart. The "
         f"model leaves out the host. Right: {len(written)} ratios to vLLM never patched that were written down before "
-        f"the run that gave them ({', '.join(sorted(set(written['gpu'])))}); none is left out."
+        f"the run that gave them ({', '.join(sorted(set(written['gpu'])))}), times of steps and tokens a second of "
+        f"servers; {len(guessed) - len(written)} without parity are left out."
     )
     columns = ["panel", "mode", "expected", "measured", "low", "high"]
     return style.save(fig, run, "expected", pd.concat([priced, shown, written]).reindex(columns=columns), caption)

@@ -24,13 +24,14 @@ from nwor_lab import command_line, paths
 from nwor_lab.bench import gpu_steps
 from nwor_lab.bench.survival import survival
 from nwor_lab.cost import predicted
+from nwor_lab.cost.ratios import audited_servers, audited_steps
 from nwor_lab.figures import breakeven, policies, promises, ratios, style, tour
 from nwor_lab.figures import roofline as roofs
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention
 from nwor_lab.reference.tour import TinyWindow
 from nwor_lab.run import results
-from nwor_lab.serving.table import summary
+from nwor_lab.serving.table import setting, summary
 
 Tables = Callable[[str], pd.DataFrame]
 """Reads a table by its name; raises FileNotFoundError where there is none."""
@@ -60,10 +61,15 @@ def roofline(out: style.Folder, table: Tables) -> Path:
 def serving(out: style.Folder, table: Tables) -> Path:
     """Of the servers of a run, or of the recorded ones."""
     try:
-        measured = table("serving")
+        lines = summary(table("serving"))
     except FileNotFoundError:
-        measured = table("gpu_serving")
-    return ratios.serving(out, summary(measured))
+        lines = served(table)
+    return ratios.serving(out, lines)
+
+
+def served(table: Tables) -> pd.DataFrame:
+    """The lines of all servers that are recorded, over vLLM never patched."""
+    return summary(pd.concat([table("gpu_serving"), table("gpu_serving_more")], ignore_index=True))
 
 
 def step_parts(out: style.Folder, table: Tables) -> Path:
@@ -80,11 +86,14 @@ def expected(out: style.Folder, table: Tables) -> Path:
 def guessed(table: Tables) -> pd.DataFrame:
     """What was written down of a run before it, `data/expected.csv`, beside what it gave, where it has run since."""
     steps = gpu_steps.step_ratios(table("gpu_decode")).query(f"{gpu_steps.MAIN} and kv_heads == 8")
-    served = summary(table("gpu_serving")).rename(columns={"lowest": "low", "highest": "high"})
-    at_once = served["load"].str.extract(r"(\d+) at once")[0].astype(float)
     steps = steps.assign(what="step, 8 KV heads, k=8, prompts of 512, bf16")
-    served = served.assign(what="tokens a second, k=4, bf16", batch=at_once)
-    found = pd.concat([steps, served]).rename(columns={"ratio": "measured"})
+    servers = served(table).rename(columns={"lowest": "low", "highest": "high"})
+    audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
+    servers = pd.concat([servers, audited])
+    at_once = servers["load"].str.extract(r"(\d+) at once")[0].astype(float)
+    servers = servers.assign(what="tokens a second, " + setting(servers), batch=at_once)
+    audited = audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")
+    found = pd.concat([steps, servers, audited]).rename(columns={"ratio": "measured"})
     return pd.read_csv(paths.DATA / "expected.csv").merge(found, on=["what", "gpu", "mode", "batch"])
 
 

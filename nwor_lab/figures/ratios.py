@@ -10,6 +10,7 @@ import pandas as pd
 
 from nwor_lab.cost.ratios import MAX_SPREAD
 from nwor_lab.figures import style
+from nwor_lab.serving import table
 
 
 def dots(run: style.Place, name: str, points: pd.DataFrame, axis: str, lines: str, caption: str) -> Path:
@@ -40,6 +41,8 @@ def dots(run: style.Place, name: str, points: pd.DataFrame, axis: str, lines: st
         ax.set_yticklabels(list(settings), fontsize=6)
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
+    for ax in axes.flat[max(0, len(panels) - ncols) : len(panels)]:  # of some of these the panel below is not drawn
+        ax.tick_params(labelbottom=True)
     fig.supxlabel(axis, fontsize=8)
     fig.supylabel(lines, fontsize=8)
     style.legend(axes[0, 0], ncols=len(modes))
@@ -86,7 +89,8 @@ def serving(run: style.Place, summary: pd.DataFrame) -> Path:
         f"{int(points['ratio'].isna().sum())} of {len(points)} are left out, not at parity."
     )
     columns = ["panel", "setting", "mode", "ratio", "low", "high"]
-    points = points.assign(panel=points.get("gpu", "serving"))[columns]
+    panel = points["gpu"].str.split().str[0] + ", " + table.setting(points) if "gpu" in points else "serving"
+    points = points.assign(panel=panel)[columns]
     return dots(run, "serving", points, "tokens a second over unpatched vLLM's (above 1: faster)", "load", caption)
 
 

@@ -11,6 +11,8 @@ NOISE = 0.02
 """Share by which acceptance may differ where vLLM's own passes differ by less: some hundred windows say no more."""
 AT_A_RATE = " a second"
 """End of a load's name whose requests come at a rate."""
+SETTING = ["gpu", "tp", "k", "kv_cache_dtype"]
+"""Columns that tell servers apart whose lines are not to be mixed."""
 RATIOS = {"itl": "median_itl_ms", "itl_p99": "p99_itl_ms", "ttft": "median_ttft_ms", "ttft_p99": "p99_ttft_ms"}
 
 
@@ -24,12 +26,16 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     tokens of a step), and to its first. `equal`: share of requests with off's text of the same pass; for off with its
     own of the pass before, which is the noise. `acceptance`: tokens a window, median; `spread`: highest less lowest of
     the passes. `parity`: texts are equal as often as off's own, or acceptance differs from off's by no more than its
-    spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write served. `gpu`: the
-    kind, where the rows are of several.
+    spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write served. Where the rows
+    are of several GPUs or settings, those are columns.
     """
     if "gpu" in frame:
-        kinds = frame.groupby("gpu", sort=False)
-        return pd.concat([summary(rows.drop(columns="gpu")).assign(gpu=gpu) for gpu, rows in kinds], ignore_index=True)
+        of = [name for name in SETTING if name in frame]
+        apart = [
+            summary(rows.drop(columns=of)).assign(**dict(zip(of, values, strict=True)))
+            for values, rows in frame.groupby(of, sort=False)
+        ]
+        return pd.concat(apart, ignore_index=True)
     wide = frame.pivot_table(index=["load", "repeat"], columns=["metric", "mode"], values="value", sort=False)
     lines = []
     for load in frame["load"].dropna().unique():
@@ -54,6 +60,13 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     table = pd.DataFrame(lines)
     counted = frame[frame["metric"] == "nwor.fallbacks_total"].groupby("mode")["value"].sum()
     return table.assign(fallbacks=table["mode"].map(counted).fillna(0).astype(int))
+
+
+def setting(lines: pd.DataFrame) -> pd.Series:
+    """What each line of a summary of several servers ran with, such as "k=4, bf16" or "k=8, fp8, TP=2"."""
+    ranks = ("TP=" + lines["tp"].astype(str)).where(lines["tp"] > 1, "")
+    caches = lines["kv_cache_dtype"].replace("auto", "bf16")
+    return ("k=" + lines["k"].astype(str) + ", " + caches + ", " + ranks).str.removesuffix(", ")
 
 
 def verdict(table: pd.DataFrame) -> str:

@@ -109,7 +109,7 @@ def test_no_measured_step_is_hidden(tmp_path: Path, undrawn: None) -> None:
     points = points.assign(low=[0.91, 0.95, 1.0], high=[0.92, 1.3, 1.0], with_attention=np.nan)
     kernels = pd.DataFrame({"op": ["vllm"], "us": [1.0], "predicted": [2.0]})
     guessed = pd.DataFrame(
-        {"table": "gpu_decode", "gpu": "H200", "mode": ["stage"], "expected": 0.97, "measured": [1.2]}
+        {"table": "gpu_decode", "gpu": "H200", "mode": "stage", "expected": 0.97, "measured": [1.2, np.nan]}
     )
     path = breakeven_plots.expected(tmp_path, kernels, points, guessed)
     assert len(drawn_data(path).query("panel == 'steps'")) == 2
@@ -117,7 +117,7 @@ def test_no_measured_step_is_hidden(tmp_path: Path, undrawn: None) -> None:
         [0.97, 1.2]
     ]
     said = path.with_suffix(".txt").read_text()
-    assert "largest error is 0.020" in said and "1 settings are left out" in said
+    assert "largest error is 0.020" in said and "1 settings are left out" in said and "1 without parity" in said
 
 
 def test_the_sliders_move_the_picture_and_the_words(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -10,7 +10,7 @@ from nwor_lab import paths
 from nwor_lab.bench.gpu_steps import SETTING
 from nwor_lab.cost import breakeven, predicted
 from nwor_lab.cost.breakeven import H200, MODELS, Chip, step_difference
-from nwor_lab.cost.ratios import abba_ratio, is_stable
+from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps, is_stable
 from nwor_lab.cost.traffic import Window
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.run import results
@@ -158,6 +158,30 @@ def test_a_ratio_is_free_of_which_turn_came_first(ratios, together):
 def test_repeats_are_paired_by_their_number():
     """Of a table with a hole: 1 and 2 are of one order each, but of two captures and minutes apart."""
     assert abba_ratio(pd.Series({0: 0.9, 1: 1.0, 3: 0.5})) == pytest.approx(0.9**0.5)
+
+
+def test_what_the_auditor_costs_is_over_the_same_repeat_and_pass_of_each_gpu():
+    """The machine is twice as slow in the second repeat, and the other GPU in both."""
+    steps = [
+        {"gpu": gpu, "batch": 1, "repeat": n, "audit": audit, "step_ms": slow * way * ms}
+        for gpu, slow in (("H100", 1.0), ("H200", 3.0))
+        for n, way in enumerate((1.0, 2.0))
+        for audit, ms in (("off", 10.0), ("full", 11.0 + n))
+    ]
+    lines = audited_steps(pd.DataFrame(steps)).set_index("gpu")
+    assert (lines["mode"] == "full").all() and lines["ratio"].to_list() == pytest.approx([(1.1 * 1.2) ** 0.5] * 2)
+    assert lines.loc["H100", ["low", "high"]].to_list() == pytest.approx([1.1, 1.2])
+    served = [
+        {"gpu": "H100", "tp": tp, "load": "1 at once", "repeat": n, "mode": mode, "metric": metric, "value": value}
+        for tp, ratios in ((1, (0.9, 1.0, 0.98)), (2, (1.1,)))
+        for n, ratio in enumerate(ratios)
+        for metric, times in (("tokens_per_s", 100 * (n + 1)), ("equal", 7))
+        for mode, value in (("off", times), ("kv audit", times * ratio))
+    ]
+    found = audited_servers(pd.DataFrame(served)).set_index("tp")
+    columns = ["ratio", "low", "high", "passes"]
+    assert found.loc[1, columns].to_list() == pytest.approx([0.98, 0.9, 1.0, 3])
+    assert found.loc[2, columns].to_list() == pytest.approx([1.1, 1.1, 1.1, 1])
 
 
 def test_a_range_of_a_tenth_says_nothing():
