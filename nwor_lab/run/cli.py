@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 130 where Ctrl-C or SIGTERM ended it, 141 where nobody reads it."""
     if argv is None:
         signal.signal(signal.SIGTERM, _terminate)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(signal.SIGHUP, _terminate)
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
         if sys.stdout:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import pandas as pd
 from tyro.conf import FlagCreatePairsOff, Positional, arg
@@ -115,11 +116,26 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
         with progress.moving(), open(out / "log.txt", "w") as log:
             progress.say(f"{name}, log: {out / 'log.txt'}", plain=False)
             command = [sys.executable, "-m", *words]
-            done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, cwd=paths.ROOT)
-        if done.returncode:
-            print(f"{name}: exit status {done.returncode}, see {out / 'log.txt'}", flush=True)
+            status = run(command, log)
+        if status:
+            print(f"{name}: exit status {status}, see {out / 'log.txt'}", flush=True)
         missing += [] if table.exists() else [name]
     return missing
+
+
+def run(command: list[str], log: IO[str]) -> int:
+    """Run a command and return its exit status. Ctrl-C reaches it once, and it has the time that it takes to keep what
+    is whole and to end its servers.
+    """
+    with subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, cwd=paths.ROOT, start_new_session=True
+    ) as child:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
 
 
 # -- recording ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,10 @@
 
 import importlib
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -105,6 +109,27 @@ def test_a_command_that_fails_is_named_and_one_that_is_there_is_not_run_again(tm
     assert "bad: exit status" in said and "big: left out" in said and "gpu_pair" not in said
     assert "no_such" in (tmp_path / "bad" / "log.txt").read_text() and there.read_bytes() == before
     assert json.loads((tmp_path / "bad" / measure.MADE_BY).read_text())["git"]
+
+
+def test_a_command_that_is_interrupted_has_the_time_to_keep_what_is_whole(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, sys, time\n"
+        "folder = pathlib.Path(sys.argv[-1])\n"
+        "try:\n    (folder / 'begun').touch(); time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    time.sleep(1.5); (folder / 'kept').touch()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(measure, "MEASUREMENTS", {"slow": "slow"})
+
+    def interrupt_once_begun():
+        while not (tmp_path / "slow" / "begun").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_once_begun, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        measure.measure(tmp_path, ["slow"])
+    assert (tmp_path / "slow" / "kept").exists()
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
