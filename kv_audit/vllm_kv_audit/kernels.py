@@ -251,8 +251,7 @@ class Launches:
 class _Bound:
     """A kernel whose first tensors stay where they are.
 
-    Later launches of a signature hand over addresses: Triton asks the driver about each tensor, and for 14 of them that
-    takes longer than all else in a launch.
+    Later launches of a signature hand over addresses: about each tensor Triton would ask the driver.
     """
 
     def __init__(self, kernel: Any, fixed: tuple[Tensor, ...]) -> None:
