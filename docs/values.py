@@ -16,11 +16,11 @@ from nwor_lab import paths
 from nwor_lab.bench import survival
 from nwor_lab.bench.gpu_steps import VANILLA, step_ratios
 from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
+from nwor_lab.figures.command import served
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.gpu.attention import net
 from nwor_lab.run import results
-from nwor_lab.serving.table import summary
 
 
 @functools.cache
@@ -206,22 +206,20 @@ def not_searched() -> str:
 
 
 @functools.cache
-def served(name: str = "gpu_serving") -> pd.DataFrame:
-    """The lines of recorded servers, by kind of GPU, ranks, mode and load, over vLLM never patched."""
-    return summary(table(name)).set_index(["gpu", "tp", "mode", "load"])
+def all_served() -> pd.DataFrame:
+    """The lines of recorded servers, by kind of GPU, ranks, drafts, mode and load, over vLLM never patched."""
+    return served(table).set_index(["gpu", "tp", "k", "mode", "load"])
 
 
-def served_row(mode: str, gpu: str = "H200", tp: int = 1, name: str = "gpu_serving") -> str:
+def served_row(mode: str, gpu: str = "H200", tp: int = 1, k: int = 4) -> str:
     """A mode's tokens a second over vLLM's with 1, 16 and 64 requests at once, between slashes."""
-    ratios = [served(name).loc[(gpu, tp, mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]
+    ratios = [all_served().loc[(gpu, tp, k, mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]
     return slashes(pd.Series(ratios), 2)
 
 
-def served_ranges(
-    mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = "H200", tp: int = 1, name: str = "gpu_serving"
-) -> str:
+def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = "H200", tp: int = 1, k: int = 4) -> str:
     """The least and the greatest ratio of a single pass, of each of these numbers of requests at once."""
-    lines = [served(name).loc[(gpu, tp, mode, f"{requests} at once")] for requests in at_once]
+    lines = [all_served().loc[(gpu, tp, k, mode, f"{requests} at once")] for requests in at_once]
     return " / ".join(f"{line['lowest']:.2f} to {line['highest']:.2f}" for line in lines)
 
 
@@ -321,7 +319,7 @@ def dirty(tp: int = 1, name: str = "gpu_audit") -> str:
     )
 
 
-def audit_cost(batch: int, audit: str, gpu: str = "H100 80GB HBM3") -> str:
+def audit_cost(batch: int, audit: str, gpu: str) -> str:
     """A decode step with the sampled auditor over one without, and its range over repeats."""
     lines = audited_steps(table("gpu_audit_cost"))
     (line,) = lines.query("gpu == @gpu and batch == @batch and mode == @audit").itertuples()

@@ -35,12 +35,9 @@ def audited_steps(costs: pd.DataFrame) -> pd.DataFrame:
     """
     wide = costs.pivot(index=["gpu", "batch", "repeat"], columns="audit", values="step_ms")
     over = wide.drop(columns="off").div(wide["off"], axis=0).rename_axis(columns="mode").stack()
-    lines = over.groupby(["gpu", "batch", "mode"]).agg(["min", "max"]).set_axis(["low", "high"], axis=1)
-    alone = {
-        key: abba_ratio(rows.droplevel(["gpu", "batch", "mode"]))
-        for key, rows in over.groupby(["gpu", "batch", "mode"])
-    }
-    return lines.assign(ratio=pd.Series(alone)).reset_index()
+    apart = over.groupby(["gpu", "batch", "mode"])
+    ratio = apart.agg(lambda rows: abba_ratio(rows.droplevel(["gpu", "batch", "mode"])))
+    return pd.DataFrame({"ratio": ratio, "low": apart.min(), "high": apart.max()}).reset_index()
 
 
 def audited_servers(served: pd.DataFrame) -> pd.DataFrame:
@@ -50,10 +47,9 @@ def audited_servers(served: pd.DataFrame) -> pd.DataFrame:
         served: table `gpu_audit_serving` of the record: `gpu`, `tp`, `load`, `repeat`, `mode`, `metric` and `value`.
 
     Returns:
-        Columns `gpu`, `tp`, `load`, and of the passes the median `ratio`, the least `low`, the greatest `high`, and how
-        many `passes` there were.
+        Columns `gpu`, `tp`, `load`, and of the passes the median `ratio`, the least `low` and the greatest `high`.
     """
     rows = served[served["metric"] == "tokens_per_s"]
     wide = rows.pivot(index=["gpu", "tp", "load", "repeat"], columns="mode", values="value")
     passes = (wide["kv audit"] / wide["off"]).groupby(["gpu", "tp", "load"])
-    return passes.agg(ratio="median", low="min", high="max", passes="count").reset_index()
+    return passes.agg(ratio="median", low="min", high="max").reset_index()

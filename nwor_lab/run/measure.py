@@ -116,14 +116,14 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
         with progress.moving(), open(out / "log.txt", "w") as log:
             progress.say(f"{name}, log: {out / 'log.txt'}", plain=False)
             command = [sys.executable, "-m", *words]
-            status = run(command, log)
+            status = run_one(command, log)
         if status:
             print(f"{name}: exit status {status}, see {out / 'log.txt'}", flush=True)
         missing += [] if table.exists() else [name]
     return missing
 
 
-def run(command: list[str], log: IO[str]) -> int:
+def run_one(command: list[str], log: IO[str]) -> int:
     """Run a command and return its exit status. Ctrl-C reaches it once, and it has the time that it takes to keep what
     is whole and to end its servers.
     """

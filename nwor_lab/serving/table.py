@@ -26,8 +26,8 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     tokens of a step), and to its first. `equal`: share of requests with off's text of the same pass; for off with its
     own of the pass before, which is the noise. `acceptance`: tokens a window, median; `spread`: highest less lowest of
     the passes. `parity`: texts are equal as often as off's own, or acceptance differs from off's by no more than its
-    spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write served. Where the rows
-    are of several GPUs or settings, those are columns.
+    spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write served. Recorded rows,
+    which have a column `gpu`, are told apart by `SETTING`, whose columns the lines keep.
     """
     if "gpu" in frame:
         of = [name for name in SETTING if name in frame]
