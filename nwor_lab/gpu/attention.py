@@ -15,6 +15,8 @@ prefix, attend, and leave the rows stored.
     flash2           `reshape_and_cache_flash`, then FlashAttention 2, which vLLM takes on an A100: forced on a Hopper,
                      and left out with an fp8 cache and where vLLM comes without it
     triton           `triton_reshape_and_cache_flash`, then vLLM's `unified_attention`
+    xqa              `reshape_and_cache_flash`, then FlashInfer's XQA as vLLM's FlashInfer backend calls it on a Hopper;
+                     left out where there is no FlashInfer
     write            `reshape_and_cache_flash` alone
     empty            one kernel of one thread that does nothing
 
@@ -39,6 +41,7 @@ from nwor_lab.gpu.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, Attenti
 from nwor_lab.gpu.timer import interleaved
 from nwor_lab.run import results
 
+OVER = {"over_flash2": "flash2", "over_xqa": "xqa"}
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 
@@ -90,8 +93,8 @@ def measure(chosen: Sequence[AttentionShape], repeats: int) -> pd.DataFrame:
             if op not in ("empty", "write")
         ]
         line = net(pd.DataFrame(timed)).iloc[0]
-        forced = f", over flash2 {line['over_flash2']:.3f}" if "over_flash2" in line else ""
-        print(f"{shape}: nwor over vLLM's faster {line['ratio']:.3f}{forced}", flush=True)
+        others = "".join(f", {name.replace('_', ' ')} {line[name]:.3f}" for name in OVER if name in line)
+        print(f"{shape}: nwor over vLLM's faster {line['ratio']:.3f}{others}", flush=True)
         del case, calls
     return results.tidy(found, mode="", model="", seed=0)
 
@@ -100,7 +103,8 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
     """Median times with the empty kernel's taken off: one row a shape, one column an op, us.
 
     `flash` is FlashAttention 3 with the number of splits that is fastest, `vanilla` the faster of that and `triton`,
-    `ratio` nwor's time over it, and `over_flash2` that over FlashAttention 2's, where it was forced.
+    and `ratio` nwor's time over it; `over_flash2` and `over_xqa` are over attentions that users have to ask for, where
+    they were timed.
     """
     times = frame[frame["metric"] == "time"]
     table = times.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median")
@@ -109,8 +113,9 @@ def net(frame: pd.DataFrame) -> pd.DataFrame:
     table = table.drop(columns=splits.columns).assign(flash=splits.min(axis=1))
     table["vanilla"] = table[["flash", "triton"]].min(axis=1)
     table["ratio"] = table["nwor"] / table["vanilla"]
-    if "flash2" in table:
-        table["over_flash2"] = table["nwor"] / table["flash2"]
+    for name, op in OVER.items():
+        if op in table:
+            table[name] = table["nwor"] / table[op]
     return table
 
 
@@ -135,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     times = measure(grid(**{name: values for name, values in axes.items() if values}), asked.repeats)
     timer.write(asked, asked.name, times)
     table = net(times)
-    print(table.filter(regex="ratio|over_flash2").round(3).to_string())
+    print(table.filter(["ratio", *OVER]).round(3).to_string())
     print(verdict(table))
     return 0
 

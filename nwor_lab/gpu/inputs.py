@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -236,6 +237,11 @@ def has_flash2() -> bool:
     return is_fa_version_supported(2)
 
 
+def has_xqa() -> bool:
+    """Whether FlashInfer is here, whose XQA its backend in vLLM takes for windows on a Hopper."""
+    return bool(importlib.util.find_spec("flashinfer")) and torch.cuda.get_device_capability() == (9, 0)
+
+
 class AttentionCase:
     """The tensors of one layer and step, the cache laid out as vLLM's (block, slot, head, key and value): "NHD"."""
 
@@ -350,6 +356,28 @@ class AttentionCase:
 
         return call
 
+    def xqa(self) -> Call:
+        """vLLM's write and FlashInfer's XQA, as vLLM's backend calls it: the query copied to be dense, and in bf16 with
+        any cache."""
+        from flashinfer.decode import xqa_batch_decode_with_kv_cache
+        from vllm.v1.attention.backends.flashinfer import _get_trtllm_workspace_buffer, _make_xqa_draft_block_mask
+
+        shape, given = self.shape, self.arguments()
+        query = self.qkv[:, : shape.heads]
+        mask = _make_xqa_draft_block_mask(shape.query, causal=True, device=query.device)
+        call = functools.partial(
+            xqa_batch_decode_with_kv_cache, kv_cache=(given["k"], given["v"]), out=self.output,
+            workspace_buffer=_get_trtllm_workspace_buffer(), block_tables=self.block_table, seq_lens=self.seq_lens,
+            max_seq_len=given["max_seqlen_k"], bmm1_scale=self.scale, bmm2_scale=1.0, q_len_per_req=shape.query,
+            mask=mask.expand(shape.batch, -1, -1).contiguous(),
+        )  # fmt: skip
+
+        def write_and_attend() -> None:
+            self.write()
+            call(query.contiguous())
+
+        return write_and_attend
+
     def vanilla(self) -> dict[str, Call]:
         """vLLM's backends on this device, each with its write, by name; FlashAttention 2 takes no fp8 cache."""
         from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
@@ -366,6 +394,7 @@ class AttentionCase:
             **{f"flash {splits}": self.flash(splits) for splits in FLASH_SPLITS},
             **({"flash2": self.flash(0, version=2)} if not self.fp8 and has_flash2() else {}),
             "triton": self.triton(),
+            **({"xqa": self.xqa()} if has_xqa() else {}),
             "write": self.write,
         }
 

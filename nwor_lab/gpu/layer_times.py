@@ -13,7 +13,12 @@ from nwor_lab.gpu.attention import net
 from nwor_lab.gpu.inputs import KEYS
 
 BACKENDS = {"nwor": "nwor, one launch", "flash": "FlashAttention 3 + write", "triton": "Triton + write"}
-EACH = {"flash2": "FlashAttention 2, forced", "triton": "Triton", "flash": "FlashAttention 3"}
+EACH = {
+    "flash2": "FlashAttention 2, forced",
+    "triton": "Triton",
+    "flash": "FlashAttention 3",
+    "xqa": "FlashInfer's XQA",
+}
 
 
 def frame(times: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
