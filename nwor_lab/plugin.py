@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's own vLLM plugin: the auditor and random weights, each only where its variable asks for it."""
+"""The lab's own vLLM plugin: one key for compiled graphs; the auditor and random weights, where a variable asks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def register() -> None:
         ValueError: ``VLLM_NWOR_AUDIT`` is neither 0 nor 1.
         RuntimeError: this vLLM is not the release the hooks were written for.
     """
-    from nwor_lab.engines import random_weights
+    from nwor_lab.engines import random_weights, shared_graphs
 
     audit = os.environ.get(AUDIT, "0")
     if audit not in ("0", "1"):
         raise ValueError(f"{AUDIT}={audit!r} must be 0 or 1")
+    shared_graphs.install()
     if os.environ.get(random_weights.ASKED) == "1":
         random_weights.install()
     if audit == "1":

@@ -65,7 +65,7 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
         specs = {
             mode + of_k: (
                 replace(of_length, plugins="nwor_lab") if mode == UNPATCHED else of_length,
-                settings_of(mode, plan.audit),
+                settings_of(mode, plan.audit, repaired=UNPATCHED not in plan.modes),
                 0,
             )
             for mode in plan.modes
@@ -80,7 +80,8 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
 
 @contextmanager
 def started(specs: Mapping[str, tuple[EngineSpec, Settings, int]], logs: str) -> Iterator[dict[str, Engine]]:
-    """Engines by name, all started at once, each up and proven to serve its mode.
+    """Engines by name, each up and proven to serve its mode. They start at once; where vLLM compiles, when the first
+    is up, whose graphs the others load.
 
     specs: by name, the configuration, settings and first core of each.
     """
@@ -90,6 +91,8 @@ def started(specs: Mapping[str, tuple[EngineSpec, Settings, int]], logs: str) ->
         for name, (spec, settings, core) in specs.items():
             log = Path(f"{logs}-{re.sub('[^a-z0-9]+', '-', name)}.log") if logs else None
             engines[name] = stack.enter_context(Engine(spec, settings, core=core, log=log))
+            if len(engines) == 1 and not spec.enforce_eager:
+                engines[name].wait()
         for name, engine in engines.items():
             engine.wait()
             ranks = engine.report()

@@ -95,8 +95,10 @@ class Plan(Timing, Workload):
         return [load for load in every if load not in large]
 
 
-def settings_of(mode: str, audit: bool) -> Settings:
-    """A mode's settings; what repairs vLLM's loading and sampling is the same in all modes, the baseline too."""
+def settings_of(mode: str, audit: bool, repaired: bool = True) -> Settings:
+    """A mode's settings. repaired: whether vLLM's loading and sampling are, in all engines of a run or in none: where
+    the baseline is vLLM never patched, all modes have the drafter that it loads."""
     if mode == UNPATCHED:
         return Settings(audit=audit)
-    return Settings(mode=mode, audit=audit, debug_sync=mode != "off", eagle_bias=True, fix_cpu_sampling=on_cpu())
+    sampling = repaired and on_cpu()
+    return Settings(mode=mode, audit=audit, debug_sync=mode != "off", eagle_bias=repaired, fix_cpu_sampling=sampling)
