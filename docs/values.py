@@ -72,11 +72,12 @@ NEVER_PATCHED = "vLLM never patched"
 def whole_steps() -> pd.DataFrame:
     """Steps over those of vLLM never patched, and `stage` over its control: a line a table, setting and mode.
 
-    `gpu_decode` is the latest run, of 8 KV heads, and `gpu_direct` an earlier and wider one.
+    `gpu_decode` is the latest run, of 8 KV heads, `gpu_decode_more` other settings of it, and `gpu_direct` an earlier
+    and wider one.
     """
-    steps, latest = table("gpu_direct"), table("gpu_decode")
     lines = []
-    for name, rows in (("gpu_direct", steps), ("gpu_decode", latest)):
+    for name in ("gpu_direct", "gpu_decode", "gpu_decode_more"):
+        rows = table(name)
         over_control = step_ratios(rows, "direct").query("mode == 'stage'")
         lines.append(step_ratios(rows).assign(over=NEVER_PATCHED, table=name))
         lines.append(over_control.assign(over="direct", table=name))
@@ -91,7 +92,7 @@ def one_layer() -> pd.DataFrame:
     """A layer's attention and write, in one launch, over each attention of vLLM's: a line a table and shape."""
     lines = [net(table("attention")).reset_index().rename(columns={"ratio": "value"})]
     lines[0] = lines[0].assign(table="attention", over="the faster of vLLM's backends")
-    for name in ("gpu_cliff", "gpu_long", "gpu_long_drafts"):
+    for name in ("gpu_cliff", "gpu_long", "gpu_long_drafts", "gpu_xqa"):
         wide = layers.over_each(table(name))
         columns = [column for column in wide if column not in layers.EACH.values()]
         lines.append(wide.melt(columns, var_name="over").dropna(subset="value").assign(table=name))
@@ -177,6 +178,24 @@ def spread(ratios: pd.Series) -> str:
     return f"{ratios.median():.3f} (median of {len(ratios)} settings, {ratios.min():.3f} to {ratios.max():.3f})"
 
 
+def more_row(mode: str) -> str:
+    """A mode's step over vLLM's with 1, 4 and 16 requests, of the latest run on an H200, with 32 KV heads."""
+    return row("gpu_decode_more", mode, batches=(1, 4, 16), gpu="H200")
+
+
+def shifts(mode: str) -> str:
+    """The least and the greatest `shift` of a mode, in nats, of the latest steps with an fp8 cache."""
+    found = step_ratios(table("gpu_decode_more")).query("kv_cache_dtype == 'fp8' and mode == @mode")["shift"]
+    return f"{found.min():.3f} to {found.max():.3f}"
+
+
+def largest_errors(cache: str) -> str:
+    """Of one layer against fp32, over all shapes: `stage`, FlashAttention 3, Triton and FlashInfer's XQA."""
+    rows = table("gpu_xqa").query("metric == 'error' and cache == @cache")
+    largest = rows.groupby("op", observed=True)["value"].max()
+    return slashes(largest[["nwor", "flash", "triton", "xqa"]], 4)
+
+
 def one_layer_range(name: str, over: str, where: str = "value > 0") -> str:
     """The least and the greatest ratio of a layer in a table, in the lines of a query."""
     ratios = findings().query("table == @name and over == @over").query(where)["value"]
@@ -221,6 +240,18 @@ def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = 
     """The least and the greatest ratio of a single pass, of each of these numbers of requests at once."""
     lines = [all_served().loc[(gpu, tp, k, mode, f"{requests} at once")] for requests in at_once]
     return " / ".join(f"{line['lowest']:.2f} to {line['highest']:.2f}" for line in lines)
+
+
+def served_of(mode: str, requests: int, gpu: str = "H200", tp: int = 1, k: int = 4) -> str:
+    """A mode's tokens a second over vLLM's with so many requests at once: the median, the least and greatest pass."""
+    line = all_served().loc[(gpu, tp, k, mode, f"{requests} at once")]
+    return f"{line['ratio']:.2f} ({line['lowest']:.2f} to {line['highest']:.2f})"
+
+
+def own_scatter(name: str, load: str, gpu: str = "H200", k: int = 8) -> float:
+    """Tokens a second of vLLM alone, never patched: the fastest pass over the slowest."""
+    rows = table(name).query("gpu == @gpu and k == @k and load == @load and mode == 'off' and metric == 'tokens_per_s'")
+    return float(rows["value"].max() / rows["value"].min())
 
 
 def audited_row(requests: int, gpu: str, tp: int = 1) -> str:

@@ -28,6 +28,7 @@ def install() -> None:
 
     original = envs.compile_factors
 
+    @functools.wraps(original)
     def compile_factors() -> dict[str, Any]:
         return {name: value for name, value in original().items() if not of_plugins(name, value)}
 

@@ -85,8 +85,10 @@ def expected(out: style.Folder, table: Tables) -> Path:
 
 def guessed(table: Tables) -> pd.DataFrame:
     """What was written down of a run before it, `data/expected.csv`, beside what it gave, where it has run since."""
-    steps = gpu_steps.step_ratios(table("gpu_decode")).query(f"{gpu_steps.MAIN} and kv_heads == 8")
-    steps = steps.assign(what="step, 8 KV heads, k=8, prompts of 512, bf16")
+    both = pd.concat([table("gpu_decode"), table("gpu_decode_more")], ignore_index=True)
+    steps = gpu_steps.step_ratios(both).query(gpu_steps.MAIN)
+    heads = steps["kv_heads"].astype(str)
+    steps = steps.assign(what="step, " + heads + " KV heads, k=8, prompts of 512, bf16")
     servers = served(table).rename(columns={"lowest": "low", "highest": "high"})
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
     servers = pd.concat([servers, audited])

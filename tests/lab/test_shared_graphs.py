@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that are compared run the same compiled graphs: vLLM's key is one, and the first engine compiles."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from nwor_lab.engines.spec import EngineSpec
 @pytest.fixture
 def key(monkeypatch):
     monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
-    monkeypatch.setattr(envs, "compile_factors", envs.compile_factors)
+    monkeypatch.setattr(envs, "compile_factors", inspect.unwrap(envs.compile_factors))
     for name in [name for name in envs.environment_variables if name.startswith("VLLM_NWOR_")]:
         del envs.environment_variables[name]
     return lambda: hash_factors(envs.compile_factors())
