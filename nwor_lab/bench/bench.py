@@ -80,8 +80,7 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
 
 @contextmanager
 def started(specs: Mapping[str, tuple[EngineSpec, Settings, int]], logs: str) -> Iterator[dict[str, Engine]]:
-    """Engines by name, each up and proven to serve its mode. They start at once; where vLLM compiles, when the first
-    is up, whose graphs the others load.
+    """Engines by name, all started at once, each up and proven to serve its mode.
 
     specs: by name, the configuration, settings and first core of each.
     """
@@ -91,8 +90,6 @@ def started(specs: Mapping[str, tuple[EngineSpec, Settings, int]], logs: str) ->
         for name, (spec, settings, core) in specs.items():
             log = Path(f"{logs}-{re.sub('[^a-z0-9]+', '-', name)}.log") if logs else None
             engines[name] = stack.enter_context(Engine(spec, settings, core=core, log=log))
-            if len(engines) == 1 and not spec.enforce_eager:
-                engines[name].wait()
         for name, engine in engines.items():
             engine.wait()
             ranks = engine.report()

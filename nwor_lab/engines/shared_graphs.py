@@ -1,35 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One key for the compiled graphs of engines that are compared, so that each runs what vLLM compiled for the first.
+"""The same compiled graphs for all engines that are compared: vLLM keeps them under one key, and one engine compiles.
 
 Why: engines that compile for themselves need not round alike. On an H200 with an fp8 cache and random weights ``cow``,
 which attends as vLLM does, gave vLLM's tokens where nothing was compiled, and in two of three runs with compilation it
 was 0.05 to 0.065 nats away from vLLM, as far as another attention kernel is. vLLM's key holds every variable that it
 knows: which plugins to load, and by name those that plugins make known.
 How: `vllm.envs.compile_factors` leaves out the list of plugins, and variables of the mode and of the sampled auditor
-that are not set there, as those are that change no graph. An engine that starts when another of its model is up loads
-that one's graphs.
+that are not set there, as those are that change no graph. And engines of this user compile and capture one after
+another, by a lock beside the graphs, so that all but the first find them; not ranks of data parallelism, which wait for
+each other.
 When it can go: when what plugins declare is not in vLLM's key.
 """
 
+import fcntl
 import functools
+from pathlib import Path
 from typing import Any
 
 OF_PLUGINS = ("VLLM_NWOR_", "VLLM_KV_AUDIT")
 
 
-def of_plugins(name: str, value: Any) -> bool:
-    """Whether a variable in vLLM's key says of plugins what changes no graph."""
-    return name == "VLLM_PLUGINS" or (name.startswith(OF_PLUGINS) and not value)
-
-
 @functools.cache
 def install() -> None:
     from vllm import envs
+    from vllm.v1.engine.core import EngineCore
 
-    original = envs.compile_factors
+    envs.compile_factors = without_plugins(envs.compile_factors)
+    EngineCore._initialize_kv_caches = one_at_a_time(EngineCore._initialize_kv_caches)
+
+
+def without_plugins(original: Any) -> Any:
+    """vLLM's variables that its key of compiled graphs is made of, but for those of plugins that change no graph."""
 
     @functools.wraps(original)
     def compile_factors() -> dict[str, Any]:
         return {name: value for name, value in original().items() if not of_plugins(name, value)}
 
-    envs.compile_factors = compile_factors
+    return compile_factors
+
+
+def of_plugins(name: str, value: Any) -> bool:
+    return name == "VLLM_PLUGINS" or (name.startswith(OF_PLUGINS) and not value)
+
+
+def one_at_a_time(original: Any) -> Any:
+    """An engine's compilation and capture, behind those of others that share its graphs."""
+
+    @functools.wraps(original)
+    def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+        from vllm import envs
+        from vllm.config import CompilationMode
+
+        alone = vllm_config.parallel_config.data_parallel_size == 1
+        if vllm_config.compilation_config.mode == CompilationMode.NONE or not alone:
+            return original(self, vllm_config)
+        folder = Path(envs.VLLM_CACHE_ROOT)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "nwor_lab.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return original(self, vllm_config)
+
+    return _initialize_kv_caches

@@ -5,9 +5,8 @@
     nwor serving --modes off --audit sample=16      # what the sampled auditor costs
 
 One server a mode, all up at once and one loaded at a time, so that modes alternate within each load; each pass over the
-loads reverses their order. The baseline `off` is vLLM that never loads NWOR's plugin, and where vLLM compiles, the
-others load its graphs. Every mode gets the same requests in the same order: held-out Python text, greedy, prefix
-caching off unless asked for.
+loads reverses their order. The baseline `off` is vLLM that never loads NWOR's plugin. Every mode gets the same
+requests in the same order: held-out Python text, greedy, prefix caching off unless asked for.
 """
 
 from __future__ import annotations
@@ -67,8 +66,6 @@ def run(
         for mode in plan.servers:
             of_mode = AuditedSpec(**vars(spec), audit=plan.audit) if mode == AUDITED else spec
             servers[mode] = Server.of(of_mode, mode, logs / f"{name}-{mode.replace(' ', '-')}.log")
-            if len(servers) == 1 and not spec.enforce_eager:
-                servers[mode].wait(until - time.monotonic())
         client = Client(spec.model, data, plan.answer, logs / f"{name}-client.log")
         for mode, server in servers.items():
             server.wait(until - time.monotonic())

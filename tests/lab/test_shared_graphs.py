@@ -1,61 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are compared run the same compiled graphs: vLLM's key is one, and the first engine compiles."""
+"""Engines that are compared run the same compiled graphs: vLLM's key is one, and one engine at a time compiles."""
 
+import fcntl
 import inspect
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from vllm import envs
+from vllm.config import CompilationMode
 from vllm.config.utils import hash_factors
 
 from nwor import vllm as plugin
-from nwor_lab.bench import bench
 from nwor_lab.bench.plan import UNPATCHED, settings_of
 from nwor_lab.engines import shared_graphs
-from nwor_lab.engines.spec import EngineSpec
 
 
 @pytest.fixture
-def key(monkeypatch):
+def variables(monkeypatch):
+    """vLLM's variables as it knows them without a plugin; what is made known in a test is forgotten after it."""
     monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
-    monkeypatch.setattr(envs, "compile_factors", inspect.unwrap(envs.compile_factors))
-    for name in [name for name in envs.environment_variables if name.startswith("VLLM_NWOR_")]:
+    for name in [name for name in envs.environment_variables if name.startswith(shared_graphs.OF_PLUGINS)]:
         del envs.environment_variables[name]
-    return lambda: hash_factors(envs.compile_factors())
 
 
-def change(monkeypatch, mode: str) -> None:
-    """What an engine of a mode has in its environment, and vLLM never patched has not."""
+@pytest.mark.parametrize("shared", [True, False])
+def test_modes_take_the_graphs_of_vllm_never_patched(shared, variables, monkeypatch):
+    """By vLLM's own key they would not."""
+    factors = inspect.unwrap(envs.compile_factors)
+    factors = shared_graphs.without_plugins(factors) if shared else factors
+    never_patched = hash_factors(factors())
     plugin._declare_variables()
-    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+    monkeypatch.setenv("VLLM_NWOR_MODE", "stage")
     monkeypatch.setenv("VLLM_PLUGINS", "nwor,nwor_lab")
+    assert (hash_factors(factors()) == never_patched) == shared
 
 
-def test_modes_take_the_graphs_of_vllm_never_patched(key, monkeypatch):
-    shared_graphs.install.__wrapped__()
-    never_patched = key()
-    change(monkeypatch, "stage")
-    assert key() == never_patched
-    monkeypatch.setenv("VLLM_NWOR_EAGLE_BIAS", "1")
-    assert key() != never_patched, "a bias is in the graph"
-    monkeypatch.delenv("VLLM_NWOR_EAGLE_BIAS")
-    monkeypatch.setenv("VLLM_USE_LAYERNAME", "0" if envs.VLLM_USE_LAYERNAME else "1")
-    assert key() != never_patched, "vLLM's own variables stay in the key"
+@pytest.mark.parametrize(("name", "value"), [("VLLM_NWOR_EAGLE_BIAS", "1"), ("VLLM_USE_LAYERNAME", "0")])
+def test_what_changes_a_graph_stays_in_the_key(name, value, variables, monkeypatch):
+    factors = shared_graphs.without_plugins(inspect.unwrap(envs.compile_factors))
+    plugin._declare_variables()
+    before = hash_factors(factors())
+    monkeypatch.setenv(name, value)
+    assert hash_factors(factors()) != before
 
 
-def test_by_vllms_own_key_they_would_not(key, monkeypatch):
-    never_patched = key()
-    change(monkeypatch, "stage")
-    assert key() != never_patched
+@pytest.mark.parametrize(("mode", "ranks"), [("VLLM_COMPILE", 1), ("NONE", 1), ("VLLM_COMPILE", 2)])
+def test_engines_compile_one_after_another(mode, ranks, tmp_path, monkeypatch):
+    """But for those that compile nothing, and those of data parallelism, which would wait for each other for ever."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "new"))
+    waits = []
 
+    def other_engine_would_wait(core, config):
+        (tmp_path / "new").mkdir(exist_ok=True)
+        with open(tmp_path / "new" / "nwor_lab.lock", "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                waits.append(False)
+            except BlockingIOError:
+                waits.append(True)
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_where_vllm_compiles_the_first_engine_is_up_before_others_start(engines, eager):
-    spec = replace(EngineSpec("target", "eagle"), enforce_eager=eager)
-    with bench.started({mode: (spec, settings_of(mode, False), 0) for mode in ("off", "cow")}, ""):
-        pass
-    before = engines.calls[: engines.calls.index(("cow", "start"))]
-    assert (("off", "wait") in before) == (not eager)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        compilation_config=SimpleNamespace(mode=CompilationMode[mode]),
+    )
+    shared_graphs.one_at_a_time(other_engine_would_wait)(None, config)
+    assert waits == [mode == "VLLM_COMPILE" and ranks == 1]
 
 
 def test_beside_vllm_never_patched_no_mode_has_a_repaired_drafter():
