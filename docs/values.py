@@ -173,9 +173,20 @@ def steps(mode: str = "stage", over: str = NEVER_PATCHED, table: str = "gpu_dire
     return ratios
 
 
+def stage_steps() -> pd.Series:
+    """Steps of `stage` over vLLM's in the latest run, prompts of 512, on both kinds of GPU."""
+    rows = findings().query("table == 'gpu_decode' and mode == 'stage' and over == @NEVER_PATCHED and context == 512")
+    return rows["value"]
+
+
+def span(ratios: pd.Series, digits: int = 3) -> str:
+    """The least and the greatest."""
+    return f"{ratios.min():.{digits}f} to {ratios.max():.{digits}f}"
+
+
 def spread(ratios: pd.Series) -> str:
     """Median, least and greatest of the settings."""
-    return f"{ratios.median():.3f} (median of {len(ratios)} settings, {ratios.min():.3f} to {ratios.max():.3f})"
+    return f"{ratios.median():.3f} (median of {len(ratios)} settings, {span(ratios)})"
 
 
 def more_row(mode: str) -> str:
@@ -185,8 +196,7 @@ def more_row(mode: str) -> str:
 
 def shifts(mode: str) -> str:
     """The least and the greatest `shift` of a mode, in nats, of the latest steps with an fp8 cache."""
-    found = step_ratios(table("gpu_decode_more")).query("kv_cache_dtype == 'fp8' and mode == @mode")["shift"]
-    return f"{found.min():.3f} to {found.max():.3f}"
+    return span(step_ratios(table("gpu_decode_more")).query("kv_cache_dtype == 'fp8' and mode == @mode")["shift"])
 
 
 def largest_errors(cache: str) -> str:
@@ -198,8 +208,7 @@ def largest_errors(cache: str) -> str:
 
 def one_layer_range(name: str, over: str, where: str = "value > 0") -> str:
     """The least and the greatest ratio of a layer in a table, in the lines of a query."""
-    ratios = findings().query("table == @name and over == @over").query(where)["value"]
-    return f"{ratios.min():.2f} to {ratios.max():.2f}"
+    return span(findings().query("table == @name and over == @over").query(where)["value"], 2)
 
 
 def least_and_most(name: str, over: str, where: str) -> str:
