@@ -252,9 +252,9 @@ def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = 
 
 
 def served_of(mode: str, requests: int, gpu: str = "H200", tp: int = 1, k: int = 4) -> str:
-    """A mode's tokens a second over vLLM's with so many requests at once: the median, the least and greatest pass."""
+    """A mode's tokens a second over vLLM's with so many requests at once: the median, and between which it lies."""
     line = all_served().loc[(gpu, tp, k, mode, f"{requests} at once")]
-    return f"{line['ratio']:.2f} ({line['lowest']:.2f} to {line['highest']:.2f})"
+    return f"{line['ratio']:.2f} ({line['low']:.2f} to {line['high']:.2f})"
 
 
 def own_scatter(name: str, load: str, gpu: str = "H200", k: int = 8) -> float:
@@ -264,9 +264,7 @@ def own_scatter(name: str, load: str, gpu: str = "H200", k: int = 8) -> float:
 
 
 def audited_row(requests: int, gpu: str, tp: int = 1) -> str:
-    """Tokens a second of a server under the sampled auditor over one without: the median, the least and the greatest
-    pass.
-    """
+    """Tokens a second of a server under the sampled auditor over one without: the median, and between which it lies."""
     lines = audited_servers(table("gpu_audit_serving")).set_index(["gpu", "tp", "load"])
     line = lines.loc[(gpu, tp, f"{requests} at once")]
     return f"{line.ratio:.2f} ({line.low:.2f} to {line.high:.2f})"

@@ -89,7 +89,7 @@ def guessed(table: Tables) -> pd.DataFrame:
     steps = gpu_steps.step_ratios(both).query(gpu_steps.MAIN)
     heads = steps["kv_heads"].astype(str)
     steps = steps.assign(what="step, " + heads + " KV heads, k=8, prompts of 512, bf16")
-    servers = served(table).rename(columns={"lowest": "low", "highest": "high"})
+    servers = served(table)
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
     servers = pd.concat([servers, audited])
     at_once = servers["load"].str.extract(r"(\d+) at once")[0].astype(float)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab.cost.ratios import MAX_SPREAD
+from nwor_lab.cost.ratios import MAX_SPREAD, SURE
 from nwor_lab.figures import style
 from nwor_lab.serving import table
 
@@ -81,11 +81,12 @@ def serving(run: style.Place, summary: pd.DataFrame) -> Path:
     Args:
         summary: `nwor_lab.serving.table.summary`.
     """
-    points = summary[summary["mode"] != "off"].rename(columns={"load": "setting", "lowest": "low", "highest": "high"})
+    points = summary[summary["mode"] != "off"].rename(columns={"load": "setting"})
     caption = (
         "Output tokens a second over those of vLLM never patched, by vLLM's own client, in the same pass over the "
         "loads: right of the line the mode serves more. Where requests come at a rate, an answer's own tokens a "
-        "second. Medians of the passes, whiskers from the least to the greatest pass; "
+        "second. Medians of the passes; between the whiskers the median lies with a probability of "
+        f"{SURE:.0%} (of fewer than five passes they are the least and the greatest); "
         f"{int(points['ratio'].isna().sum())} of {len(points)} are left out, not at parity."
     )
     columns = ["panel", "setting", "mode", "ratio", "low", "high"]

@@ -2,7 +2,9 @@
 """Where a mode is faster, by hand and against the price of a step; predicted against measured, no point hidden."""
 
 import itertools
+import math
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -10,7 +12,7 @@ from nwor_lab import paths
 from nwor_lab.bench.gpu_steps import SETTING
 from nwor_lab.cost import breakeven, predicted
 from nwor_lab.cost.breakeven import H200, MODELS, Chip, step_difference
-from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps, is_stable
+from nwor_lab.cost.ratios import SURE, abba_ratio, audited_servers, audited_steps, is_stable, median_between
 from nwor_lab.cost.traffic import Window
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.run import results
@@ -158,6 +160,24 @@ def test_a_ratio_is_free_of_which_turn_came_first(ratios, together):
 def test_repeats_are_paired_by_their_number():
     """Of a table with a hole: 1 and 2 are of one order each, but of two captures and minutes apart."""
     assert abba_ratio(pd.Series({0: 0.9, 1: 1.0, 3: 0.5})) == pytest.approx(0.9**0.5)
+
+
+@pytest.mark.parametrize("passes", [5, 6, 11, 20])
+def test_of_many_passes_one_slow_one_does_not_widen_what_is_said(passes):
+    """The true median is 1: it lies between the two in `SURE` of draws and more, and nothing narrower would do."""
+    draws = np.random.default_rng(0).standard_cauchy((20000, passes)) + 1
+    ranked = np.sort(draws)
+    (at,) = {sorted(one).index(median_between(one)[0]) for one in draws[:50].tolist()}
+    held = (ranked[:, at] < 1) & (ranked[:, passes - 1 - at] > 1)
+    assert held.mean() > SURE - 0.01
+    narrower = (ranked[:, at + 1] < 1) & (ranked[:, passes - 2 - at] > 1)
+    assert narrower.mean() < SURE + 0.01
+
+
+def test_of_few_passes_the_least_and_the_greatest_are_said():
+    assert median_between([1.1, 0.9, 1.0]) == (0.9, 1.1)
+    assert median_between([1.1]) == (1.1, 1.1)
+    assert all(map(math.isnan, median_between([math.nan])))
 
 
 def test_what_the_auditor_costs_is_over_the_same_repeat_and_pass_of_each_gpu():
