@@ -5,10 +5,10 @@ Why: engines that compile for themselves need not round alike. On an H200 with a
 which attends as vLLM does, gave vLLM's tokens where nothing was compiled, and in two of three runs with compilation it
 was 0.05 to 0.065 nats away from vLLM, as far as another attention kernel is. vLLM's key holds every variable that it
 knows: which plugins to load, and by name those that plugins make known.
-How: `vllm.envs.compile_factors` leaves out the list of plugins, and variables of the mode and of the sampled auditor
-that are not set there, as those are that change no graph. And engines of this user compile and capture one after
-another, by a lock beside the graphs, so that all but the first find them; not ranks of data parallelism, which wait for
-each other.
+How: `vllm.envs.compile_factors` leaves out the list of plugins and the names of variables of the mode and of the
+sampled auditor; an EAGLE head's biases, which change a graph, stay in. And engines that share a folder of graphs
+compile and capture one after another, by a lock in it, so that all but the first find them; not ranks of data
+parallelism, which wait for each other.
 When it can go: when what plugins declare is not in vLLM's key.
 """
 
