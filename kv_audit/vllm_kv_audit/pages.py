@@ -83,7 +83,9 @@ def find_pages(runner: Any) -> tuple[list[Pages], list[str]]:
                 continue  # it has no rows of its own
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
             cache = getattr(layer, "kv_cache", None)
-            why = "the drafter's own" if name in drafting else _why_not(spec, cache, _table_block_size(runner, index))
+            stored = str(getattr(layer, "kv_cache_dtype", ""))
+            why = _why_not(spec, cache, stored, _table_block_size(runner, index))
+            why = "the drafter's own" if name in drafting else why
             if why:
                 left.setdefault(why, []).append(name)
                 continue
@@ -115,12 +117,15 @@ def _table_block_size(runner: Any, group: int) -> int:
     return runner.input_batch.block_table[group].block_size
 
 
-def _why_not(spec: Any, cache: Any, block_size: int) -> str:
+def _why_not(spec: Any, cache: Any, stored: str, block_size: int) -> str:
+    """stored: the cache's type, by vLLM's name."""
     kind = type(spec).__name__
     if kind not in CHECKED or getattr(spec, "tokens_per_state", 1) != 1:
         return f"a cache of kind {kind} has no slot for each token"
     if not isinstance(cache, Tensor) or cache.dim() not in (3, 4) or cache.stride(-1) != 1:
         return "no cache of rows by block and slot"
+    if stored.startswith("nvfp4"):
+        return f"a cache of type {stored}, in which a slot's numbers and scales lie apart"
     if block_size % cache.shape[-2]:
         return f"blocks of {cache.shape[-2]} slots, where block tables have {block_size}"
     return ""

@@ -8,6 +8,9 @@ from nwor.vllm.connectors import why_not_beside
 from nwor.vllm.context import draft_layers, is_latent, recurrent_layers, sharing_layers
 
 BACKENDS = ("CPUAttentionBackend", "FlashAttentionBackend", "TritonAttentionBackend", "FlashInferBackend")
+ONE_ROW = {"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"}
+ONE_ROW |= {f"{kind}_per_token_head" for kind in ("fp8", "int4", "int8")}
+"""Types of cache in which a slot is one row a head. NVFP4 is none: its numbers and scales lie apart in a block."""
 NEUTRAL = {"chunk_lookback": -1, "use_alibi_sqrt": False}
 """Masks of vLLM's implementations, each with the value at which it changes no score."""
 
@@ -113,11 +116,13 @@ def _unknown_mask(layer: Any, config: Any) -> str:
 
 
 def why_not_whole(runner: Any, layers: dict[str, Any]) -> str:
-    """Why `layers` are not all of the target's cache, or an empty string.
+    """Why the rows of `layers` are not all of the target's cache, or an empty string.
 
     A part of a model is neither served nor audited: what was rejected in the rest of it would stay. Layers that only
-    read another one's cache leave nothing there.
+    read another one's cache leave nothing there. Nor is a cache whose slots are not known to be rows.
     """
+    if unknown := sorted({layer.kv_cache_dtype for layer in layers.values()} - ONE_ROW):
+        return f"a cache of type {unknown[0]}: its slots are not known to be one row a head"
     cached = {name for spec in runner.kv_cache_config.kv_cache_groups for name in spec.layer_names}
     context = runner.compilation_config.static_forward_context
     known = layers.keys() | draft_layers(runner) | sharing_layers(runner) | recurrent_layers(runner)

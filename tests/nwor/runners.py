@@ -81,7 +81,7 @@ def gpu_layer(implementation: str = "FlashAttentionImpl", layer_class: type[Atte
     vars(layer.impl).update({name: value for name, value in values.items() if name not in {*of_layer, "scale_of"}})
     layer._k_scale = layer._v_scale = torch.ones(values["scale_of"])
     layer.num_kv_heads, layer.head_size, layer.dtype = 2, values["head_size"], torch.bfloat16
-    layer.attn_type, layer.kv_cache_dtype = values["attn_type"], "auto"
+    layer.attn_type, layer.kv_cache_dtype = values["attn_type"], values["kv_cache_dtype"]
     layer.sliding_window = values.pop("layer_sliding_window")
     vars(layer)["nwor_given_rows"] = True
     for name in of_layer.keys() & values.keys():

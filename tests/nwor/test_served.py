@@ -120,6 +120,9 @@ CASES = [
     (LOGS, {}, {"kv_cache_torch_dtype": torch.float16}, "torch.float16"),
     (LOGS, ON_A_GPU, {"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
     (LOGS, ON_A_GPU, {"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
+    # Numbers and their scales lie apart there: a row of such a view is bytes of many slots.
+    *((NOBODY, where, FLASHINFER | {"kv_cache_dtype": name}, name) for where in ({}, ON_A_GPU)
+      for name in ("nvfp4", "nvfp4_4over6", "unheard_of")),
     (LOGS, ON_A_GPU, {"scale_of": 8}, "scale"),
     (LOGS, {}, {"kv_cache_update_bypass": True}, "itself"),  # vLLM 0.33's mark
     # 16 drafts and a token for four query heads of a KV head: more rows than the tensor cores take at a time.

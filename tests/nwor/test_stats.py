@@ -136,13 +136,17 @@ class Core:
         self.of_ways[number] = [before + by for before, by in zip(self.of_ways[number], risen, strict=True)]
 
     def step(
-        self, vllms: tuple[int, int] | None = None, statistics: bool = True, seconds: float = 1.0, **risen
-    ) -> dict[str, int]:
+        self, vllms: tuple[int, int] | None = None, statistics: bool = True, seconds: float = 1.0,
+        asked: int | None = None, **risen,
+    ) -> dict[str, int]:  # fmt: skip
         """What the step's statistics carry.
 
         vllms: vLLM's windows and accepted drafts, None where it had none. statistics: vLLM makes some in this step.
-        seconds: since the step before. risen: as `counted`; nothing for a step without a window.
+        seconds: since the step before. asked: drafts that the scheduler asked for; None for those that were held.
+        risen: as `counted`; nothing for a step without a window.
         """
+        asked = risen.get("drafts", 0) if asked is None else asked
+        scheduled = SimpleNamespace(scheduled_spec_decode_tokens={"a": asked * [7]})
         Core.now += seconds
         spec = None if vllms is None else SpecDecodingStats(8, num_drafts=vllms[0], num_accepted_tokens=vllms[1])
         vllms_stats = SchedulerStats(num_kv_fetch_reqs_by_stage={"waiting": 3}, spec_decoding_stats=spec)
@@ -152,7 +156,7 @@ class Core:
         if risen:
             self.counted(**risen)
             output.nwor_commit = Totals(self.commits, [*self.of_ways], [*self.steps], 0, 2, 10, reads_back=False)
-        stats._make_update(lambda *arguments: outputs, self.settings)(self.scheduler, None, output)
+        stats._make_update(lambda *arguments: outputs, self.settings)(self.scheduler, scheduled, output)
         assert not vars(output), "nothing of ours is left for vLLM"
         carried = stats.take_from_statistics(vllms_stats)
         assert vllms_stats.num_kv_fetch_reqs_by_stage == {"waiting": 3}
@@ -208,6 +212,17 @@ def test_commits_are_held_against_the_scheduler(case, way, logger):
         assert core.checked == (3 + checks, 2) and logger.warning.call_count == 1, "said once"
         with pytest.raises(AssertionError, match="accepted"):
             strict.step(vllms=vllms, windows=windows, kept=committed, way=way)
+
+
+def test_windows_that_are_as_many_by_chance_are_not_compared(logger):
+    """One request's drafts were trimmed by the worker or fell back, and another request was aborted meanwhile."""
+    core = Core(debug_sync=True)
+    core.step(vllms=(2, 3), windows=2, kept=4, drafts=5, asked=8)
+    assert core.checked == (0, 0) and not logger.warning.called
+    core.step(vllms=(2, 4), windows=2, kept=4, drafts=5, asked=8)
+    assert core.checked == (1, 0), "what agrees is counted"
+    with pytest.raises(AssertionError, match="accepted"):
+        core.step(vllms=(2, 3), windows=2, kept=4, drafts=8, asked=8)
 
 
 def test_a_step_behind_one_that_was_not_told_of_is_not_compared(logger):
