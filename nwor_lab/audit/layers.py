@@ -16,7 +16,7 @@ def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
 
     Raises:
         RuntimeError: a part of the target's cache would not be seen. It is a layer of neither the target's nor the
-            drafter's model, or of a class that does not write each row to one slot.
+            drafter's model, or of a class or type of cache that does not write each row to one slot.
     """
     from vllm.model_executor.layers import attention
 
@@ -40,6 +40,8 @@ def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
         for name, layer in own.items():
             if id(layer) not in modules or type(layer) not in known:
                 raise incomplete(f"{name} is a {type(layer).__name__}, no attention layer of the target that it knows")
+            if (stored := str(getattr(layer, "kv_cache_dtype", ""))).startswith("nvfp4"):
+                raise incomplete(f"{name} has a cache of type {stored}, whose slots are no rows")
         # A layer that reads another's cache has the same memory.
         cached = {n: layer for n, layer in own.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
         if cached:

@@ -57,6 +57,13 @@ def test_an_audit_of_a_part_is_refused(other):
         hooks.target_groups(stray)
 
 
+def test_an_audit_of_slots_that_are_no_rows_is_refused():
+    layers = {"a": attention_layer(), "b": attention_layer(), "draft": attention_layer()}
+    layers["b"].kv_cache_dtype = "nvfp4"
+    with pytest.raises(RuntimeError, match="nvfp4"):
+        hooks.target_groups(runner_of(layers, layers["draft"], [["a", "b", "draft"]]))
+
+
 def test_recurrent_layers_beside_others_in_a_group_or_of_another_spec_are_refused():
     layers = {"a": attention_layer(), "state": object.__new__(ShortConv), "draft": attention_layer()}
     nn.Module.__init__(layers["state"])
