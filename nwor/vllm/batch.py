@@ -42,11 +42,11 @@ def admits_requests(scheduler_output: Any) -> bool:
 def finds_rows_of_this_step(scheduler: Any, scheduler_output: Any) -> bool:
     """Whether an admitted request shares a block whose last row is written in this very step, by another request.
 
-    vLLM publishes a block to the prefix cache while it schedules the step that fills it, by the token sampled last:
-    that is the last token that the scheduler knows of the request. Tokens that it does not know yet fill no block that
-    it has published: 0.33 publishes those once it has read what was accepted, when their rows are in the pages, since
-    each commit is queued before the step's tokens go to the host. With EAGLE no block is found before that either: 0.32
-    drops the last match, and in 0.33 a block's hash covers the token behind it.
+    vLLM publishes a block to the prefix cache while it schedules the step that fills it, by tokens that the scheduler
+    knows: of the prompt, or the one sampled last. Those that it does not know yet fill no block that it has published:
+    0.33 publishes those once it has read what was accepted, when their rows are in the pages, since each commit is
+    queued before the step's tokens go to the host. With EAGLE no block is found before that either: 0.32 drops the last
+    match, and in 0.33 a block's hash covers the token behind it.
     """
     joiners = [request for request, tokens in admitted(scheduler_output).items() if tokens > 0]
     if not joiners:
@@ -56,11 +56,16 @@ def finds_rows_of_this_step(scheduler: Any, scheduler_output: Any) -> bool:
     for request in joiners:
         for of_group, ids in zip(users, blocks_of(request), strict=True):
             of_group.update(ids)
-    for request in scheduler_output.num_scheduled_tokens:
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True)) | admitted(scheduler_output)
+    for request, rows in scheduler_output.num_scheduled_tokens.items():
         known, own = scheduler.requests[request].num_tokens, int(request in joiners)
+        begun = computed.get(request, known)
         for group, of_group, ids in zip(groups, users, blocks_of(request), strict=True):
-            full, more = divmod(known, group.kv_cache_spec.block_size)
-            if more == 0 and ids[full - 1 : full] and of_group[ids[full - 1]] > own:
+            size = group.kv_cache_spec.block_size
+            filled = [*range(begun // size, min(begun + rows, known) // size)]  # by a part of a prompt
+            filled += [known // size - 1] * (known % size == 0)
+            if any(of_group[ids[at]] > own for at in filled if 0 <= at < len(ids)):
                 return True
     return False
 

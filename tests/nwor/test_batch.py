@@ -50,6 +50,12 @@ FINDS = {
     "a step is under way, whose tokens are not known": (
         ({"a": 32}, A | {"b": ([7, 8, 5],)}), ({"b": 32}, {}, {"a": 36}, ROWS), True
     ),
+    "a part of a prompt, of one row, fills it": (
+        ({"a": 40}, A | {"b": ([7, 5],)}), ({"b": 16}, {}, {"a": 15}, {"a": 1, "b": 1}), True
+    ),
+    "the part of a prompt ends before it": (
+        ({"a": 40}, A | {"b": ([7, 5],)}), ({"b": 16}, {}, {"a": 16}, {"a": 3, "b": 1}), False
+    ),
     "it comes back": (({"a": 32}, A | {"b": ([7, 8, 5],)}), ({}, {"b": 32}, {"a": 31}, ROWS), True),
     "the other is not in this step": (({"a": 32}, A | {"b": ([7, 8, 5],)}), ({"b": 32}, {}, {}, {"b": 4}), False),
     "the second of two joiners": (
