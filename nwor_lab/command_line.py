@@ -41,7 +41,10 @@ def parse(kind: Callable[..., T], argv: list[str] | None, command: str, descript
 
 
 def fail(command: str, why: object, status: int = 2) -> int:
-    """Print in a line why a command ends, and return its exit status."""
+    """Print in a line why a command ends, and return its exit status. Who no longer reads what it says is no fault of
+    it: that goes on to `nwor`, which ends."""
+    if isinstance(why, BrokenPipeError):
+        raise why
     print(f"{command}: {' '.join(str(why).split())}", file=sys.stderr)
     return status
 

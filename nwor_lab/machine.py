@@ -6,9 +6,17 @@ vLLM's CPU build has one library for AVX2, one for AVX-512 and one for AVX-512 w
 
 import os
 import platform
+import sys
 import tempfile
 from pathlib import Path
 
+ENDING_WITH_PARENT = (
+    sys.executable,
+    "-c",
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])",
+)
+"""Before a command's words: Linux sends it SIGTERM (15) where the thread that started it is killed, which could not
+(PR_SET_PDEATHSIG, 1, of linux/prctl.h)."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
 """Variables that name a folder without which an engine stops."""
 

@@ -27,7 +27,7 @@ COLUMNS = ("layer_steps", "kept_rows", "dirty_slots", *FAULTS)
 @dataclass(frozen=True, kw_only=True)
 class Audit:
     modes: options.Modes = MODES
-    """modes to audit, of off, cow, direct and stage"""
+    """modes to audit, of off, cow, direct and stage, and vllm without the plugin"""
     ks: options.Ks = (4,)
     """draft lengths"""
     workload: Workload = field(default_factory=Workload)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +34,10 @@ class Output:
     """folder to write to; none: results/NAME"""
     name: str
     """name of the table and report"""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]*\w", self.name):
+            raise ValueError(f"--name is a word of letters, digits, dots and dashes, got {self.name!r}: give --run-dir")
 
     @property
     def folder(self) -> Path:
@@ -105,8 +110,10 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
+        if Path(model).is_absolute() and not (Path(model) / "config.json").is_file():
+            raise OSError("there is no config.json in it" if Path(model).is_dir() else "no such folder")
         return AutoTokenizer.from_pretrained(model)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         ways = f"give a model's folder, its name on the hub, or a --shape of {', '.join(shapes.SHAPES)}"
         raise ValueError(f"model {model} cannot be read ({why}); {ways}") from error

@@ -80,6 +80,10 @@ class EngineOptions:
             raise ValueError("graphs are asked for and ruled out: leave out enforce_eager (--no-enforce-eager)")
 
 
+MOST_DRAFTS = 128
+"""Of a window, by vLLM's rejection sampler (`vllm.v1.sample.rejection_sampler.MAX_SPEC_LEN`)."""
+
+
 @dataclass(frozen=True)
 class EngineSpec(EngineOptions):
     """One engine's configuration but for its mode.
@@ -94,8 +98,8 @@ class EngineSpec(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k < 1:
-            raise ValueError(f"k must be at least 1, got {self.k}")
+        if not 1 <= self.k <= MOST_DRAFTS:
+            raise ValueError(f"k must be at least 1 and at most {MOST_DRAFTS}, got {self.k}")
 
     def llm_arguments(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``; what is empty or 0 here is left to vLLM."""

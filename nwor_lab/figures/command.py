@@ -134,17 +134,21 @@ class Figures:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; a figure whose tables are missing is none of its failures."""
+    """The command; a figure whose tables are missing is none of its failures, one that cannot be read is."""
     try:
         asked = command_line.parse(Figures, argv, "nwor figures", __doc__ or "")
-    except ValueError as error:
+        results.check_folder(asked.out)
+    except (ValueError, OSError) as error:
         return command_line.fail("nwor figures", error)
     command = "nwor figures" + (f" --source {shlex.quote(asked.source)}" if asked.source else "")
+    status = 0
     for name in asked.only or FIGURES:
         out = style.Folder(asked.out, f"{command} --only {name}")
         try:
             print(FIGURES[name](out, lambda table: results.read_table(table, asked.folder)), flush=True)
         except FileNotFoundError as missing:
             print(f"{name} is not drawn: {missing}")
+        except (ValueError, LookupError) as other:  # pyarrow's error of a broken file is a ValueError
+            status = command_line.fail("nwor figures", f"{name}: a table in {asked.folder} is none of it: {other!r}", 1)
         style.close()
-    return 0
+    return status

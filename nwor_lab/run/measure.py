@@ -27,7 +27,7 @@ from typing import IO, Annotated, Any
 import pandas as pd
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from nwor_lab import command_line, paths, progress
+from nwor_lab import command_line, machine, paths, progress
 from nwor_lab.run import provenance, results
 
 NWOR = "nwor_lab.run.cli"
@@ -128,7 +128,11 @@ def run_one(command: list[str], log: IO[str]) -> int:
     is whole and to end its servers.
     """
     with subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, cwd=paths.ROOT, start_new_session=True
+        [*machine.ENDING_WITH_PARENT, *command],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=paths.ROOT,
+        start_new_session=True,
     ) as child:
         try:
             return child.wait()
@@ -159,7 +163,7 @@ def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
         raise ValueError(f"no folder {run}")
     if (run / "manifest.json").exists():
         return record_run(run, recorded)
-    if (run / "soak.parquet").exists():
+    if (run / "soak.parquet").exists() and (run / "soak.json").exists():
         return record_soak(run, recorded)
     tables, path = dict[str, pd.DataFrame](), recorded / "gpu_runs.json"
     runs = json.loads(path.read_text()) if path.exists() else []
@@ -282,6 +286,8 @@ def main(argv: list[str] | None = None) -> int:
         if asked.record:
             print(f"recorded: {', '.join(record(asked.record.resolve()))}")
             return 0
+        if machine.on_cpu():
+            raise ValueError("no NVIDIA GPU here; --list says what would be measured on one")
         if why := unrecordable(provenance.probe(provenance.git)):
             print(f"what is measured now cannot be recorded: {why}", flush=True)
         missing = measure(results.check_folder(asked.directory).resolve(), names)

@@ -238,6 +238,11 @@ class Reproduce:
     gpus: float = 0
     """GPUs a point asks of Ray"""
 
+    def __post_init__(self) -> None:
+        for name in ("cell_minutes", "gpus"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name):g}")
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 1 where a notebook fails or a claim does not hold, 2 for wrong input, 130 when interrupted."""

@@ -84,7 +84,8 @@ class ServingPlan:
         if not self.requests or not self.concurrency + self.rates:
             raise ValueError("there is no load: give --concurrency or --rates, and --requests")
         for name in ("concurrency", "rates"):
-            if min(values := getattr(self, name), default=1) <= 0 or len(set(values)) < len(values):
+            values = getattr(self, name)
+            if not all(value > 0 for value in values) or len(set(values)) < len(values):
                 raise ValueError(f"{name} must be different values, above 0, got {','.join(map(str, values))}")
         if min(self.requests) < 1:
             raise ValueError(f"requests must be at least 1, got {min(self.requests)}")

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nwor.settings import CLEAN, Settings
+from nwor_lab import machine
 from nwor_lab.engines.engine import EngineError
 from nwor_lab.engines.spec import EngineSpec
 
@@ -76,7 +77,7 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "w") as out:
             self._process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                [*machine.ENDING_WITH_PARENT, *command, "--host", "127.0.0.1", "--port", str(port)],
                 env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip

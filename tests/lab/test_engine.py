@@ -13,7 +13,8 @@ PAIR = (str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE))
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"k": 0}, "k must be at least 1, got 0"),
+        ({"k": 0}, "k must be .* got 0"),
+        ({"k": 129}, "k must be .* at most 128"),
         ({"runner": "v3"}, "runner must be v1, v2 or empty"),
         ({"cudagraph_mode": "FULL"}, "leave out enforce_eager"),
         ({"cudagraph_capture_sizes": (9, 18)}, "leave out enforce_eager"),

@@ -54,6 +54,19 @@ def test_a_folder_of_tables_is_the_only_source(tmp_path: Path, capsys: pytest.Ca
     assert f"--source '{source}' --only bytes" in (tmp_path / "figures" / "bytes.txt").read_text()
     assert figures.main(["--source", str(tmp_path / "nowhere")]) == 2
     assert "no folder" in capsys.readouterr().err
+    assert figures.main(["--out", "/proc/nwor"]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_table_that_cannot_be_read_is_a_line_and_the_other_figures_are_drawn(tmp_path, capsys):
+    (tmp_path / "traffic.parquet").write_bytes(b"half a file")
+    pd.DataFrame({"other": [1]}).to_parquet(tmp_path / "reference.parquet")
+    shutil.copy(paths.RECORDED / "gpu_cliff.parquet", tmp_path)
+    asked = ["bytes", "policies", "cliff"]
+    assert figures.main(["--source", str(tmp_path), "--out", str(tmp_path), "--only", *asked]) == 1
+    said = capsys.readouterr()
+    assert "cliff.pdf" in said.out
+    assert [line.split(": ")[1] for line in said.err.splitlines()] == ["bytes", "policies"]
 
 
 def test_the_same_data_gives_the_same_bytes_and_other_data_others(tmp_path: Path) -> None:

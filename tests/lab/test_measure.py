@@ -197,7 +197,15 @@ def test_what_cannot_be_trusted_is_not_recorded(repeats, git, said, tmp_path, mo
     assert "gpu_pair is not recorded" in line and said in line and not (tmp_path / "recorded").exists()
 
 
+def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert measure.main([str(tmp_path / "run")]) == 2
+    assert "no NVIDIA GPU" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert measure.main(["--list"]) == 0
+
+
 def test_nothing_is_nothing_to_record(tmp_path, capsys):
+    (tmp_path / "soak.parquet").touch()  # without what made it
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert measure.main(["--record", str(folder)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

@@ -25,6 +25,12 @@ from nwor_lab.run import parameters, report, reproduce, results
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("words", [["--gpus", "-1"], ["--cell-minutes", "-1"], ["--cell-minutes", "nan"]])
+def test_a_number_that_cannot_be_leaves_no_folder(words, place, capsys):
+    assert reproduce.main(["--run", "one", *words]) == 2
+    assert "at least 0" in capsys.readouterr().err and not (place / "results").exists()
+
+
 def test_a_grid_is_the_product_of_its_values(place: Path) -> None:
     book = [place / "01_book.ipynb"]
     points = parameters.read_points(book, {"mode": "off"}, ["k=1,3", "ks=1,2;8"])
