@@ -126,9 +126,13 @@ def test_a_command_that_is_interrupted_has_the_time_to_keep_what_is_whole(tmp_pa
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt_once_begun, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        measure.measure(tmp_path, ["slow"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        threading.Thread(target=interrupt_once_begun, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            measure.measure(tmp_path, ["slow"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "slow" / "kept").exists()
 
 
