@@ -36,8 +36,8 @@ import pandas as pd
 import torch
 
 from nwor_lab.gpu import timer
+from nwor_lab.gpu.attention_case import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
 from nwor_lab.gpu.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on, tuning
-from nwor_lab.gpu.inputs import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
 from nwor_lab.gpu.timer import interleaved
 from nwor_lab.run import results
 

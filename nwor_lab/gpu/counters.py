@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 
 from nwor_lab.gpu import timer
-from nwor_lab.gpu.inputs import AttentionCase, AttentionShape
+from nwor_lab.gpu.attention_case import AttentionCase, AttentionShape
 from nwor_lab.run import results
 
 METRICS = {

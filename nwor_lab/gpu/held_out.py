@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nwor.attention import configs
-from nwor_lab.gpu.inputs import AttentionShape
+from nwor_lab.gpu.attention_case import AttentionShape
 
 CONTEXTS = (560, 2096, 8240, 32816, 131120)
 """Contexts that the search of the shipped table timed: no multiples of a tile, as most are not."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pandas as pd
 
 from nwor_lab.gpu.attention import net
-from nwor_lab.gpu.inputs import KEYS
+from nwor_lab.gpu.attention_case import KEYS
 
 BACKENDS = {"nwor": "nwor, one launch", "flash": "FlashAttention 3 + write", "triton": "Triton + write"}
 EACH = {

@@ -35,7 +35,8 @@ from tyro.conf import FlagCreatePairsOff
 from nwor import ops
 from nwor_lab.cost.traffic import Shape
 from nwor_lab.gpu import counters, timer
-from nwor_lab.gpu.inputs import LAYERS, QUERY, OperatorCase, shape_of
+from nwor_lab.gpu.attention_case import LAYERS
+from nwor_lab.gpu.operator_case import QUERY, OperatorCase, shape_of
 from nwor_lab.gpu.timer import Call, interleaved
 from nwor_lab.run import results
 

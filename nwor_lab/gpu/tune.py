@@ -48,8 +48,8 @@ from nwor.settings import PREFIX, Settings
 from nwor_lab import command_line
 from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.gpu.attention import shapes
+from nwor_lab.gpu.attention_case import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
 from nwor_lab.gpu.held_out import CONTEXTS
-from nwor_lab.gpu.inputs import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
 from nwor_lab.gpu.timer import Axes, Call, empty, interleaved
 from nwor_lab.run import results
 

@@ -16,7 +16,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash, triton_unified_attention
 
-from nwor_lab.gpu.inputs import AttentionCase, AttentionShape, split_scratch
+from nwor_lab.gpu.attention_case import AttentionCase, AttentionShape, split_scratch
 from nwor_lab.gpu.timer import empty
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from nwor.attention import configs
 from nwor.attention.configs import H200
 from nwor_lab import paths
 from nwor_lab.gpu import attention, held_out
-from nwor_lab.gpu.inputs import AttentionShape
+from nwor_lab.gpu.attention_case import AttentionShape
 
 
 def test_the_grid_has_settings_that_were_tuned_on_and_others_that_were_not():

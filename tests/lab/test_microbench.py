@@ -11,7 +11,8 @@ from nwor_lab import paths
 from nwor_lab.gpu import attention, counters, operators, timer
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention_plots
-from nwor_lab.gpu.inputs import AttentionShape, shape_of
+from nwor_lab.gpu.attention_case import AttentionShape
+from nwor_lab.gpu.operator_case import shape_of
 from nwor_lab.gpu.operators import OURS, QUERY, bytes_moved
 from nwor_lab.run import results
 

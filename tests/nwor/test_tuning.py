@@ -17,7 +17,7 @@ from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row
 from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.gpu import tune
-from nwor_lab.gpu.inputs import AttentionShape
+from nwor_lab.gpu.attention_case import AttentionShape
 from tests.devices import A100, L40S, limit
 
 H100 = Device("NVIDIA H100 80GB HBM3", multiprocessors=132, shared_memory=227 << 10)

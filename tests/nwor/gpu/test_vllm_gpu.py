@@ -16,7 +16,7 @@ from nwor_lab.bench.plan import Plan, settings_of
 from nwor_lab.engines import shapes
 from nwor_lab.engines.engine import Engine, EngineSpec
 from nwor_lab.engines.random_weights import FORMAT
-from nwor_lab.gpu.inputs import has_flash2
+from nwor_lab.gpu.attention_case import has_flash2
 from tests.checkpoints import random_pair
 from tests.devices import A100, L40S, limit
 from tests.engines import PROMPTS, in_child, serve_and_end, serve_in_turn
