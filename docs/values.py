@@ -184,6 +184,12 @@ def span(ratios: pd.Series, digits: int = 3) -> str:
     return f"{ratios.min():.{digits}f} to {ratios.max():.{digits}f}"
 
 
+def ratio_within(line: pd.Series, digits: int = 2) -> str:
+    """A line's `ratio`, and in brackets its `low` and `high`."""
+    ratio, low, high = (f"{line[name]:.{digits}f}" for name in ("ratio", "low", "high"))
+    return f"{ratio} ({low} to {high})"
+
+
 def spread(ratios: pd.Series) -> str:
     """Median, least and greatest of the settings."""
     return f"{ratios.median():.3f} (median of {len(ratios)} settings, {span(ratios)})"
@@ -253,8 +259,7 @@ def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = 
 
 def served_of(mode: str, requests: int, gpu: str = "H200", tp: int = 1, k: int = 4) -> str:
     """A mode's tokens a second over vLLM's with so many requests at once: the median, and between which it lies."""
-    line = all_served().loc[(gpu, tp, k, mode, f"{requests} at once")]
-    return f"{line['ratio']:.2f} ({line['low']:.2f} to {line['high']:.2f})"
+    return ratio_within(all_served().loc[(gpu, tp, k, mode, f"{requests} at once")])
 
 
 def own_scatter(name: str, load: str, gpu: str = "H200", k: int = 8) -> float:
@@ -266,8 +271,7 @@ def own_scatter(name: str, load: str, gpu: str = "H200", k: int = 8) -> float:
 def audited_row(requests: int, gpu: str, tp: int = 1) -> str:
     """Tokens a second of a server under the sampled auditor over one without: the median, and between which it lies."""
     lines = audited_servers(table("gpu_audit_serving")).set_index(["gpu", "tp", "load"])
-    line = lines.loc[(gpu, tp, f"{requests} at once")]
-    return f"{line.ratio:.2f} ({line.low:.2f} to {line.high:.2f})"
+    return ratio_within(lines.loc[(gpu, tp, f"{requests} at once")])
 
 
 def pair_loss(mode: str, tp: int = 1) -> float:
@@ -360,8 +364,7 @@ def dirty(tp: int = 1, name: str = "gpu_audit") -> str:
 def audit_cost(batch: int, audit: str, gpu: str) -> str:
     """A decode step with the sampled auditor over one without, and its range over repeats."""
     lines = audited_steps(table("gpu_audit_cost"))
-    (line,) = lines.query("gpu == @gpu and batch == @batch and mode == @audit").itertuples()
-    return f"{line.ratio:.3f} ({line.low:.3f} to {line.high:.3f})"
+    return ratio_within(lines.query("gpu == @gpu and batch == @batch and mode == @audit").squeeze(), 3)
 
 
 # -- promises --------------------------------------------------------------------------------------------------------

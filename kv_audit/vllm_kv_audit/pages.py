@@ -82,14 +82,11 @@ def find_pages(runner: Any) -> tuple[list[Pages], list[str]]:
             if getattr(layer, "kv_sharing_target_layer_name", None):
                 continue  # it has no rows of its own
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            cache = getattr(layer, "kv_cache", None)
-            stored = str(getattr(layer, "kv_cache_dtype", ""))
-            why = _why_not(spec, cache, stored, _table_block_size(runner, index))
-            why = "the drafter's own" if name in drafting else why
+            why = "the drafter's own" if name in drafting else _why_not(spec, layer, _table_block_size(runner, index))
             if why:
                 left.setdefault(why, []).append(name)
                 continue
-            assert cache is not None
+            cache = context[name].kv_cache
             storage = cache.untyped_storage().data_ptr()
             key = (storage, cache.shape, cache.stride(), cache.dtype, type(spec).__name__)
             alike.setdefault(key, {})[name] = layer
@@ -117,9 +114,8 @@ def _table_block_size(runner: Any, group: int) -> int:
     return runner.input_batch.block_table[group].block_size
 
 
-def _why_not(spec: Any, cache: Any, stored: str, block_size: int) -> str:
-    """stored: the cache's type, by vLLM's name."""
-    kind = type(spec).__name__
+def _why_not(spec: Any, layer: Any, block_size: int) -> str:
+    kind, cache, stored = type(spec).__name__, getattr(layer, "kv_cache", None), getattr(layer, "kv_cache_dtype", "")
     if kind not in CHECKED or getattr(spec, "tokens_per_state", 1) != 1:
         return f"a cache of kind {kind} has no slot for each token"
     if not isinstance(cache, Tensor) or cache.dim() not in (3, 4) or cache.stride(-1) != 1:

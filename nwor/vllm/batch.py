@@ -48,7 +48,8 @@ def finds_rows_of_this_step(scheduler: Any, scheduler_output: Any) -> bool:
     queued before the step's tokens go to the host. With EAGLE no block is found before that either: 0.32 drops the last
     match, and in 0.33 a block's hash covers the token behind it.
     """
-    joiners = [request for request, tokens in admitted(scheduler_output).items() if tokens > 0]
+    new = admitted(scheduler_output)
+    joiners = [request for request, tokens in new.items() if tokens > 0]
     if not joiners:
         return False
     blocks_of, groups = scheduler.kv_cache_manager.get_block_ids, scheduler.kv_cache_config.kv_cache_groups
@@ -57,7 +58,7 @@ def finds_rows_of_this_step(scheduler: Any, scheduler_output: Any) -> bool:
         for of_group, ids in zip(users, blocks_of(request), strict=True):
             of_group.update(ids)
     cached = scheduler_output.scheduled_cached_reqs
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True)) | admitted(scheduler_output)
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True)) | new
     for request, rows in scheduler_output.num_scheduled_tokens.items():
         known, own = scheduler.requests[request].num_tokens, int(request in joiners)
         begun = computed.get(request, known)

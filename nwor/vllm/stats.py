@@ -136,8 +136,8 @@ def _make_update(original: Callable, settings: Settings) -> Callable:
             windows, commits.held, kept = totals.since(last)
             follows = totals.commits == 1 + (last.commits if last else 0)
             if follows and stats is not None and stats.spec_decoding_stats is not None:
-                asked = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
-                _compare(commits, windows, kept, asked, stats.spec_decoding_stats, settings.debug_sync)
+                drafts = scheduler_output.scheduled_spec_decode_tokens
+                _compare(commits, windows, kept, drafts, stats.spec_decoding_stats, settings.debug_sync)
         if settings.emit_metrics and stats is not None:
             now = time.monotonic()
             # Not in every step: it takes as long as a step's hooks. Behind the last request no other may come.
@@ -148,14 +148,16 @@ def _make_update(original: Callable, settings: Settings) -> Callable:
     return update_from_output
 
 
-def _compare(commits: _Commits, windows: int, kept: int, asked: int, vllms: Any, stop: bool) -> None:
+def _compare(commits: _Commits, windows: int, kept: int, drafts: dict, vllms: Any, stop: bool) -> None:
     """Hold a step's commits against vLLM's `SpecDecodingStats`.
 
     Not where vLLM counts other windows: a request has ended meanwhile, or drafts fell back to vLLM's own write. Where
-    both happened these may be as many by chance; then fewer drafts were held than the scheduler had `asked` for.
+    both happened these may be as many by chance; then fewer drafts were held than the scheduler's, by request.
     """
+    if windows != vllms.num_drafts:
+        return
     differ = kept != vllms.num_accepted_tokens
-    if windows != vllms.num_drafts or (differ and commits.held != asked):
+    if differ and commits.held != sum(map(len, drafts.values())):
         return
     commits.checks += 1
     if not differ:

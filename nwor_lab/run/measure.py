@@ -163,7 +163,7 @@ def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
         raise ValueError(f"no folder {run}")
     if (run / "manifest.json").exists():
         return record_run(run, recorded)
-    if (run / "soak.parquet").exists() and (run / "soak.json").exists():
+    if (run / "soak.json").exists():
         return record_soak(run, recorded)
     tables, path = dict[str, pd.DataFrame](), recorded / "gpu_runs.json"
     runs = json.loads(path.read_text()) if path.exists() else []
