@@ -101,8 +101,8 @@ def one_layer() -> pd.DataFrame:
 
 
 COLUMNS = (
-    "what", "table", "gpu", "mode", "over", "tp", "kv_heads", "cache", "k", "temperature", "context", "batch", "value",
-    "low", "high", "unit", "at_parity", "stable",
+    "what", "table", "gpu", "attention", "mode", "over", "tp", "kv_heads", "cache", "k", "temperature", "context",
+    "batch", "value", "low", "high", "unit", "at_parity", "stable",
 )  # fmt: skip
 
 
@@ -130,7 +130,8 @@ def findings() -> pd.DataFrame:
     whole = pd.concat([part.astype({"value": float}) for part in parts], ignore_index=True).reindex(
         columns=list(COLUMNS)
     )
-    return whole.sort_values(list(COLUMNS[:12]), ignore_index=True)
+    by = list(COLUMNS[: COLUMNS.index("value")])
+    return whole.sort_values(by, ignore_index=True)
 
 
 def slashes(ratios: pd.Series, digits: int = 3) -> str:
@@ -195,14 +196,15 @@ def spread(ratios: pd.Series) -> str:
     return f"{ratios.median():.3f} (median of {len(ratios)} settings, {span(ratios)})"
 
 
-def more_row(mode: str) -> str:
-    """A mode's step over vLLM's with 1, 4 and 16 requests, of the latest run on an H200, with 32 KV heads."""
-    return row("gpu_decode_more", mode, batches=(1, 4, 16), gpu="H200")
+def more_row(mode: str, gpu: str = "H200", batches: tuple[int, ...] = (1, 4, 16), **where: Any) -> str:
+    """A mode's step over vLLM's by batch, of the latest runs in other settings; of 32 KV heads unless said."""
+    return row("gpu_decode_more", mode, batches=batches, gpu=gpu, **where)
 
 
-def shifts(mode: str) -> str:
-    """The least and the greatest `shift` of a mode, in nats, of the latest steps with an fp8 cache."""
-    return span(step_ratios(table("gpu_decode_more")).query("kv_cache_dtype == 'fp8' and mode == @mode")["shift"])
+def shifts(mode: str, gpu: str) -> str:
+    """The least and the greatest `shift` of a mode, in nats, of the latest steps with an fp8 cache on a kind of GPU."""
+    rows = table("gpu_decode_more").query("kv_cache_dtype == 'fp8' and gpu == @gpu")
+    return span(step_ratios(rows).query("mode == @mode")["shift"])
 
 
 def largest_errors(cache: str) -> str:
@@ -262,10 +264,12 @@ def served_of(mode: str, requests: int, gpu: str = "H200", tp: int = 1, k: int =
     return ratio_within(all_served().loc[(gpu, tp, k, mode, f"{requests} at once")])
 
 
-def own_scatter(name: str, load: str, gpu: str = "H200", k: int = 8) -> float:
-    """Tokens a second of vLLM alone, never patched: the fastest pass over the slowest."""
-    rows = table(name).query("gpu == @gpu and k == @k and load == @load and mode == 'off' and metric == 'tokens_per_s'")
-    return float(rows["value"].max() / rows["value"].min())
+def own_scatter() -> float:
+    """Tokens a second of vLLM alone, never patched: the fastest pass over the slowest, in the load where most."""
+    rows = pd.concat([table(name) for name in ("gpu_serving", "gpu_serving_more")])
+    rows = rows.query("mode == 'off' and metric == 'tokens_per_s'")
+    passes = rows.groupby(["gpu", "tp", "k", "kv_cache_dtype", "load"])["value"]
+    return float((passes.max() / passes.min()).max())
 
 
 def audited_row(requests: int, gpu: str, tp: int = 1) -> str:
@@ -279,13 +283,13 @@ def pair_loss(mode: str, tp: int = 1) -> float:
     return 1 - value(findings(), table="gpu_pair", mode=mode, tp=tp)
 
 
-def pair_texts(metric: str) -> float:
-    """The sum of `equal_requests` or `requests`, or the `largest_gap`, of `stage` in the runs of the trained pair.
+def pair_texts(metric: str, mode: str = "stage") -> float:
+    """The sum of `equal_requests` or `requests`, or the `largest_gap`, of a mode in the runs of the trained pair.
 
     What was measured again gave the same texts, which count once.
     """
     runs = pd.concat([table(name) for name in ("gpu_audit", "gpu_next_audit", "gpu_pair")])
-    rows = runs.query("mode == 'stage' and metric == @metric and attempt == 1")["value"]
+    rows = runs.query("mode == @mode and metric == @metric and attempt == 1")["value"]
     return float(rows.max() if metric == "largest_gap" else rows.sum())
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same compiled graphs for all engines that are compared: vLLM keeps them under one key, and one engine compiles.
 
-Why: engines that compile for themselves need not round alike. On an H200 with an fp8 cache and random weights ``cow``,
-which attends as vLLM does, gave vLLM's tokens where nothing was compiled, and in two of three runs with compilation it
-was 0.05 to 0.065 nats away from vLLM, as far as another attention kernel is. vLLM's key holds every variable that it
-knows: which plugins to load, and by name those that plugins make known.
+Why: engines that compile for themselves need not round alike: TorchInductor times some of its choices. vLLM's key
+holds every variable that it knows: which plugins to load, and by name those that plugins make known.
 How: `vllm.envs.compile_factors` leaves out the list of plugins and the names of variables of the mode and of the
 sampled auditor; an EAGLE head's biases, which change a graph, stay in. And engines that share a folder of graphs
 compile and capture one after another, by a lock in it, so that all but the first find them; not ranks of data
-parallelism, which wait for each other.
+parallelism, which wait for each other. This alone is not enough: engines time block sizes again when they load a
+graph, unless `nwor_lab.engines.spec.NO_STOPWATCH` keeps them from it.
 When it can go: when what plugins declare is not in vLLM's key.
 """
 

@@ -82,6 +82,9 @@ class EngineOptions:
 
 MOST_DRAFTS = 128
 """Of a window, by vLLM's rejection sampler (`vllm.v1.sample.rejection_sampler.MAX_SPEC_LEN`)."""
+NO_STOPWATCH = {"dynamic_scale_rblock": False}
+"""TorchInductor's choice, by a stopwatch in each process, how much of a row its reductions sum at once: off, since by
+it two engines with the same graphs round differently."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,11 @@ class EngineSpec(EngineOptions):
         if self.acceptance_length:
             speculative["rejection_sample_method"] = "synthetic"
             speculative["synthetic_acceptance_length"] = self.acceptance_length
-        graphs = {"cudagraph_mode": self.cudagraph_mode, "cudagraph_capture_sizes": list(self.cudagraph_capture_sizes)}
+        graphs = {
+            "cudagraph_mode": self.cudagraph_mode,
+            "cudagraph_capture_sizes": list(self.cudagraph_capture_sizes),
+            "inductor_compile_config": {} if self.enforce_eager else dict(NO_STOPWATCH),  # vLLM adds to it
+        }
         chosen = {
             "num_gpu_blocks_override": self.num_blocks,
             "block_size": self.block_size,

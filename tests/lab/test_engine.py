@@ -6,6 +6,7 @@ import pytest
 from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
+from nwor_lab.engines.spec import NO_STOPWATCH
 
 PAIR = (str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE))
 
@@ -32,6 +33,17 @@ def test_a_version_of_flash_attention_arrives_in_vllms_config():
         arguments = arg_utils.EngineArgs(**EngineSpec(*PAIR, **given).llm_arguments())
         found = arguments.create_engine_config().attention_config
         assert (found.backend and found.backend.name, found.flash_attn_version) == expected
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_engines_that_compile_time_no_choice_of_their_own(eager):
+    """By it two engines round differently; the option is one that TorchInductor has."""
+    from torch._inductor import config as inductor
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert all(getattr(inductor, name) != value for name, value in NO_STOPWATCH.items())
+    given = EngineArgs(**EngineSpec(*PAIR, enforce_eager=eager).llm_arguments()).compilation_config
+    assert (NO_STOPWATCH.items() <= given.inductor_compile_config.items()) == (not eager)
 
 
 @pytest.mark.parametrize(("up", "at"), [(False, "start"), (True, "report")])
