@@ -4,10 +4,10 @@
 Why: engines that compile for themselves need not round alike: TorchInductor times some of its choices. vLLM's key
 holds every variable that it knows: which plugins to load, and by name those that plugins make known.
 How: `vllm.envs.compile_factors` leaves out the list of plugins and the names of variables of the mode and of the
-sampled auditor; an EAGLE head's biases, which change a graph, stay in. And engines that share a folder of graphs
-compile and capture one after another, by a lock in it, so that all but the first find them; not ranks of data
-parallelism, which wait for each other. This alone is not enough: engines time block sizes again when they load a
-graph, unless `nwor_lab.engines.spec.NO_STOPWATCH` keeps them from it.
+sampled auditor; an EAGLE head's biases, which change a graph, stay in. And engines of one configuration compile and
+capture one after another, by a lock beside the graphs, so that all but the first find them; not ranks of data
+parallelism, which wait for each other. This alone is not enough: engines time block sizes again when they load a graph,
+unless `nwor_lab.engines.spec.NO_STOPWATCH` keeps them from it.
 When it can go: when what plugins declare is not in vLLM's key.
 """
 
@@ -43,7 +43,7 @@ def of_plugins(name: str, value: Any) -> bool:
 
 
 def one_at_a_time(original: Any) -> Any:
-    """An engine's compilation and capture, behind those of others that share its graphs."""
+    """An engine's compilation and capture, behind those of others of its configuration."""
 
     @functools.wraps(original)
     def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
@@ -55,7 +55,7 @@ def one_at_a_time(original: Any) -> Any:
             return original(self, vllm_config)
         folder = Path(envs.VLLM_CACHE_ROOT)
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "nwor_lab.lock", "w") as lock:
+        with open(folder / f"nwor_lab-{vllm_config.compute_hash()}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             return original(self, vllm_config)
 

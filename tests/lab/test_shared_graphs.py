@@ -44,15 +44,23 @@ def test_what_changes_a_graph_stays_in_the_key(name, value, variables, monkeypat
     assert hash_factors(factors()) != before
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("VLLM_COMPILE", 1), ("NONE", 1), ("VLLM_COMPILE", 2)])
-def test_engines_compile_one_after_another(mode, ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "ranks", "other", "expected"),
+    [
+        ("VLLM_COMPILE", 1, "same", True),
+        ("VLLM_COMPILE", 1, "another", False),
+        ("NONE", 1, "same", False),
+        ("VLLM_COMPILE", 2, "same", False),
+    ],
+)
+def test_engines_of_one_configuration_compile_one_after_another(mode, ranks, other, expected, tmp_path, monkeypatch):
     """But for those that compile nothing, and those of data parallelism, which would wait for each other for ever."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "new"))
     waits = []
 
     def other_engine_would_wait(core, config):
         (tmp_path / "new").mkdir(exist_ok=True)
-        with open(tmp_path / "new" / "nwor_lab.lock", "a") as lock:
+        with open(tmp_path / "new" / f"nwor_lab-{other}.lock", "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 waits.append(False)
@@ -62,9 +70,10 @@ def test_engines_compile_one_after_another(mode, ranks, tmp_path, monkeypatch):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=ranks),
         compilation_config=SimpleNamespace(mode=CompilationMode[mode]),
+        compute_hash=lambda: "same",
     )
     shared_graphs.one_at_a_time(other_engine_would_wait)(None, config)
-    assert waits == [mode == "VLLM_COMPILE" and ranks == 1]
+    assert waits == [expected]
 
 
 def test_beside_vllm_never_patched_no_mode_has_a_repaired_drafter():
