@@ -21,6 +21,7 @@ from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.gpu.attention import net
 from nwor_lab.run import results
+from nwor_lab.serving.table import summary
 
 
 @functools.cache
@@ -100,6 +101,17 @@ def one_layer() -> pd.DataFrame:
     return found.assign(tp=32 // found["heads"])
 
 
+def servers() -> pd.DataFrame:
+    """Tokens a second of servers over those of vLLM never patched: a line a setting and mode."""
+    audited = audited_servers(table("gpu_audit_serving")).assign(table="gpu_audit_serving", mode="sampled auditor")
+    modes = [summary(table(name)).assign(table=name) for name in ("gpu_serving", "gpu_serving_more")]
+    lines = pd.concat([*modes, audited]).query("mode != 'off'")
+    lines["batch"] = lines["load"].str.extract(r"(\d+) at once")[0].astype(float)
+    lines = lines.rename(columns={"ratio": "value", "kv_cache_dtype": "cache", "parity": "at_parity"})
+    lines = lines.assign(what="tokens a second, server", over=NEVER_PATCHED, unit="of vanilla's", kv_heads=8)
+    return lines.replace({"cache": {"auto": "bf16"}})
+
+
 COLUMNS = (
     "what", "table", "gpu", "attention", "mode", "over", "tp", "kv_heads", "cache", "k", "temperature", "context",
     "batch", "value", "low", "high", "unit", "at_parity", "stable",
@@ -126,7 +138,7 @@ def findings() -> pd.DataFrame:
     faster = kernels.speedups(table("kernel_times")).reset_index().melt(kernels.KEYS, var_name="over")
     faster = faster.assign(table="kernel_times", batch=faster["rows"] // 9, k=8, unit="times faster")
     faster["what"] = "commit of all layers, " + faster["kept"].astype(str) + " of 9 rows kept"
-    parts = [whole_steps(), one_layer(), pair, audited, accepted, share, faster]
+    parts = [whole_steps(), one_layer(), servers(), pair, audited, accepted, share, faster]
     whole = pd.concat([part.astype({"value": float}) for part in parts], ignore_index=True).reindex(
         columns=list(COLUMNS)
     )
