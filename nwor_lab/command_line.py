@@ -57,8 +57,8 @@ def check_names(option: str, chosen: tuple[str, ...], known: Any) -> None:
 
 def _refuse(event: _errors.ParseErrorEvent) -> None:
     match event:
-        case _errors.UnrecognizedArgs():
-            said = f"no option {' '.join(event.tokens)}"
+        case _errors.UnrecognizedArgs(tokens=unknown) | _errors.MissingArgs(unrecognized_tokens=[_, *_] as unknown):
+            said = f"no option {' '.join(unknown)}"
         case _errors.MissingArgs():
             said = f"{', '.join(one.arg.display_name() for one in event.missing_arguments)}: not given"
         case _errors.InstantiationFailure(argument=None):

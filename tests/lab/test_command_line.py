@@ -59,6 +59,7 @@ def test_several_values_are_written_with_commas_or_spaces() -> None:
         ("--out x --share 2", "at most 1"),
         ("--out x --share", "--share: a value is missing"),
         ("--out x --kss 1", "--kss"),
+        ("--kss 1", "--kss"),  # and not what is missing too
     ],
 )
 def test_what_is_wrong_is_one_line(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
