@@ -46,7 +46,10 @@ def treated(engines, model, mode: str, stack: str, fault=None, **more) -> Outcom
     return engines.run(spec_of(model, stack, **more), settings, fault, logprobs=5)
 
 
-def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS, checks: int = 20) -> None:
+def assert_clean_and_counted(
+    outcome: Outcome, mode: str, layers: int = LAYERS, checks: int = 20, logged: bool = True
+) -> None:
+    """logged: whether some step must have been; where no step has windows beside other queries, stage logs none."""
     assert outcome.audit["layer_steps"] > 60
     assert outcome.audit["dirty_layer_steps"] == outcome.audit["unwritten_rows"] == 0, outcome.ranks[0]
     rank, metrics = outcome.ranks[0], outcome.metrics
@@ -60,7 +63,8 @@ def assert_clean_and_counted(outcome: Outcome, mode: str, layers: int = LAYERS, 
     assert counters["rejected_tokens"] == counters["staged_tokens"] - counters["committed_tokens"] > 0
     assert counters["stage_operations"] == layers * counters["staged_tokens"], "layers x rows, once each"
     assert counters["fallbacks"] == counters["cancelled"] == 0
-    assert counters["logged_steps"] > 0 and (counters["staged_steps"] > 0) == ("staged" in rank["ways"])
+    assert counters["logged_steps"] > 0 or not logged
+    assert (counters["staged_steps"] > 0) == ("staged" in rank["ways"])
     unheard = counters["committed_tokens"] - metrics["nwor_committed_tokens"]
     assert 0 <= unheard <= 8 * ahead, "the front end must see all else"
     assert 0 <= counters["stage_operations"] - metrics["nwor_stage_operations"] <= layers * 9 * ahead

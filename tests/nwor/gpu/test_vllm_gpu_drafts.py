@@ -21,7 +21,8 @@ def test_draft_lengths_that_follow_the_batch(engines, model, mode, schedule, sta
     plain = engines.run(spec, Settings(audit=True), **call)
     assert plain.audit["dirty_layer_steps"] > 0
     outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), **call)
-    assert_clean_and_counted(outcome, mode, checks=0)  # few steps have drafts
+    always = SCHEDULES[schedule][-1][-1] > 0  # else windows come when no request is prefilled any more, beside none
+    assert_clean_and_counted(outcome, mode, checks=0, logged=mode == "cow" or always)  # few steps have drafts
     assert_parity(plain, outcome)
     counters = outcome.ranks[0]["counters"]
-    assert counters["staged_tokens"] < 4 * counters["windows"] or SCHEDULES[schedule][-1][-1] == 0
+    assert counters["staged_tokens"] < 4 * counters["windows"] or not always
