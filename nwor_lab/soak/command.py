@@ -156,18 +156,22 @@ def soak(asked: Soak) -> int:
     begin, rows, fault, number = time.monotonic(), list[dict[str, Any]](), "", 0
     end, totals = begin + 60 * asked.minutes, {mode: Verdict() for mode in asked.modes}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # engines share the cores, and threads that wait there would spin
-    while not fault and (not number or time.monotonic() < end):
-        spec = scripts.configuration(asked.seed + number, asked.tp)
-        episode, start = Episode(spec, asked.modes), time.monotonic()
-        shown = ("method", "draft", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "prefix_caching", "seed")
-        print(f"episode {number}: {', '.join(f'{name}={getattr(spec, name)}' for name in shown)}", flush=True)
-        with progress.moving():
-            fault = episode.run(end)
-        seconds = {"mode": "", "metric": "seconds", "value": time.monotonic() - start, "unit": "s"}
-        rows += [{"episode": number, **row} for row in (*episode.rows(), seconds)]
-        for mode, verdict in episode.verdicts.items():
-            totals[mode].add(verdict)
-        number += 1
+    shown = ("method", "draft", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "prefix_caching", "seed")
+    try:
+        while not fault and (not number or time.monotonic() < end):
+            spec = scripts.configuration(asked.seed + number, asked.tp)
+            episode, start = Episode(spec, asked.modes), time.monotonic()
+            print(f"episode {number}: {', '.join(f'{name}={getattr(spec, name)}' for name in shown)}", flush=True)
+            with progress.moving():
+                fault = episode.run(end)
+            seconds = {"mode": "", "metric": "seconds", "value": time.monotonic() - start, "unit": "s"}
+            rows += [{"episode": number, **row} for row in (*episode.rows(), seconds)]
+            for mode, verdict in episode.verdicts.items():
+                totals[mode].add(verdict)
+            number += 1
+    except KeyboardInterrupt:
+        directory.rmdir()
+        return command_line.fail("nwor soak", f"interrupted in episode {number}, nothing was written", 130)
     table = results.write_table(directory / "soak.parquet", results.tidy(rows, run_id=directory.name))
     results.write_provenance(table, asdict(asked))
 
@@ -187,7 +191,8 @@ def soak(asked: Soak) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 0 if the run is clean, 1 with a fault, 2 for wrong input, 3 if it is incomplete."""
+    """The command; 0 if the run is clean, 1 with a fault, 2 for wrong input, 3 if it is incomplete, 130 if it was
+    interrupted."""
     try:
         asked = command_line.parse(Soak, argv, "nwor soak", __doc__ or "")
         return soak(asked)

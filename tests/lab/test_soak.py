@@ -170,6 +170,15 @@ def test_a_fault_that_does_not_come_again_is_one_too(fake, capsys):
     assert "dirty_layer_steps" in verdict(capsys)
 
 
+def test_an_interrupt_leaves_nothing_and_says_so(fake, monkeypatch, tmp_path, capsys):
+    def interrupted(self, events, seed):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "traffic", interrupted)
+    assert command.main(["--minutes", "1"]) == 130
+    assert "nothing" in capsys.readouterr().err.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("given", [["--modes", "off"], ["--mode", "cow,cow"], ["--minutes", "0"]])
 def test_wrong_options_are_refused_in_one_line(fake, tmp_path, capsys, given):
     assert command.main(given) == 2
