@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from tyro.conf import arg
 
-from nwor_lab import machine, pair, paths
+from nwor_lab import command_line, machine, pair, paths
 from nwor_lab.bench.parity import tolerance
 from nwor_lab.bench.plan import Plan
 from nwor_lab.engines import shapes
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 Modes = Annotated[tuple[str, ...], arg(aliases=("--mode",))]
 Ks = Annotated[tuple[int, ...], arg(name="k")]
+NAMES = {
+    "dtype": ("vllm.config.model", "ModelDType"),
+    "method": ("vllm.config.speculative", "SpeculativeMethod"),
+    "kv_cache_dtype": ("vllm.config.cache", "CacheDType"),
+}
+"""Module and name of vLLM's own list for each option whose values have names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +82,12 @@ def with_model(engine: EngineOptions, shape: str = "") -> EngineOptions:
     """Options with this machine's dtype where none is given, and folders for a shape, or the pair at one, written now.
 
     Raises:
-        ValueError, OSError: this machine has no such cache or not as many GPUs, or the shape cannot be written.
+        ValueError, OSError: vLLM does not know a name, this machine has no such cache or not as many GPUs, or the shape
+            cannot be written.
     """
     import torch
 
+    check_names(engine)
     engine = replace(engine, dtype=machine.model_dtype(engine.dtype))
     if refused := machine.refuse_cache(engine.kv_cache_dtype):
         raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: {refused}")
@@ -93,6 +102,16 @@ def with_model(engine: EngineOptions, shape: str = "") -> EngineOptions:
         target, head = write_widened(engine.model, folder, engine.dtype)
         return replace(engine, model=str(target), draft=str(head))
     return engine
+
+
+def check_names(engine: EngineOptions) -> None:
+    """Raise ValueError for a name that vLLM's own list does not have. Defaults are not looked up: vLLM takes seconds to
+    import."""
+    asked = {name: getattr(engine, name) for name in NAMES if getattr(engine, name) != getattr(EngineOptions, name)}
+    for name, value in asked.items() if importlib.util.find_spec("vllm") else ():
+        module, names = NAMES[name]
+        known = get_args(getattr(importlib.import_module(module), names))
+        command_line.check_names(f"--{name.replace('_', '-')}", (value,), known)
 
 
 def random_prompts(plan: Plan) -> list[list[int]]:

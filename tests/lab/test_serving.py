@@ -288,6 +288,7 @@ def test_off_never_loads_the_plugin_and_modes_do(monkeypatch):
         (["--concurrency", "4,4"], "got 4,4"),
         (["--longest", "2000"], "1920 tokens of a prompt"),
         (["--concurrency", "65"], "raise --batch"),
+        (["--method", "eagel"], "eagel"),
     ],
 )
 def test_wrong_input_is_one_line_before_a_server_starts(words, says, tmp_path, capsys, monkeypatch):
