@@ -7,7 +7,7 @@ All engines of a draft length are up at once. A greedy pass of each load shows w
 tokens, the first under the audit of the whole cache; where a mode does not it gets no step time. Then the modes are
 timed, interleaved within each repeat in an order that the next repeat reverses, so that a slow minute of the machine
 hits all alike. It ends with a table and a sentence a mode, which says so where the repeats do not agree. `--repeats 0`
-times nothing.
+times nothing. Ctrl-C behind the first repeat keeps the repeats that are whole.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMPARED = 8
 
 
 def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = "") -> tuple[Rows, dict[str, Any]]:
-    """Run the plan.
+    """Run the plan. Ctrl-C behind the first timed repeat keeps those that are whole.
 
     Args:
         prompts: token ids.
@@ -52,29 +52,38 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
 
     Returns:
         Tidy rows, and a report by engine: every rank's status, metrics and parity. An engine is named by its mode, and
-        by its draft length where there are several.
+        by its draft length where there are several. A report of a run that was stopped has `interrupted`.
 
     Raises:
         EngineError: an engine failed, or a rank does not serve the mode that was asked for.
     """
+    kept: dict[int, tuple[Rows, dict[str, Any]]] = {}
     rows: Rows = []
     report: dict[str, Any] = {}
-    for k in plan.ks:
-        of_k = f", k={k}" if len(plan.ks) > 1 else ""
-        of_length = replace(spec, k=k)
-        specs = {
-            mode + of_k: (
-                replace(of_length, plugins="nwor_lab") if mode == UNPATCHED else of_length,
-                settings_of(mode, plan.audit, repaired=UNPATCHED not in plan.modes),
-                0,
-            )
-            for mode in plan.modes
-        }
-        with started(specs, logs) as engines:
-            more, found = Session(list(engines.values()), of_length, plan, prompts).run()
-        rows += [{"k": k, **row} for row in more]
+    try:
+        for k in plan.ks:
+            of_k = f", k={k}" if len(plan.ks) > 1 else ""
+            of_length = replace(spec, k=k)
+            specs = {
+                mode + of_k: (
+                    replace(of_length, plugins="nwor_lab") if mode == UNPATCHED else of_length,
+                    settings_of(mode, plan.audit, repaired=UNPATCHED not in plan.modes),
+                    0,
+                )
+                for mode in plan.modes
+            }
+            with started(specs, logs) as engines:
+                for more, found in Session(list(engines.values()), of_length, plan, prompts).run():
+                    named = {of: {name + of_k: value for name, value in found[of].items()} for of in found}
+                    kept[k] = [{"k": k, **row} for row in more], named
+    except KeyboardInterrupt:
+        if not kept or not plan.repeats:
+            raise
+        report["interrupted"] = True
+    for more, found in kept.values():
+        rows += more
         for section, by_name in found.items():
-            report.setdefault(section, {}).update({name + of_k: value for name, value in by_name.items()})
+            report.setdefault(section, {}).update(by_name)
     return rows, report
 
 
@@ -117,30 +126,43 @@ class Session:
         self.parity: dict[str, dict[Load, Parity]] = {mode: {} for mode in plan.modes}
         self.audited: dict[str, dict[str, float]] = {}
 
-    def run(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
-        """Rows and report of all passes: those that are compared, the first of them audited, the timed ones, a profile.
+    def run(self) -> Iterator[tuple[Rows, dict[str, dict[str, Any]]]]:
+        """Run all passes: those that are compared, the first of them audited, the timed ones, a profile. Yields all
+        rows and the report behind each repeat, and at the end.
 
         Raises:
             EngineError: the caches hold no load.
         """
-        plan, rows = self.plan, Rows()
         if not self.loads:
             raise EngineError("the caches hold none of the loads: give fewer --batches or shorter prompts")
         for load in self.loads:
             self.check_parity(load)
-        for repeat, load in itertools.product(range(plan.repeats), self.loads):
-            rows += self.timed(load, repeat)
-        ranks = {mode: engine.report() for mode, engine in self.engines.items()}
-        metrics = {mode: engine.metrics() for mode, engine in self.engines.items()}
+        timed, report = Rows(), self.report()
+        for repeat in range(self.plan.repeats):
+            timed += [row for load in self.loads for row in self.timed(load, repeat)]
+            report = self.report()  # now, as Ctrl-C ends the engines too
+            yield timed + self.rows(report), report
+        profile = Rows()
         try:
-            rows += self.profiled() if plan.profile else []
+            profile = self.profiled() if self.plan.profile else []
         except EngineError as error:  # a probe that fails must not cost the run its times
             say(f"no profile: {error}")
+        yield timed + profile + self.rows(report), report
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """By mode every rank's status, metrics, parity and what was counted when the audit ended."""
+        ranks = {mode: engine.report() for mode, engine in self.engines.items()}
+        metrics = {mode: engine.metrics() for mode, engine in self.engines.items()}
+        parity = {mode: asdict(sum(by_load.values(), Parity())) for mode, by_load in self.parity.items()}
+        return {"ranks": ranks, "metrics": metrics, "parity": parity, "audited": self.audited}
+
+    def rows(self, report: dict[str, dict[str, Any]]) -> Rows:
+        """Rows of parity and of the ranks of a report."""
+        rows: Rows = []
         for mode, by_load in self.parity.items():
             rows += [{"mode": mode, **self.columns(load), **row} for load in by_load for row in by_load[load].rows()]
-            rows += [{"mode": mode, "batch": self.spec.batch, **row} for row in rows_of_ranks(ranks[mode])]
-        parity = {mode: asdict(sum(by_load.values(), Parity())) for mode, by_load in self.parity.items()}
-        return rows, {"ranks": ranks, "metrics": metrics, "parity": parity, "audited": self.audited}
+            rows += [{"mode": mode, "batch": self.spec.batch, **row} for row in rows_of_ranks(report["ranks"][mode])]
+        return rows
 
     def columns(self, load: Load) -> dict[str, int]:
         """Columns that identify a load."""
@@ -261,8 +283,13 @@ def bench_command(
         with progress.moving():
             rows, report = run(spec, plan, prompts, str(directory / "logs" / asked.output.name))
         frame, path = write_results(directory, asked, spec, plan, rows, report)
+        stopped = "interrupted" in report
+        if stopped:
+            plan = replace(plan, repeats=int(frame.groupby("k")["repeat"].nunique().min()))
         status = show(frame, plan, report)
         print(f"written: {path} and .json")
+        if stopped:
+            return command_line.fail(f"nwor {command}", "interrupted; the repeats that are whole are kept", 130)
         return status
 
     return run_command(command, kind, description, argv, options.parse_config, measure)

@@ -5,10 +5,10 @@
     nwor measure results/gpu              run them one after another, each into a folder of its own, with its log
     nwor measure --record results/gpu     copy what is finished to data/recorded
 
-What has a table already is not run again. One that fails does not stop the others. Recorded is only what was measured
-from a clean commit, with as many repeats as were asked for; else nothing is, and one line says why. On a machine that
-was sent the files without their history, NWOR_COMMIT="<sha> clean" names the commit. `--record` also takes a whole
-reproduction run (`results/<run>`) and a run of `nwor soak`.
+What has a table already is not run again, but for a bench that was interrupted. One that fails does not stop the
+others. Recorded is only what was measured from a clean commit, with as many repeats as were asked for; else nothing is,
+and one line says why. On a machine that was sent the files without their history, NWOR_COMMIT="<sha> clean" names the
+commit. `--record` also takes a whole reproduction run (`results/<run>`) and a run of `nwor soak`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
     for name in names:
         out = directory / name
         table = out / f"{name}.parquet"
-        if table.exists():
+        if table.exists() and not interrupted(table):
             continue
         if not (words := command_of(name, out, gib)):
             print(f"{name}: left out, three engines of Llama-2-7B's size do not fit {gib:.0f} GiB", flush=True)
@@ -121,6 +121,12 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
             print(f"{name}: exit status {status}, see {out / 'log.txt'}", flush=True)
         missing += [] if table.exists() else [name]
     return missing
+
+
+def interrupted(table: Path) -> bool:
+    """Whether the command that left this table was stopped, by its report; it kept what was whole by then."""
+    report = table.with_suffix(".json")
+    return report.exists() and "interrupted" in json.loads(report.read_text())
 
 
 def run_one(command: list[str], log: IO[str]) -> int:
@@ -177,6 +183,8 @@ def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:
         least = int(asked[0]) if asked else 0
         if frame["repeat"].nunique() < least:
             raise ValueError(f"{name} is not recorded: {frame['repeat'].nunique()} repeats where {least} are needed")
+        if interrupted(run / name / f"{name}.parquet"):
+            raise ValueError(f"{name} is not recorded: it was interrupted")
         before = recorded / f"{name}.parquet"
         others = pd.read_parquet(before) if before.exists() else frame[:0]
         others = others[others["gpu"] != gpu] if "gpu" in others else frame[:0]  # none of an older form

@@ -166,6 +166,21 @@ def test_a_serving_run_that_was_stopped_is_not_recorded(tmp_path):
     assert measure.record(tmp_path / "gpu", tmp_path / "recorded") == ["gpu_serving"]
 
 
+def test_a_bench_that_was_interrupted_is_run_again_and_not_recorded(tmp_path, monkeypatch):
+    """One draft length may be whole and the next one missing: its table does not tell."""
+    there = left(tmp_path / "gpu", "gpu_pair", table(10))
+    monkeypatch.setattr(measure, "gpu_gib", lambda: 139.0)
+    run = []
+    monkeypatch.setattr(measure, "run_one", lambda command, log: run.append(command))
+    measure.measure(tmp_path / "gpu", ["gpu_pair"])
+    assert not run
+    results.write_json(there.with_suffix(".json"), {"interrupted": True})
+    with pytest.raises(ValueError, match="interrupted"):
+        measure.record(tmp_path / "gpu", tmp_path / "recorded")
+    measure.measure(tmp_path / "gpu", ["gpu_pair"])
+    assert len(run) == 1
+
+
 def test_what_another_kind_of_gpu_gave_stays(tmp_path, monkeypatch):
     recorded = tmp_path / "recorded"
     for number, gpu in enumerate((H200, H100, H200)):
