@@ -195,6 +195,7 @@ def set_served_groups(runner: Any, groups: Sequence[ServedGroup]) -> None:
 def target_layers(runner: Any) -> dict[str, Any]:
     """The target model's attention layers with a cache of their own, by name, in order; never the drafter's.
 
+    They are modules of its model, since vLLM does not know all drafters' layers: those of a `custom_class` it does not.
     Of these classes, no subclass included: each writes a row to the one slot that its cache group's slot mapping says.
     """
     known = _known_layers(runner).items()
@@ -217,7 +218,9 @@ def _known_layers(runner: Any) -> dict[str, Any]:
         attention.RSWAAttention,
     )
     context, drafter = runner.compilation_config.static_forward_context, draft_layers(runner)
-    return {name: layer for name, layer in context.items() if type(layer) in served and name not in drafter}
+    modules = {id(module) for module in runner.get_model().modules()}
+    own = {name: layer for name, layer in context.items() if id(layer) in modules and name not in drafter}
+    return {name: layer for name, layer in own.items() if type(layer) in served}
 
 
 def recurrent_layers(runner: Any) -> set[str]:

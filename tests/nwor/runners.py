@@ -42,6 +42,7 @@ def make_runner(names: tuple[str, ...] = ("a", "b"), **changes) -> SimpleNamespa
         compilation_config=SimpleNamespace(static_forward_context={}),
         drafter=SimpleNamespace(_draft_attn_layer_names={"draft"}),
     )
+    runner.get_model = lambda: SimpleNamespace(modules=runner.compilation_config.static_forward_context.values)
     for path, value in changes.items():
         *owners, name = path.split("__")
         owner = runner

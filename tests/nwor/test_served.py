@@ -187,7 +187,9 @@ def test_target_layers_are_attention_and_not_the_drafters():
     """ "staged tokens 0 < accepted 6 for layer 32" was the drafter's layer taken for a target's."""
     context = {"model.0": object.__new__(Attention), "mamba": object()}
     context |= {name: object.__new__(Attention) for name in ("model.2", "model.1")}
-    made = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    target = SimpleNamespace(modules=[*context.values()].copy)
+    context["custom"] = object.__new__(Attention)  # of a drafter whose layers vLLM does not know
+    made = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context), get_model=lambda: target)
     for drafter, found in (
         ({"drafter": SimpleNamespace(_draft_attn_layer_names={"model.2"})}, ["model.0", "model.1"]),
         ({"drafter": SimpleNamespace()}, ["model.0", "model.2", "model.1"]),  # n-gram: a drafter without layers

@@ -12,6 +12,7 @@ from nwor_lab.engines.engine import EngineSpec
 from nwor_lab.soak.scripts import worst_drafter
 from tests.engines import PROMPTS, Outcome
 from tests.nwor import scripts
+from tests.nwor.drafters import HasALayer, Repeats, custom
 from tests.nwor.on_cpu import spec_of
 from tests.nwor.specs import LENGTHS, SCHEDULES, by_batch
 
@@ -61,6 +62,21 @@ def test_drafts_that_are_all_accepted_and_that_all_are_not(engines, fate, modes)
     for windows, staged, committed in clean_like_vanilla(engines, spec, *modes, prompts=PROMPTS[:4], max_tokens=32):
         assert windows > 4 and staged > 4 * windows
         assert committed == (staged if fate == "all" else 0)
+
+
+@pytest.mark.parametrize("drafter", [Repeats, HasALayer])
+def test_a_drafter_of_the_users_own(engines, drafter):
+    """One whose layers vLLM does not know is served by vLLM's own write: rejected rows in those layers would stay."""
+    spec = EngineSpec(str(paths.PAIR_TARGET), k=4, dtype="float32", num_blocks=64, batch=4)
+    spec, call = custom(spec, drafter), {"prompts": [2 * prompt[:40] for prompt in PROMPTS[2:6]], "max_tokens": 40}
+    if drafter is Repeats:
+        for windows, staged, committed in clean_like_vanilla(engines, spec, "cow", "stage", **call):
+            assert windows < staged < 4 * windows and 0 < committed < staged
+        return
+    plain, outcome = (engines.run(spec, Settings(mode=mode), **call) for mode in ("off", "stage"))
+    [rank] = outcome.ranks
+    assert rank["serving"] == "off" and "drafter.0.attn" in rank["reason"]
+    assert outcome.tokens == plain.tokens and plain.generation.counters["accepted_tokens"] > 0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
