@@ -14,6 +14,11 @@ from torch import Tensor
 
 CHECKED = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
 """Kinds of cache, by the class of their spec, whose rows are each written once to one slot, at which they stay."""
+LAYERS = {"Attention", "ChunkedLocalAttention", "MLAAttention", "PrefillPrefixLMAttention"}
+"""Classes of layers whose slots are rows; in the cache of a sparse attention's indexer numbers and scales lie apart."""
+TYPES = {"auto", "bfloat16", "float16", "fp8", "fp8_ds_mla", "fp8_e4m3", "fp8_e5m2"}
+TYPES |= {f"{kind}_per_token_head" for kind in ("fp8", "int4", "int8")}
+"""Types of cache whose slots are rows; in NVFP4's, too, numbers and scales lie apart."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ def find_pages(runner: Any) -> tuple[list[Pages], list[str]]:
     A drafter's own layers are among the latter: what it has wrong costs accepted drafts and never changes text, and
     vLLM lets it write its rows twice, from drafts and from what became of them.
     """
-    context, drafting = runner.compilation_config.static_forward_context, _draft_layers(runner)
+    context = runner.compilation_config.static_forward_context
+    target = {id(module) for module in runner.get_model().modules()}
     found: list[Pages] = []
     left: dict[str, list[str]] = {}
     for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
@@ -82,7 +88,8 @@ def find_pages(runner: Any) -> tuple[list[Pages], list[str]]:
             if getattr(layer, "kv_sharing_target_layer_name", None):
                 continue  # it has no rows of its own
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            why = "the drafter's own" if name in drafting else _why_not(spec, layer, _table_block_size(runner, index))
+            own = id(layer) in target
+            why = _why_not(spec, layer, _table_block_size(runner, index)) if own else "the drafter's own"
             if why:
                 left.setdefault(why, []).append(name)
                 continue
@@ -101,13 +108,6 @@ def _list(names: Sequence[str]) -> str:
     return f"1 layer ({names[0]})" if len(names) == 1 else f"{len(names)} layers ({names[0]}, ...)"
 
 
-def _draft_layers(runner: Any) -> set[str]:
-    """Names of the drafter's layers, under either runner."""
-    of_v1: set[str] = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", set())
-    of_v2: set[str] = getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", set())
-    return of_v1 | of_v2
-
-
 def _table_block_size(runner: Any, group: int) -> int:
     if runner.vllm_config.use_v2_model_runner:
         return runner.block_tables.block_sizes[group]
@@ -115,13 +115,15 @@ def _table_block_size(runner: Any, group: int) -> int:
 
 
 def _why_not(spec: Any, layer: Any, block_size: int) -> str:
-    kind, cache, stored = type(spec).__name__, getattr(layer, "kv_cache", None), getattr(layer, "kv_cache_dtype", "")
+    kind, cache = type(spec).__name__, getattr(layer, "kv_cache", None)
     if kind not in CHECKED or getattr(spec, "tokens_per_state", 1) != 1:
         return f"a cache of kind {kind} has no slot for each token"
     if not isinstance(cache, Tensor) or cache.dim() not in (3, 4) or cache.stride(-1) != 1:
         return "no cache of rows by block and slot"
-    if stored.startswith("nvfp4"):
-        return f"a cache of type {stored}, in which a slot's numbers and scales lie apart"
+    if type(layer).__name__ not in LAYERS:
+        return f"{type(layer).__name__}, whose slots are not known to be rows"
+    if layer.kv_cache_dtype not in TYPES:
+        return f"a cache of type {layer.kv_cache_dtype}, whose slots are not known to be rows"
     if block_size % cache.shape[-2]:
         return f"blocks of {cache.shape[-2]} slots, where block tables have {block_size}"
     return ""

@@ -62,7 +62,9 @@ class Rows:
                         self.release(self.of.keys() - set(self.batch))
                     self.of[request] = self.free.pop()
                 self.joiners.append(place)
-                tokens = batch.token_ids_cpu[place, : batch.num_tokens_no_spec[place]]
+                count = batch.num_tokens_no_spec[place]
+                # Where vLLM has an embedding and no token, another request's may be left: 0, as in `_fed`.
+                tokens = batch.token_ids_cpu[place, :count] * batch.is_token_ids[place, :count]
                 auditor.begin_request(self.of[request], request, tokens)
         rows = torch.tensor([self.of[request] for request in self.batch], dtype=torch.int64)
         if self.on_device.is_cuda:
@@ -96,7 +98,7 @@ def _model_forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> 
                 rows.on_device,
                 self.query_start_loc.gpu,
                 self.seq_lens,
-                self.input_ids.gpu,
+                _fed(self),
                 num_requests=count,
                 num_tokens=int(self.query_start_loc.np[count]),
             ),
@@ -105,6 +107,12 @@ def _model_forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> 
             self.input_batch.num_computed_tokens_cpu[:count],
         )
     return original(self, *args, **kwargs)
+
+
+def _fed(runner: Any) -> Tensor:
+    """int32 [T] or longer, the step's tokens, 0 where an embedding is fed."""
+    ids = runner.input_ids.gpu
+    return ids * runner.is_token_ids.gpu if runner.model_config.enable_prompt_embeds else ids
 
 
 def _sample(original: Callable, self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from nwor_lab.audit import AUDIT
 
+TYPES = {"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"}
+TYPES |= {f"{kind}_per_token_head" for kind in ("fp8", "int4", "int8")}
+"""Types of cache in which a slot is one row a head."""
+
 
 def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
     """The attention layers that are modules of the target model and have a cache, by name, of each cache group.
@@ -40,8 +44,8 @@ def target_groups(runner: Any) -> dict[int, dict[str, Any]]:
         for name, layer in own.items():
             if id(layer) not in modules or type(layer) not in known:
                 raise incomplete(f"{name} is a {type(layer).__name__}, no attention layer of the target that it knows")
-            if (stored := str(getattr(layer, "kv_cache_dtype", ""))).startswith("nvfp4"):
-                raise incomplete(f"{name} has a cache of type {stored}, whose slots are no rows")
+            if layer.kv_cache_dtype not in TYPES:
+                raise incomplete(f"{name} has a cache of type {layer.kv_cache_dtype}, whose slots may be no rows")
         # A layer that reads another's cache has the same memory.
         cached = {n: layer for n, layer in own.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
         if cached:

@@ -10,7 +10,9 @@ from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.machine import on_cpu, why_no_fp8_cache
 from tests.audit.matrix import MATRIX, audited, generate, pair, problems, reports, shared_prompts, without_drafts
-from tests.nwor.specs import with_connector
+from tests.engines import PROMPTS
+from tests.nwor.drafters import HasALayer, custom
+from tests.nwor.specs import With, with_connector
 
 pytestmark = [
     pytest.mark.engine,
@@ -94,6 +96,42 @@ def test_rows_that_a_connector_brings_are_taken_over(engines, tmp_path):
     spec = with_connector(spec, "ExampleConnector", {"shared_storage_path": str(tmp_path)})
     [report] = run(engines, audited(spec), asked_again)
     assert report["counts"]["adopted"] > 0 and report["findings"] == []
+
+
+def embedded(served):
+    """Prompts of embeddings find their blocks in the prefix cache, in rows of the batch that held tokens before."""
+    import torch
+    from vllm import SamplingParams
+
+    engine, cached = served.engine, 0
+    shape = 70, engine.vllm_config.model_config.get_hidden_size()
+    embeddings = {"prompt_embeds": torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 20}
+    for turn in range(4):
+        tokens = {"prompt_token_ids": PROMPTS[turn]}
+        for number, prompt in enumerate((tokens, embeddings) if turn % 2 else (embeddings, tokens)):
+            engine.add_request(f"{turn}-{number}", prompt, SamplingParams(temperature=0.0, max_tokens=20))
+        while engine.has_unfinished_requests():
+            cached += sum(output.num_cached_tokens for output in engine.step() if output.finished)
+    return cached, *reports(served)
+
+
+def test_prompts_of_embeddings_raise_no_alarm(engines):
+    spec = With(
+        **vars(pair(None, "ngram", prefix_caching=True, block_size=32)), arguments={"enable_prompt_embeds": True}
+    )
+    cached, report = run(engines, audited(spec), embedded)
+    assert cached > 0 and report["counts"]["checked"] > 1000 and report["findings"] == []
+
+
+def generated(served):
+    generate(served)
+    return reports(served)
+
+
+def test_a_drafters_own_layer_is_left_alone(engines):
+    spec = custom(pair(None), HasALayer)
+    [report] = run(engines, audited(spec), generated)
+    assert report["counts"]["checked"] > 1000 and report["findings"] == []
 
 
 def counted(served):

@@ -17,6 +17,7 @@ from nwor_lab.audit import hooks
 def attention_layer(kind: type = layer_classes.Attention) -> nn.Module:
     layer = object.__new__(kind)
     nn.Module.__init__(layer)
+    layer.kv_cache_dtype = "auto"
     return layer
 
 
@@ -57,10 +58,11 @@ def test_an_audit_of_a_part_is_refused(other):
         hooks.target_groups(stray)
 
 
-def test_an_audit_of_slots_that_are_no_rows_is_refused():
+@pytest.mark.parametrize("stored", ["nvfp4", "unheard_of"])
+def test_an_audit_of_slots_that_may_be_no_rows_is_refused(stored):
     layers = {"a": attention_layer(), "b": attention_layer(), "draft": attention_layer()}
-    layers["b"].kv_cache_dtype = "nvfp4"
-    with pytest.raises(RuntimeError, match="nvfp4"):
+    layers["b"].kv_cache_dtype = stored
+    with pytest.raises(RuntimeError, match=stored):
         hooks.target_groups(runner_of(layers, layers["draft"], [["a", "b", "draft"]]))
 
 
