@@ -9,10 +9,12 @@ import pytest
 from nwor.settings import Settings
 from nwor_lab.faults import GROUPS, injectable
 from tests import checkpoints, hybrids
+from tests.devices import needs_fp8_cache
 from tests.engines import Outcome
 from tests.nwor import faults
 from tests.nwor.faults import check_each_is_seen
 from tests.nwor.on_cpu import assert_clean_and_counted, planned_is_held, spec_of
+from tests.nwor.specs import With
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -75,6 +77,22 @@ def test_eagle3(engines, tmp_path):
     outcome = treated(engines, spec, "stage", planned_is_held)
     assert outcome.tokens == plain.tokens
     assert_clean_and_counted(outcome, "stage", width=256)
+
+
+@needs_fp8_cache
+@pytest.mark.parametrize(("skipped", "serves"), [("sliding_window", True), ("1", False)])
+def test_layers_whose_cache_stays_bf16_beside_fp8(engines, model, tmp_path, skipped, serves):
+    """Sliding windows are groups of their own; where all layers are alike, one of them stays in the others' group."""
+    if not serves:
+        checkpoints.random_pair(tmp_path, noise=0.3)
+    spec = replace(spec_of(model if serves else tmp_path, "bfloat16", "fp8", block_size=32), num_blocks=80)
+    spec = With(**vars(spec), arguments={"kv_cache_dtype_skip_layers": [skipped]})
+    outcome = treated(engines, spec, "stage")
+    [rank], audit = outcome.ranks, outcome.audit
+    assert (rank["serving"], "bfloat16" in rank["reason"]) == (("stage", False) if serves else ("off", True))
+    assert outcome.tokens == engines.run(spec, Settings()).tokens
+    assert (audit["dirty_slots"] == 0) == serves
+    assert audit["unwritten_rows"] == audit["wrong_rows"] == audit["stray_slots"] == 0
 
 
 @pytest.fixture(scope="module")
