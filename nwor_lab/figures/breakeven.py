@@ -26,7 +26,7 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
     """
     stable = ratios.is_stable(steps)
     shown = steps[stable].assign(expected=steps["with_attention"].fillna(steps["predicted"]), panel="steps")
-    names = (kernels["op"] + ", one launch").replace("vllm, one launch", "vLLM's writer, 32 launches")
+    names = kernels["op"].replace("vllm", "vLLM's writer")
     priced = kernels.assign(panel="kernels", expected=kernels["predicted"], measured=kernels["us"], mode=names)
     kinds = guessed["table"].str.contains("serving").map({True: "served", False: "step"})
     written = guessed.assign(panel="written down", mode=guessed["mode"] + ", " + kinds).dropna(subset="measured")
@@ -40,15 +40,16 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
         style.series(ax, drawn, "expected", "measured", "mode", **look)
         ax.set(xlim=span, ylim=span)
         beside: Any = {"bbox_to_anchor": (1, 1)} if rows is written else {}
-        ax.legend(loc="upper left", fontsize=6, **beside)
+        ax.legend(loc="lower right" if rows is shown else "upper left", fontsize=6, **beside)
     axes[0].set(xscale="log", yscale="log", xlabel="expected (us)", ylabel="found (us)", title="kernels, all layers")
     axes[1].set(xlabel="expected", ylabel="found", title="time of a step over vanilla's")
     axes[2].set(xlabel="expected", ylabel="found", title="runs, written down before")
     error = (shown["expected"] - shown["measured"]).abs().max()
     caption = (
         f"What the model of launches and bytes expects beside what was found on a GPU. Left: {len(kernels)} kernels, "
-        "medians, cold L2 cache; among vLLM's writes are windows of which no row is kept, where each launch leaves at "
-        f"once. Middle: {len(shown)} settings of whole steps, the ratio to vanilla's; that of `stage` with the time of "
+        "each one launch but for vLLM's writer with 32, medians, cold L2 cache; among vLLM's writes are windows of "
+        f"which no row is kept, where each launch leaves at once. Middle: {len(shown)} settings of whole steps, the "
+        "ratio to vanilla's; that of `stage` with the time of "
         f"both attention kernels, measured by the same build, where there is one. The largest error is {error:.3f}; "
         f"{(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} apart. The "
         f"model leaves out the host. Right: {len(written)} ratios to vLLM never patched that were written down before "

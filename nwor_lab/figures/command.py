@@ -86,10 +86,11 @@ def expected(out: style.Folder, table: Tables) -> Path:
 def guessed(table: Tables) -> pd.DataFrame:
     """What was written down of a run before it, `data/expected.csv`, beside what it gave, where it has run since."""
     both = pd.concat([table("gpu_decode"), table("gpu_decode_more")], ignore_index=True).fillna({"attention": ""})
-    steps = gpu_steps.step_ratios(both).query("at_parity and k == 8 and prompt == 512")
+    steps = gpu_steps.step_ratios(both).query("k == 8 and prompt == 512")
     cache, attention = steps["kv_cache_dtype"].replace("auto", "bf16"), steps["attention"]
     what = "step, " + steps["kv_heads"].astype(str) + " KV heads, k=8, prompts of 512, " + cache
-    steps = steps.assign(what=what + attention.map({"": "", "flashinfer": ", FlashInfer"}))
+    what += attention.map({"": "", "flashinfer": ", FlashInfer"})
+    steps = steps.assign(what=what, ratio=steps["ratio"].where(steps["at_parity"]))
     servers = served(table)
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
     servers = pd.concat([servers, audited])
