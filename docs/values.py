@@ -21,7 +21,7 @@ from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.gpu.attention import net
 from nwor_lab.run import results
-from nwor_lab.serving.table import summary
+from nwor_lab.serving.table import at_once, summary
 
 
 @functools.cache
@@ -106,9 +106,9 @@ def servers() -> pd.DataFrame:
     audited = audited_servers(table("gpu_audit_serving")).assign(table="gpu_audit_serving", mode="sampled auditor")
     modes = [summary(table(name)).assign(table=name) for name in ("gpu_serving", "gpu_serving_more")]
     lines = pd.concat([*modes, audited]).query("mode != 'off'")
-    lines["batch"] = lines["load"].str.extract(r"(\d+) at once")[0].astype(float)
     lines = lines.rename(columns={"ratio": "value", "kv_cache_dtype": "cache", "parity": "at_parity"})
     lines = lines.assign(what="tokens a second, server", over=NEVER_PATCHED, unit="of vanilla's", kv_heads=8)
+    lines = lines.assign(batch=at_once(lines))
     return lines.replace({"cache": {"auto": "bf16"}})
 
 
@@ -217,6 +217,16 @@ def shifts(mode: str, gpu: str) -> str:
     """The least and the greatest `shift` of a mode, in nats, of the latest steps with an fp8 cache on a kind of GPU."""
     rows = table("gpu_decode_more").query("kv_cache_dtype == 'fp8' and gpu == @gpu")
     return span(step_ratios(rows).query("mode == @mode")["shift"])
+
+
+def parted(mode: str) -> str:
+    """In how many of the latest runs of steps some of a mode's texts were not vLLM's, of how many runs."""
+    rows = pd.concat([table("gpu_decode"), table("gpu_decode_more")]).query("mode == @mode")
+    rows = rows[rows["metric"].isin(["equal_requests", "requests"])]
+    runs = rows.groupby(["gpu", "attention", "kv_heads", "kv_cache_dtype", "metric"], dropna=False)["value"].sum()
+    texts = runs.unstack("metric")
+    other = texts["equal_requests"] < texts["requests"]
+    return f"{other.sum()} of {len(other)}"
 
 
 def largest_errors(cache: str) -> str:

@@ -348,9 +348,8 @@ def write_results(
     model = name or (Path(model).name if Path(model).is_dir() else model)
     common = {"run_id": directory.name, "model": model, "tp": spec.tp, "batch": spec.batch, "seed": spec.seed}
     common |= {"k": spec.k, "kv_cache_dtype": spec.kv_cache_dtype}
-    if spec.flash_attn_version or spec.attention_backend:
-        version = f"flash{spec.flash_attn_version}" if spec.flash_attn_version else ""
-        common["attention"] = version or spec.attention_backend.lower()
+    if forced := f"flash{spec.flash_attn_version}" if spec.flash_attn_version else spec.attention_backend.lower():
+        common["attention"] = forced
     if name:
         common["kv_heads"] = shapes.SHAPES[name]["num_key_value_heads"]
     frame = results.tidy(rows, **common)

@@ -31,7 +31,7 @@ from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention
 from nwor_lab.reference.tour import TinyWindow
 from nwor_lab.run import results
-from nwor_lab.serving.table import setting, summary
+from nwor_lab.serving.table import at_once, setting, summary
 
 Tables = Callable[[str], pd.DataFrame]
 """Reads a table by its name; raises FileNotFoundError where there is none."""
@@ -94,8 +94,7 @@ def guessed(table: Tables) -> pd.DataFrame:
     servers = served(table)
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
     servers = pd.concat([servers, audited])
-    at_once = servers["load"].str.extract(r"(\d+) at once")[0].astype(float)
-    servers = servers.assign(what="tokens a second, " + setting(servers), batch=at_once)
+    servers = servers.assign(what="tokens a second, " + setting(servers), batch=at_once(servers))
     audited = audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")
     found = pd.concat([steps, servers, audited]).rename(columns={"ratio": "measured"})
     return pd.read_csv(paths.DATA / "expected.csv").merge(found, on=["what", "gpu", "mode", "batch"])

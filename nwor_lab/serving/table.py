@@ -74,6 +74,11 @@ def setting(lines: pd.DataFrame) -> pd.Series:
     return ("k=" + lines["k"].astype(str) + ", " + caches + ", " + ranks).str.removesuffix(", ")
 
 
+def at_once(lines: pd.DataFrame) -> pd.Series:
+    """The requests in flight of each line's load; NaN for an open load."""
+    return lines["load"].str.extract(r"(\d+) at once")[0].astype(float)
+
+
 def verdict(table: pd.DataFrame) -> str:
     """What a summary says, a sentence a mode: how often it is faster or slower in every pass, and at which parity."""
     sentences = []

@@ -152,6 +152,21 @@ def test_draft_lengths_are_an_axis_of_the_grid(engines, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("words", "attention"),
+    [
+        ([], None),
+        (["--attention-backend", "FLASHINFER"], "flashinfer"),
+        (["--attention-backend", "FLASH_ATTN", "--flash-attn-version", "2"], "flash2"),
+    ],
+)
+def test_an_attention_that_is_forced_is_a_setting_of_the_table(words, attention, engines, tmp_path):
+    words = [*words, "--mode", "off", "--random-prompts", "16", "--repeats", "1", "--no-audit"]
+    assert bench.main([*words, "--run-dir", str(tmp_path)]) == 0
+    table = pd.read_parquet(tmp_path / "bench.parquet")
+    assert (table["attention"].unique().tolist() == [attention]) if attention else ("attention" not in table)
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--mode", "stag"], "--modes stag: choose of off, cow, direct, stage, vllm"),
