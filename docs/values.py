@@ -73,11 +73,11 @@ NEVER_PATCHED = "vLLM never patched"
 def whole_steps() -> pd.DataFrame:
     """Steps over those of vLLM never patched, and `stage` over its control: a line a table, setting and mode.
 
-    `gpu_decode` is the latest run, of 8 KV heads, `gpu_decode_more` other settings of it, and `gpu_direct` an earlier
-    and wider one.
+    `gpu_decode` is the latest run, of 8 KV heads, `gpu_decode_more` other settings of it, `gpu_next_steps` vLLM 0.33's
+    Triton, and `gpu_direct` an earlier and wider run.
     """
     lines = []
-    for name in ("gpu_direct", "gpu_decode", "gpu_decode_more"):
+    for name in ("gpu_direct", "gpu_decode", "gpu_decode_more", "gpu_next_steps"):
         rows = table(name)
         over_control = step_ratios(rows, "direct").query("mode == 'stage'")
         lines.append(step_ratios(rows).assign(over=NEVER_PATCHED, table=name))
@@ -93,7 +93,7 @@ def one_layer() -> pd.DataFrame:
     """A layer's attention and write, in one launch, over each attention of vLLM's: a line a table and shape."""
     lines = [net(table("attention")).reset_index().rename(columns={"ratio": "value"})]
     lines[0] = lines[0].assign(table="attention", over="the faster of vLLM's backends")
-    for name in ("gpu_cliff", "gpu_long", "gpu_long_drafts", "gpu_xqa"):
+    for name in ("gpu_cliff", "gpu_long", "gpu_long_drafts", "gpu_xqa", "gpu_next_layers"):
         wide = layers.over_each(table(name))
         columns = [column for column in wide if column not in layers.EACH.values()]
         lines.append(wide.melt(columns, var_name="over").dropna(subset="value").assign(table=name))
@@ -213,15 +213,10 @@ def more_row(mode: str, gpu: str = "H200", batches: tuple[int, ...] = (1, 4, 16)
     return row("gpu_decode_more", mode, batches=batches, gpu=gpu, **where)
 
 
-def shifts(mode: str, gpu: str) -> str:
-    """The least and the greatest `shift` of a mode, in nats, of the latest steps with an fp8 cache on a kind of GPU."""
-    rows = table("gpu_decode_more").query("kv_cache_dtype == 'fp8' and gpu == @gpu")
-    return span(step_ratios(rows).query("mode == @mode")["shift"])
-
-
 def parted(mode: str) -> str:
     """In how many of the latest runs of steps some of a mode's texts were not vLLM's, of how many runs."""
-    rows = pd.concat([table("gpu_decode"), table("gpu_decode_more")]).query("mode == @mode")
+    rows = pd.concat([table(name) for name in ("gpu_decode", "gpu_decode_more", "gpu_next_steps")])
+    rows = rows.query("mode == @mode")
     rows = rows[rows["metric"].isin(["equal_requests", "requests"])]
     runs = rows.groupby(["gpu", "attention", "kv_heads", "kv_cache_dtype", "metric"], dropna=False)["value"].sum()
     texts = runs.unstack("metric")

@@ -82,9 +82,9 @@ class EngineOptions:
 
 MOST_DRAFTS = 128
 """Of a window, by vLLM's rejection sampler (`vllm.v1.sample.rejection_sampler.MAX_SPEC_LEN`)."""
-NO_STOPWATCH = {"dynamic_scale_rblock": False}
-"""TorchInductor's choice, by a stopwatch in each process, how much of a row its reductions sum at once: off, since by
-it two engines with the same graphs round differently."""
+DETERMINISTIC = {"deterministic": True}
+"""Of TorchInductor: rules choose how much of a row its reductions sum at once. Else a stopwatch does, in each process
+anew, and two engines with the same graphs round differently."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class EngineSpec(EngineOptions):
         graphs = {
             "cudagraph_mode": self.cudagraph_mode,
             "cudagraph_capture_sizes": list(self.cudagraph_capture_sizes),
-            "inductor_compile_config": {} if self.enforce_eager else dict(NO_STOPWATCH),  # vLLM adds to it
+            "inductor_compile_config": {} if self.enforce_eager else dict(DETERMINISTIC),  # vLLM adds to it
         }
         chosen = {
             "num_gpu_blocks_override": self.num_blocks,

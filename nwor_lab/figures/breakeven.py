@@ -16,48 +16,54 @@ from nwor_lab.figures import style
 
 
 def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guessed: pd.DataFrame) -> Path:
-    """Draw what was expected beside what was found: by the model every measured kernel and step, by hand whole runs.
+    """Draw what was expected beside what was found: by the model each kernel and step, by hand layers and runs.
 
     Args:
         kernels: `nwor_lab.gpu.kernel_times.priced`.
         steps: `nwor_lab.cost.predicted.against_measured`; points whose repeats lie too far apart are left out.
-        guessed: columns `table`, `gpu`, `mode`, `expected`, `measured`: ratios that were written down before a run;
-            those that gave none, for want of parity, are left out.
+        guessed: columns `table`, `what`, `gpu`, `mode`, `expected`, `measured`: ratios that were written down before
+            a run; those that gave none, for want of parity, are left out.
     """
     stable = ratios.is_stable(steps)
     shown = steps[stable].assign(expected=steps["with_attention"].fillna(steps["predicted"]), panel="steps")
     names = kernels["op"].replace("vllm", "vLLM's writer")
     priced = kernels.assign(panel="kernels", expected=kernels["predicted"], measured=kernels["us"], mode=names)
+    of_layers = guessed["what"].str.startswith("layer")
+    layers = guessed[of_layers].assign(panel="layers", mode=guessed["what"].str.split(", ", n=5).str[-1])
     kinds = guessed["table"].str.contains("serving").map({True: "served", False: "step"})
-    written = guessed.assign(panel="written down", mode=guessed["mode"] + ", " + kinds).dropna(subset="measured")
-    fig, axes = style.figure(style.TWO_COLUMNS, 2.9, ncols=3)
-    for ax, rows, margin in zip(axes, (priced, shown, written), (1.3, 1.01, 1.01), strict=True):
+    runs = guessed.assign(panel="written down", mode=guessed["mode"] + ", " + kinds)[~of_layers]
+    written = runs.dropna(subset="measured")
+    fig, grid = style.figure(style.TWO_COLUMNS, 5.4, ncols=2, nrows=2)
+    axes = grid.flat
+    for ax, rows, margin in zip(axes, (priced, shown, layers, written), (1.3, 1.01, 1.3, 1.01), strict=True):
         both = rows[["expected", "measured"]].to_numpy()
         span = np.array([both.min() / margin, both.max() * margin])
         ax.plot(span, span, color="black", linewidth=0.8, label="equal")
         look: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 3, "capsize": 0}
-        drawn = rows.drop(columns=["low", "high"], errors="ignore") if rows is written else rows
-        style.series(ax, drawn, "expected", "measured", "mode", **look)
+        points = rows if rows is priced or rows is shown else rows.drop(columns=["low", "high"], errors="ignore")
+        style.series(ax, points, "expected", "measured", "mode", **look)
         ax.set(xlim=span, ylim=span)
         beside: Any = {"bbox_to_anchor": (1, 1)} if rows is written else {}
         ax.legend(loc="lower right" if rows is shown else "upper left", fontsize=6, **beside)
     axes[0].set(xscale="log", yscale="log", xlabel="expected (us)", ylabel="found (us)", title="kernels, all layers")
     axes[1].set(xlabel="expected", ylabel="found", title="time of a step over vanilla's")
-    axes[2].set(xlabel="expected", ylabel="found", title="runs, written down before")
+    axes[2].set(xscale="log", yscale="log", xlabel="expected", ylabel="found", title="layers, written down before")
+    axes[3].set(xlabel="expected", ylabel="found", title="runs, written down before")
     error = (shown["expected"] - shown["measured"]).abs().max()
     caption = (
-        f"What the model of launches and bytes expects beside what was found on a GPU. Left: {len(kernels)} kernels, "
+        f"What the model of launches and bytes expects beside what was found on a GPU. Above: {len(kernels)} kernels, "
         "each one launch but for vLLM's writer with 32, medians, cold L2 cache; among vLLM's writes are windows of "
-        f"which no row is kept, where each launch leaves at once. Middle: {len(shown)} settings of whole steps, the "
+        f"which no row is kept, where each launch leaves at once; and {len(shown)} settings of whole steps, the "
         "ratio to vanilla's; that of `stage` with the time of "
         f"both attention kernels, measured by the same build, where there is one. The largest error is {error:.3f}; "
         f"{(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} apart. The "
-        f"model leaves out the host. Right: {len(written)} ratios to vLLM never patched that were written down before "
-        f"the run that gave them ({', '.join(sorted(set(written['gpu'])))}), times of steps and tokens a second of "
-        f"servers; {len(guessed) - len(written)} without parity are left out."
+        "model leaves out the host. Below: ratios to vLLM's that were written down before the run that gave them: "
+        f"{len(layers)} of `stage` in one layer, by vLLM's attention, and {len(written)} of steps and servers "
+        f"({', '.join(sorted(set(written['gpu'])))}), where {len(runs) - len(written)} without parity are left out."
     )
+    drawn = pd.concat([priced, shown, layers, written])
     columns = ["panel", "mode", "expected", "measured", "low", "high"]
-    return style.save(fig, run, "expected", pd.concat([priced, shown, written]).reindex(columns=columns), caption)
+    return style.save(fig, run, "expected", drawn.reindex(columns=columns), caption)
 
 
 def explore(model: str, k: int, acceptance: float, batch: int, context: int, tp: int, chip: Chip = H200) -> Any:

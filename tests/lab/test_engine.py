@@ -6,7 +6,7 @@ import pytest
 from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
-from nwor_lab.engines.spec import NO_STOPWATCH
+from nwor_lab.engines.spec import DETERMINISTIC
 
 PAIR = (str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE))
 
@@ -41,9 +41,9 @@ def test_engines_that_compile_time_no_choice_of_their_own(eager):
     from torch._inductor import config as inductor
     from vllm.engine.arg_utils import EngineArgs
 
-    assert all(getattr(inductor, name) != value for name, value in NO_STOPWATCH.items())
+    assert all(getattr(inductor, name) != value for name, value in DETERMINISTIC.items())
     given = EngineArgs(**EngineSpec(*PAIR, enforce_eager=eager).llm_arguments()).compilation_config
-    assert (NO_STOPWATCH.items() <= given.inductor_compile_config.items()) == (not eager)
+    assert (DETERMINISTIC.items() <= given.inductor_compile_config.items()) == (not eager)
 
 
 @pytest.mark.parametrize(("up", "at"), [(False, "start"), (True, "report")])

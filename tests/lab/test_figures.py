@@ -16,6 +16,7 @@ from nwor_lab.cost import breakeven
 from nwor_lab.figures import breakeven as breakeven_plots
 from nwor_lab.figures import command as figures
 from nwor_lab.figures import policies, ratios, style
+from nwor_lab.gpu import layer_times
 from nwor_lab.run import results
 
 
@@ -121,16 +122,29 @@ def test_no_measured_step_is_hidden(tmp_path: Path, undrawn: None) -> None:
     )
     points = points.assign(low=[0.91, 0.95, 1.0], high=[0.92, 1.3, 1.0], with_attention=np.nan)
     kernels = pd.DataFrame({"op": ["vllm"], "us": [1.0], "predicted": [2.0]})
+    layer = "layer, 8 KV heads, k=8, context of 2048, bf16, FlashAttention 2, forced"
+    what = {"what": ["step", "step", layer], "table": ["gpu_decode", "gpu_decode", "gpu_cliff"]}
     guessed = pd.DataFrame(
-        {"table": "gpu_decode", "gpu": "H200", "mode": "stage", "expected": 0.97, "measured": [1.2, np.nan]}
+        what | {"gpu": "H200", "mode": "stage", "expected": [0.97, 0.97, 0.2], "measured": [1.2, np.nan, 0.3]}
     )
     path = breakeven_plots.expected(tmp_path, kernels, points, guessed)
     assert len(drawn_data(path).query("panel == 'steps'")) == 2
     assert drawn_data(path).query("panel == 'written down'")[["expected", "measured"]].to_numpy().tolist() == [
         [0.97, 1.2]
     ]
+    (of_layers,) = drawn_data(path).query("panel == 'layers'").to_dict("records")
+    assert (of_layers["mode"], of_layers["expected"], of_layers["measured"]) == ("FlashAttention 2, forced", 0.2, 0.3)
     said = path.with_suffix(".txt").read_text()
     assert "largest error is 0.020" in said and "1 settings are left out" in said and "1 without parity" in said
+
+
+def test_an_expectation_meets_one_result() -> None:
+    """Two tables of layers have shapes in common."""
+    found = figures.guessed(recorded)
+    assert not found.duplicated(["table", "what", "gpu", "mode", "batch"]).any()
+    (one,) = found.query("table == 'gpu_long' and batch == 4 and what.str.contains('131072')")["measured"]
+    shape = "kv_heads == 8 and k == 8 and cache == 'bf16' and batch == 4 and context == 131072"
+    assert one == layer_times.over_each(recorded("gpu_long")).query(shape)["FlashAttention 3"].item()
 
 
 def test_the_sliders_move_the_picture_and_the_words(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
