@@ -5,10 +5,10 @@
     nwor measure results/gpu              run them one after another, each into a folder of its own, with its log
     nwor measure --record results/gpu     copy what is finished to data/recorded
 
-What has a table already is not run again, but for a bench that was interrupted. One that fails does not stop the
-others. Recorded is only what was measured from a clean commit, with as many repeats as were asked for; else nothing is,
-and one line says why. On a machine that was sent the files without their history, NWOR_COMMIT="<sha> clean" names the
-commit. `--record` also takes a whole reproduction run (`results/<run>`) and a run of `nwor soak`.
+What has a table already is not run again, but for one that was interrupted. One that fails does not stop the others.
+Recorded is only what was measured from a clean commit, with as many repeats as were asked for; else nothing is, and one
+line says why. On a machine that was sent the files without their history, NWOR_COMMIT="<sha> clean" names the commit.
+`--record` also takes a whole reproduction run (`results/<run>`) and a run of `nwor soak`.
 """
 
 from __future__ import annotations

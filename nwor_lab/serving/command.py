@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nwor_lab import machine, pair, paths, progress
+from nwor_lab import command_line, machine, pair, paths, progress
 from nwor_lab.bench import bench, options
 from nwor_lab.bench.audit_cost import AuditedSpec, require_installed
 from nwor_lab.engines.spec import EngineOptions, EngineSpec
@@ -52,7 +52,7 @@ def run(
         name: of the run, with which its files begin.
 
     Returns:
-        Rows of metrics, and by mode the proof of treatment.
+        Rows of metrics, and a report: `served`, by mode the proof of treatment; `interrupted` if it was stopped.
 
     Raises:
         EngineError: a server died or was not up in time, a mode is not active, or a request failed.
@@ -60,7 +60,7 @@ def run(
     logs, data = directory / "logs", directory / f"{name}-requests.jsonl"
     results.write_text(data, "".join(json.dumps({"prompt": one["prompt"]}) + "\n" for one in prompts))
     until = time.monotonic() + PATIENCE
-    rows, before = Rows(), dict[str, list[str]]()
+    rows, before, report = Rows(), dict[str, list[str]](), dict[str, Any]()
     with ended({}) as servers:
         progress.say(f"starting {len(plan.servers)} servers: {', '.join(plan.servers)} (a minute or two)")
         for mode in plan.servers:
@@ -79,13 +79,13 @@ def run(
             except KeyboardInterrupt:
                 if not rows:
                     raise
-                progress.say(f"stopped in pass {number + 1}: those before it are kept")
+                report["interrupted"] = True
                 break
             rows += passed
-        served = {mode: server.proof(loaded=True) for mode, server in servers.items()}
-    for mode, proof in served.items():
+        report["served"] = {mode: server.proof(loaded=True) for mode, server in servers.items()}
+    for mode, proof in report["served"].items():
         rows += [{"mode": mode, "metric": f"nwor.{of}", "value": value, "unit": "count"} for of, value in proof.items()]
-    return rows, served
+    return rows, report
 
 
 def one_pass(
@@ -164,12 +164,14 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     median = statistics.median_low(lengths)
     print(f"prompts of {min(lengths)} to {max(lengths)} tokens, median {median}, answers of {plan.answer}", flush=True)
     with progress.moving():
-        rows, served = run(spec, plan, prompts, directory, asked.output.name)
-    frame, path = bench.write_results(directory, asked, spec, plan, rows, {"served": served})
+        rows, report = run(spec, plan, prompts, directory, asked.output.name)
+    frame, path = bench.write_results(directory, asked, spec, plan, rows, report)
     table = summary(frame)
-    said = verdict(table) + "\nOne pass does not tell noise." * (plan.orders == 1)
+    said = verdict(table) + "\nOne pass does not tell noise." * (frame["repeat"].nunique() == 1)
     results.write_table(f"{path.with_suffix('')}-summary.csv", table)
     results.write_text(f"{path.with_suffix('')}-verdict.txt", said + "\n")
     print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
     print(f"{said}\nwritten: {path}, .json, and beside it this table and the verdict")
-    return 0 if frame["repeat"].nunique() == plan.orders else 130
+    if "interrupted" in report:
+        return command_line.fail("nwor serving", "interrupted; the passes that are whole are kept", 130)
+    return 0

@@ -250,8 +250,9 @@ def test_passes_before_an_interrupt_are_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(command.Client, "ask", ask)
     plan, spec = ServingPlan(modes=("off", "stage"), concurrency=(2,), requests=(2,), answer=8), EngineSpec("target")
     stop_at = 2 + 2 + 2  # of warming both, a pass, and within the next
-    rows, served = command.run(spec, plan, [], tmp_path)
-    assert {row["repeat"] for row in rows if "repeat" in row} == {0} and set(served) == {"off", "stage"}
+    rows, report = command.run(spec, plan, [], tmp_path)
+    assert {row["repeat"] for row in rows if "repeat" in row} == {0} and set(report["served"]) == {"off", "stage"}
+    assert report["interrupted"]
     assert {row["mode"] for row in rows if row["metric"] == "tokens_per_s"} == {"off", "stage"}
     asked.clear()
     stop_at = 3
