@@ -192,6 +192,11 @@ def stage_steps() -> pd.Series:
     return rows["value"]
 
 
+def steps_beside(attention: str) -> pd.Series:
+    """Steps of `stage` over vLLM's where another attention than its own choice was forced, on both kinds of GPU."""
+    return findings().query("attention == @attention and mode == 'stage' and over == @NEVER_PATCHED")["value"]
+
+
 def span(ratios: pd.Series, digits: int = 3) -> str:
     """The least and the greatest."""
     return f"{ratios.min():.{digits}f} to {ratios.max():.{digits}f}"
@@ -249,8 +254,8 @@ def attention() -> pd.DataFrame:
 
 def lost() -> pd.DataFrame:
     """The shapes of one layer, up to 15 drafts, in which the kernel takes longer than vLLM's faster backend."""
-    over = ("FlashAttention 3", "the faster of vLLM's backends")
-    return findings().query("what == 'one layer' and over in @over and k < 16 and value > 1")
+    rows = findings().query("what == 'one layer' and k < 16 and value > 1")
+    return rows[rows["over"].isin(["FlashAttention 3", "the faster of vLLM's backends"])]
 
 
 def not_searched() -> str:
