@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of launches and bytes (`breakeven`) against whole steps that were measured on a GPU; none is left out."""
 
-import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from nwor_lab import paths
 from nwor_lab.cost.breakeven import H200, MODELS, step_difference
 from nwor_lab.cost.ratios import abba_ratio
 from nwor_lab.cost.traffic import Shape, Window, served_traffic
@@ -114,9 +111,8 @@ def _with_attention(
         return math.nan
     nearest = min(rows["context"].unique(), key=lambda context: abs(math.log(context / max(1.0, prompt))))
     us = rows[rows["context"] == nearest].set_index("op")["value"]
-    vanilla = "triton" if "TRITON" in str(where.get("backend", "")).upper() else "flash"
     around = [moved for kind, moved in served_traffic(mode, shape, window).items() if kind in ("open", "commit")]
-    return shape.num_layers * (us["nwor"] - us[vanilla]) + sum(map(H200.us, around))
+    return shape.num_layers * (us["nwor"] - us["flash"]) + sum(map(H200.us, around))
 
 
 def _medians(rows: pd.DataFrame) -> pd.Series:
@@ -124,18 +120,15 @@ def _medians(rows: pd.DataFrame) -> pd.Series:
 
 
 def shape_of(where: Mapping[str, Any]) -> Shape:
-    """The cache on one rank of a setting's model: one of `MODELS` or the shipped pair, by name, path or repository.
+    """The cache on one rank of a setting's model, whose name begins as that of one of `MODELS` does.
 
     Raises:
         ValueError: the model is unknown.
     """
-    name = re.sub(r"-(chat|instruct|hf)\b", "", str(where["model"]).rsplit("/", 1)[-1].lower())
-    config = json.loads((paths.PAIR_TARGET / "config.json").read_text())
-    pair = Shape(config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
-    known = {"target": pair, **MODELS}
-    shape = next((shape for known_name, shape in known.items() if name.startswith(known_name)), None)
+    model = str(where["model"])
+    shape = next((shape for name, shape in MODELS.items() if model.startswith(name)), None)
     if shape is None:
-        raise ValueError(f"no cache is known of model {name!r}; known: {', '.join(known)}")
+        raise ValueError(f"no cache is known of model {model!r}; known: {', '.join(MODELS)}")
     kv_heads = where.get("kv_heads", math.nan)
     return replace(
         shape,
