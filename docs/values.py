@@ -19,7 +19,6 @@ from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
 from nwor_lab.figures.command import served
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
-from nwor_lab.gpu.attention import net
 from nwor_lab.run import results
 from nwor_lab.serving.table import at_once, summary
 
@@ -91,7 +90,7 @@ def whole_steps() -> pd.DataFrame:
 
 def one_layer() -> pd.DataFrame:
     """A layer's attention and write, in one launch, over each attention of vLLM's: a line a table and shape."""
-    lines = [net(table("attention")).reset_index().rename(columns={"ratio": "value"})]
+    lines = [layers.net(table("attention")).reset_index().rename(columns={"ratio": "value"})]
     lines[0] = lines[0].assign(table="attention", over="the faster of vLLM's backends")
     for name in ("gpu_cliff", "gpu_long", "gpu_long_drafts", "gpu_xqa", "gpu_next_layers"):
         wide = layers.over_each(table(name))

@@ -36,12 +36,12 @@ import pandas as pd
 import torch
 
 from nwor_lab.gpu import timer
-from nwor_lab.gpu.attention_case import BATCHES, HEAD_SIZE, KEYS, AttentionCase, AttentionShape
+from nwor_lab.gpu.attention_case import BATCHES, HEAD_SIZE, AttentionCase, AttentionShape
 from nwor_lab.gpu.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on, tuning
+from nwor_lab.gpu.layer_times import EACH, net, over_each, verdict
 from nwor_lab.gpu.timer import interleaved
 from nwor_lab.run import results
 
-OVER = {"over_flash2": "flash2", "over_xqa": "xqa"}
 HEADS = ((32, 32), (32, 8), (16, 16), (16, 4))  # (query heads, KV heads): 32 and 8 KV heads, whole and at TP=2
 CONTEXTS, CACHES = (512, 2048, 8192), ("bf16", "fp8")
 
@@ -92,40 +92,10 @@ def measure(chosen: Sequence[AttentionShape], repeats: int) -> pd.DataFrame:
             for op, call in calls.items()
             if op not in ("empty", "write")
         ]
-        line = net(pd.DataFrame(timed)).iloc[0]
-        others = "".join(f", {name.replace('_', ' ')} {line[name]:.3f}" for name in OVER if name in line)
-        print(f"{shape}: nwor over vLLM's faster {line['ratio']:.3f}{others}", flush=True)
+        over = over_each(pd.DataFrame(timed))[[*EACH.values()]].iloc[0].dropna()
+        print(f"{shape}: nwor over {', '.join(f'{name} {ratio:.3f}' for name, ratio in over.items())}", flush=True)
         del case, calls
     return results.tidy(found, mode="", model="", seed=0)
-
-
-def net(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median times with the empty kernel's taken off: one row a shape, one column an op, us.
-
-    `flash` is FlashAttention 3 with the number of splits that is fastest, `vanilla` the faster of that and `triton`,
-    and `ratio` nwor's time over it; `over_flash2` and `over_xqa` are over attentions that users have to ask for, where
-    they were timed.
-    """
-    times = frame[frame["metric"] == "time"]
-    table = times.pivot_table(index=KEYS, columns="op", values="value", aggfunc="median")
-    table = table.sub(table["empty"], axis=0).drop(columns="empty")
-    splits = table.filter(regex="^flash( |$)")
-    table = table.drop(columns=splits.columns).assign(flash=splits.min(axis=1))
-    table["vanilla"] = table[["flash", "triton"]].min(axis=1)
-    table["ratio"] = table["nwor"] / table["vanilla"]
-    for name, op in OVER.items():
-        if op in table:
-            table[name] = table["nwor"] / table[op]
-    return table
-
-
-def verdict(table: pd.DataFrame) -> str:
-    """What `net` says, in a sentence."""
-    ratios = table["ratio"]
-    return (
-        f"nwor takes {ratios.median():.3f} of the time of vLLM's faster backend at the median of {len(ratios)} shapes "
-        f"({ratios.min():.3f} to {ratios.max():.3f}), and more than it in {(ratios > 1).sum()}."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     axes = {field.name: getattr(asked, field.name) for field in fields(timer.Axes)} | {"heads": asked.pairs}
     times = measure(grid(**{name: values for name, values in axes.items() if values}), asked.repeats)
     timer.write(asked, asked.name, times)
-    table = net(times)
-    print(table.filter(["ratio", *OVER]).round(3).to_string())
-    print(verdict(table))
+    print(over_each(times).round(3).to_string(index=False))
+    print(verdict(net(times)))
     return 0
 
 

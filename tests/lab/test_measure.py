@@ -81,6 +81,7 @@ def test_layers_leave_their_table_where_it_is_looked_for(tmp_path, monkeypatch):
     made = table().assign(op="nwor")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(attention, "measure", lambda shapes, repeats: made)
+    monkeypatch.setattr(attention, "over_each", lambda times: times)
     monkeypatch.setattr(attention, "net", lambda times: times.assign(ratio=1.0))
     words = measure.command_of("gpu_cliff", tmp_path, 139)
     assert attention.main(words[1:]) == 0 and len(results.read_table("gpu_cliff", tmp_path))

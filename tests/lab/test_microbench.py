@@ -112,7 +112,7 @@ def test_attention_is_measured_as_it_is_recorded(monkeypatch, capsys) -> None:
     assert not found["tuned_on"].any(), "without a GPU there is no tuning"
     assert found.groupby("metric").size().to_dict() == {"time": 2 * 6 * 3, "error": 2 * 4}
     table = attention_plots.frame(found, bandwidth=4.0)
-    assert table["ratio"].tolist() == [0.5, 0.5] and capsys.readouterr().out.count("faster 0.500") == 2
+    assert table["ratio"].tolist() == [0.5, 0.5] and capsys.readouterr().out.count("FlashAttention 3 0.500") == 2
 
 
 @pytest.mark.gpu
@@ -151,9 +151,10 @@ def test_net_times_are_without_the_empty_kernel_and_beside_the_faster_backend():
     table = attention_plots.frame(frame, bandwidth=4.0).sort_values("cache")
     line, other = table.to_dict("records")
     assert (line["nwor"], line["vanilla"], line["flash"], line["ratio"]) == pytest.approx((80, 100, 100, 0.8))
-    assert line["over_flash2"] == pytest.approx(2) and math.isnan(other["over_flash2"]) and other["ratio"] == 0.8
+    assert other["ratio"] == 0.8
+    over = attention_plots.over_each(frame).set_index("cache")["FlashAttention 2, forced"]
+    assert over["bf16"] == pytest.approx(2) and math.isnan(over["fp8"])
     assert line["floor"] == pytest.approx(SHAPE.bytes / 4e6)
-    assert "over_flash2" not in attention.net(samples(0.8))
     assert attention_plots.errors(samples())["over_flash"].tolist() == [1]
 
 
