@@ -5,7 +5,6 @@ A step's time depends on the shapes and hardly on what the weights say, and acce
 """
 
 from pathlib import Path
-from typing import Any
 
 from nwor_lab.command_line import check_names
 from nwor_lab.run.results import write_json
@@ -32,25 +31,12 @@ def write_shape(name: str, directory: Path, max_model_len: int) -> tuple[Path, P
     Raises:
         ValueError: no such shape.
     """
+    from transformers import LlamaConfig
+
     check_names("shape", (name,), SHAPES)
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": max_model_len,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": "bfloat16",
-        **SHAPES[name],
-    }
     target, head = directory / name / "target", directory / name / "eagle"
-    for path in (target, head):
-        path.mkdir(parents=True, exist_ok=True)
-    write_json(target / "config.json", config)
-    write_json(head / "config.json", config | {"num_hidden_layers": 1})
+    for folder, sizes in ((target, SHAPES[name]), (head, SHAPES[name] | {"num_hidden_layers": 1})):
+        more = {"max_position_embeddings": max_model_len, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
+        config = LlamaConfig(architectures=["LlamaForCausalLM"], **sizes, **more)
+        write_json(folder / "config.json", config.to_dict())
     return target, head
