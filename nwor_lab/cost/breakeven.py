@@ -6,7 +6,7 @@ and written at the bandwidth of a large copy. Nothing overlaps, nothing is fitte
 to be as fast in each mode, so this is what the write policy alone makes; the bookkeeping of the host is not in it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import pandas as pd
@@ -23,15 +23,6 @@ MODELS = {
     "gpt-oss-20b": Shape(24, 8, 64),
 }
 """Caches of published models in bf16: layers, KV heads and head size of their `config.json`."""
-
-
-def model_shape(model: str, tp: int = 1) -> Shape:
-    """One of `MODELS` on `tp` ranks.
-
-    Raises:
-        ValueError: its heads do not spread evenly over the ranks.
-    """
-    return replace(MODELS[model], tp=tp)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def explore(model: str, k: int, acceptance: float, batch: int, context: int, tp:
 
 def draw_setting(model: str, k: int, acceptance: float, batch: int, context: int, tp: int, chip: Chip = H200) -> None:
     """Print what a step of each mode costs over vanilla's at a setting, and draw it over the batch."""
-    shape, rows = breakeven.model_shape(model, tp), []
+    shape, rows = replace(MODELS[model], tp=tp), []
     window = traffic.Window.expected(batch, breakeven.survival_of(acceptance, k), context)
     print(f"{batch} windows of 1 + {k} rows, {window.kept_rows / batch:.2f} of them kept; {chip.name}, {chip.source}")
     for mode, requests in product(("cow", "direct", "stage"), sorted({*(2**n for n in range(11)), batch})):

@@ -39,7 +39,7 @@ Tables = Callable[[str], pd.DataFrame]
 
 def pages(out: style.Folder, table: Tables) -> Path:
     window = TinyWindow(k=3)
-    return tour.policies(out, window.run_all(2), window.num_blocks)
+    return tour.policies(out, pd.DataFrame(window.run_all(2)), window.num_blocks)
 
 
 def acceptance(out: style.Folder, table: Tables) -> Path:

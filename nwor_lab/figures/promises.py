@@ -16,14 +16,13 @@ LOOKS = {
 }
 
 
-def promises(run: style.Place, table: pd.DataFrame | None = None) -> Path:
+def promises(run: style.Place) -> Path:
     """Draw each promise beside what was measured, a panel a promise.
 
-    Args:
-        table: `data/promises.csv`: a row a case of a promise (`title`), which was promised `then` or measured `here`
-            (`source`), with its `low`, `median` and `high` value.
+    `data/promises.csv` has a row a case of a promise (`title`), which was promised `then` or measured `here`
+    (`source`), with its `low`, `median` and `high` value.
     """
-    table = pd.read_csv(paths.PROMISES) if table is None else table
+    table = pd.read_csv(paths.PROMISES)
     titles = table["title"].unique()
     heights = [(table["title"] == title).sum() for title in titles]
     fig, axes = style.figure(style.TWO_COLUMNS, 1.2 + 0.19 * sum(heights), nrows=len(titles), height_ratios=heights)

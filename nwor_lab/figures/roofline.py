@@ -11,7 +11,7 @@ import pandas as pd
 from nwor_lab.figures import style
 
 
-def roofline(run: style.Place, points: pd.DataFrame, bandwidth: float, empty: float, name: str = "roofline") -> Path:
+def roofline(run: style.Place, points: pd.DataFrame, bandwidth: float, empty: float) -> Path:
     """Draw the bandwidth that kernels reach over the bytes that have to move, below the model's roof.
 
     Args:
@@ -34,4 +34,4 @@ def roofline(run: style.Place, points: pd.DataFrame, bandwidth: float, empty: fl
         "Bandwidth that kernels reach over the bytes that have to move; a marker a shape, medians, cold L2 cache. "
         f"Line: an empty kernel ({empty:.1f} us) and the bytes at the bandwidth of a large copy ({bandwidth:.2f} TB/s)."
     )
-    return style.save(fig, run, name, points[["panel", "kernel", "MB", "us", "tb_s"]], caption)
+    return style.save(fig, run, "roofline", points[["panel", "kernel", "MB", "us", "tb_s"]], caption)

@@ -30,6 +30,7 @@ STATES = {
     "changed": ("#8FBCE6", "", "changed since the picture before"),
 }
 """Fill, hatch and legend of what a slot holds."""
+FRAMES = 40
 BUFFERS = {"blind": "staging", "cow": "log", "stage": "staging"}
 
 
@@ -59,7 +60,6 @@ def addresses(run: style.Place, frame: pd.DataFrame, block_table: Sequence[int],
 
     frame: rows of `nwor_lab.reference.tour.TinyWindow.run` under mode `off`, of which the second moment is drawn.
     """
-    frame = pd.DataFrame(frame)
     frame = frame[frame["moment"] == frame["moment"].unique()[1]]
     slots = frame["line"] * block_size + frame["column"]
     pages = frame.assign(text=[f"slot {slot}" for slot in slots])
@@ -82,7 +82,6 @@ def addresses(run: style.Place, frame: pd.DataFrame, block_table: Sequence[int],
 
 def policies(run: style.Place, frame: pd.DataFrame, num_blocks: int) -> Path:
     """Draw the rows of `TinyWindow.run_all`: a column of panels a policy, a line of panels a moment."""
-    frame = pd.DataFrame(frame)
     moments, modes = frame["moment"].unique(), frame["mode"].unique()
     fig, axes = style.figure(width=style.TWO_COLUMNS, height=4.6, nrows=len(moments), ncols=len(modes))
     for n, moment in enumerate(moments):
@@ -124,7 +123,6 @@ def _moment(axes: Any, frame: pd.DataFrame, num_blocks: int) -> None:
 def pages(run: style.Place, frame: pd.DataFrame) -> Path:
     """Draw one request's pages in vLLM, a panel a mode: `frame` has `mode, line, column, state` and `block`."""
     caption = "Pages of one request in one layer of vLLM, after the first step that rejected drafts of it."
-    frame = pd.DataFrame(frame)
     return style.save(_pages(frame, frame["state"]), run, "tour_pages", frame, caption)
 
 
@@ -140,8 +138,8 @@ def _pages(frame: pd.DataFrame, states: Any, said: Mapping[str, str] | None = No
     return fig
 
 
-def film(run: style.Place, frame: pd.DataFrame, frames: int = 40) -> Path:
-    """Draw the steps of `nwor_lab.demo.pages_by_step`, the first `frames` of them, as a GIF; return its path.
+def film(run: style.Place, frame: pd.DataFrame) -> Path:
+    """Draw the steps of `nwor_lab.demo.pages_by_step`, the first `FRAMES` of them, as a GIF; return its path.
 
     Blocks that the prompt has filled are left out.
     """
@@ -151,7 +149,7 @@ def film(run: style.Place, frame: pd.DataFrame, frames: int = 40) -> Path:
     frame["text"] = frame["state"].map({"rejected": "\N{MULTIPLICATION SIGN}"}).fillna("")
     last = frame.groupby("mode")["step"].transform("max")
     pictures, left = [], dict.fromkeys(frame["mode"].unique(), 0)
-    for step in range(min(frames, int(last.max()) + 1)):
+    for step in range(min(FRAMES, int(last.max()) + 1)):
         now = frame[frame["step"] == last.clip(upper=step)]
         said = {}
         for mode, cells in now.groupby("mode"):

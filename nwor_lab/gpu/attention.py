@@ -35,9 +35,10 @@ from typing import Any
 import pandas as pd
 import torch
 
+from nwor.attention import configs
 from nwor_lab.gpu import timer
 from nwor_lab.gpu.attention_case import BATCHES, HEAD_SIZE, AttentionCase, AttentionShape
-from nwor_lab.gpu.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on, tuning
+from nwor_lab.gpu.held_out import HELD_OUT_BATCHES, HELD_OUT_CONTEXTS, is_tuned_on
 from nwor_lab.gpu.layer_times import EACH, net, over_each, verdict
 from nwor_lab.gpu.timer import interleaved
 from nwor_lab.run import results
@@ -79,11 +80,12 @@ def measure(chosen: Sequence[AttentionShape], repeats: int) -> pd.DataFrame:
     Metric `error` is the relative error of each call's output against fp32.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
+    tuning = configs.own_table(configs.Device.of("cuda")) if torch.cuda.device_count() else []
     found: list[dict[str, Any]] = []
     for shape in chosen:
         case = AttentionCase(shape)
         calls = case.calls()
-        common = asdict(shape) | {"bytes": shape.bytes, "tuned_on": is_tuned_on(shape, tuning())}
+        common = asdict(shape) | {"bytes": shape.bytes, "tuned_on": is_tuned_on(shape, tuning)}
         rows = interleaved(calls, repeats, clean=True)
         timed = [common | {"op": op, "repeat": n, "metric": "time", "unit": "us", "value": us} for op, n, us in rows]
         found += timed

@@ -6,14 +6,10 @@ Column `tuned_on` of the table `attention`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
-from nwor.attention import configs
 from nwor_lab.gpu.attention_case import AttentionShape
 
 CONTEXTS = (560, 2096, 8240, 32816, 131120)
@@ -21,12 +17,6 @@ CONTEXTS = (560, 2096, 8240, 32816, 131120)
 HELD_OUT_BATCHES, HELD_OUT_CONTEXTS = (3, 12, 48), (1024, 4096)
 """Batches and contexts between those of the search. Batches of 2, 8 and 32 would not be held out: a table knows their
 programs, requests times KV heads, from twice the batch of half the heads."""
-
-
-@functools.cache
-def tuning() -> list[dict[str, Any]]:
-    """Return the own tuning table of this machine's GPU; an empty one where there is none."""
-    return configs.own_table(configs.Device.of("cuda")) if torch.cuda.device_count() else []
 
 
 def is_tuned_on(shape: AttentionShape, table: Iterable[Mapping[str, Any]]) -> bool:
