@@ -183,8 +183,8 @@ class Run:
         write_table(self.directory / f"{name}.parquet", frame)
         return frame
 
-    def claim(self, text: str, expected: object, value: object, holds: bool | None) -> bool:
-        """Record at once one line of the table of claims: what must hold whatever the parameters. Return `holds`.
+    def claim(self, text: str, expected: object, value: object, holds: bool | None) -> None:
+        """Record at once one line of the table of claims: what must hold whatever the parameters.
 
         A claim made again under the same words replaces the earlier one, so a cell may be run twice.
 
@@ -196,14 +196,13 @@ class Run:
         line = dict(zip(claim_table.COLUMNS, found, strict=True))
         self._claims = [other for other in self._claims if other["claim"] != text] + [line]
         write_table(self._claims_file, pd.DataFrame(self._claims, columns=list(claim_table.COLUMNS)))
-        return bool(holds)
 
-    def expect(self, text: str, expected: object, value: object, holds: bool) -> bool:
+    def expect(self, text: str, expected: object, value: object, holds: bool) -> None:
         """Claim what is expected where no parameters were given; where some were, it is shown and not judged."""
         if self.at_defaults:
-            return self.claim(text, expected, value, holds)
-        self.claim(text, expected, f"{claim_table.show(value)} (parameters were given)", None)
-        return bool(holds)
+            self.claim(text, expected, value, holds)
+        else:
+            self.claim(text, expected, f"{claim_table.show(value)} (parameters were given)", None)
 
     def skip(self, text: str, expected: object, reason: str) -> None:
         """Record that a claim cannot be judged on this machine, and why."""
@@ -273,15 +272,14 @@ def start(scope: dict[str, Any], name: str) -> Run:
 # -- the manifest ------------------------------------------------------------------------------------------------
 
 
-def update_manifest(directory: Path, notebook: str = "", **fields: Any) -> dict[str, Any]:
+def update_manifest(directory: Path, notebook: str = "", **fields: Any) -> None:
     """Merge `fields` into the entry of `notebook` in `<directory>/manifest.json`, or into the manifest itself.
 
-    The runner and the notebook it runs take turns here. Returns the manifest.
+    The runner and the notebook it runs take turns here.
     """
     manifest = read_manifest(directory)
     (manifest["notebooks"].setdefault(notebook, {}) if notebook else manifest).update(fields)
     write_json(directory / "manifest.json", manifest)
-    return manifest
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

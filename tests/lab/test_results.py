@@ -60,7 +60,7 @@ def test_a_value_that_is_no_number_is_an_error() -> None:
 
 
 def test_claims_are_kept_replaced_and_gathered_over_notebooks(run: results.Run) -> None:
-    assert run.claim("fast", 2.0, 1.23456, True) is True
+    run.claim("fast", 2.0, 1.23456, True)
     run.claim("right", "equal", "unequal", False)
     run.claim("right", "equal", "equal", True)
     results.Run(run.directory, "another").claim("small", 1, 1, True)
@@ -100,11 +100,11 @@ def test_finish_names_each_claim_that_does_not_hold(run: results.Run) -> None:
 def test_an_expectation_fails_a_run_at_the_defaults_alone(tmp_path: Path) -> None:
     cells = ["", 'mode: str = "off"\ntp: int = 1\nrate: float = 1\nrun_dir: str = ""\n']
     run = results.start(scope(tmp_path, In=cells), "02_x")
-    assert run.expect("fast", 2, 1, False) is False
+    run.expect("fast", 2, 1, False)
     with pytest.raises(AssertionError, match="fast: expected 2, found 1"):
         run.finish()
     run = results.start(scope(tmp_path, In=[*cells, "# Parameters\ntp = 2\n"], tp=2), "02_x")
-    assert run.expect("fast", 2, 1, False) is False
+    run.expect("fast", 2, 1, False)
     shown = run.finish()
     assert shown.data.values.tolist() == [["fast", "2", "1 (parameters were given)", "not judged"]]
     assert "text-align: left" in shown.to_html()
