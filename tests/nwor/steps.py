@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward through a manager beside a copy of the pool that plain Python writes."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -39,7 +41,13 @@ class Step:
         self.before = self.paged.pool.clone(), self.batch.slot_mapping.clone()
 
     def begin(self) -> bool:
-        return begin(self.manager, self.batch)
+        batch, device = self.batch, self.batch.device
+        starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=device)
+        logits = [0, *itertools.accumulate(drafts + 1 for drafts in batch.num_drafts)]
+        cu_num_logits = torch.tensor(logits, dtype=torch.int32, device=device)
+        decodes = all(rows == drafts + 1 for rows, drafts in zip(batch.queries, batch.num_drafts, strict=True))
+        most = max(batch.num_drafts)
+        return self.manager.begin(starts, cu_num_logits, batch.slot_mapping, windows_alone=decodes, most_drafts=most)
 
     def forward_layer(self, layer: int) -> None:
         """The write of one layer, and the end of its attention."""
@@ -71,14 +79,3 @@ class Step:
     def assert_pool(self) -> None:
         assert torch.equal(self.paged.pool, self.expected)
         assert torch.equal(self.batch.slot_mapping, self.before[1]), "the drafter needs its slots back"
-
-
-def begin(manager: DraftCommitManager, batch: Batch) -> bool:
-    starts = torch.tensor(batch.query_start_loc, dtype=torch.int32, device=batch.device)
-    logits = [0]
-    for drafts in batch.num_drafts:
-        logits.append(logits[-1] + drafts + 1)
-    cu_num_logits = torch.tensor(logits, dtype=torch.int32, device=batch.device)
-    decodes = all(rows == drafts + 1 for rows, drafts in zip(batch.queries, batch.num_drafts, strict=True))
-    most = max(batch.num_drafts)
-    return manager.begin(starts, cu_num_logits, batch.slot_mapping, windows_alone=decodes, most_drafts=most)

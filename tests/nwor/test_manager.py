@@ -8,10 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nwor.counters import Counters
-from nwor.layout import CacheLayout
-from nwor.manager import DraftCommitManager
-from tests.nwor.paged import MEMORY, Batch, Paged
-from tests.nwor.steps import DECODES, DRAFTS, QUERIES, REJECTED, Step, begin, memory, ways
+from tests.nwor.paged import MEMORY, Batch
+from tests.nwor.steps import DECODES, DRAFTS, QUERIES, REJECTED, Step, memory, ways
 
 pytestmark = each_device
 
@@ -31,20 +29,6 @@ def test_direct_writes_every_row_at_once(kind, device):
     step.forward_layer(0)
     with pytest.raises(RuntimeError, match=r"target layers \[1, 2\] staged nothing"):
         step.commit(REJECTED["some rejected"])
-
-
-@memory
-def test_no_held_row_reaches_the_pages_before_the_commit(kind, device):
-    """Stage masks exactly the held rows, in slots of its own: vLLM's buffer stays what the drafter needs."""
-    step = Step(kind, "staged", device)
-    step.begin()
-    assert step.manager.serves_attention
-    held = step.batch.held()
-    masked = [-1 if row in held else slot for row, slot in enumerate(step.before[1].tolist())]
-    assert step.manager.page_slots[: len(masked)].tolist() == masked
-    step.forward()
-    step.expect([row for row in range(step.batch.num_tokens) if row not in held])
-    step.assert_pool()
 
 
 @pytest.mark.parametrize("layers", [0, 2])
@@ -185,16 +169,6 @@ def test_steps_of_both_ways_follow_each_other(device):
     assert counters.bytes_avoided == (5 * 18 * row) - counters.bytes_written - counters.bytes_read
     step.manager.counters.reset()
     assert step.manager.counters.read() == Counters(), "warm-up does not count"
-
-
-def test_where_attention_cannot_serve_every_step_is_logged(device):
-    """As under ``cow``, with a log that outlives its step, and no staging beside it."""
-    layout = CacheLayout.from_kv_caches(Paged(device=device).targets())
-    logging = DraftCommitManager(layout, "stage", 4, 3, 64, attends=False)
-    cow = DraftCommitManager(layout, "cow", 4, 3, 64)
-    assert logging.rows.shape == cow.rows.shape and logging.logged.shape == cow.logged.shape
-    assert logging.staging_rows is None and not logging.attends
-    assert begin(logging, Batch((4, 2), (3, 1), device=device)) and not logging.serves_attention
 
 
 def test_under_graphs_a_layer_is_staged_once_and_for_all(device):

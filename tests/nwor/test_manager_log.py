@@ -131,13 +131,15 @@ def test_a_cancelled_step_is_logged_anew(device):
 
 @pytest.mark.parametrize(("k", "rows"), [(1, 1), (5, 8), (8, 8), (9, 16), (17, 17)])
 def test_rows_of_a_log(k, rows, device):
-    """A power of two that divides a block of 16, or as many as there are drafts and no memory of the step before."""
-    paged = Paged(block_size=16, device=device)
-    manager = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 2, k, 64)
+    """A power of two that divides a block of 16, or as many as there are drafts and no memory of the step before; under
+    ``stage``, too, where attention cannot serve and every step is logged."""
+    layout = CacheLayout.from_kv_caches(Paged(block_size=16, device=device).targets())
     assert log_rows_per_request(k, 16) == (rows if rows <= 16 else 0)
-    assert (manager.logged is None) == (rows == 17)
-    assert manager.rows.shape[1] == -(-2 * rows // 16)
-    freed = DraftCommitManager(CacheLayout.from_kv_caches(paged.targets()), "cow", 32, k, 64, keeps_blocks=False)
+    for mode in ("cow", "stage"):
+        manager = DraftCommitManager(layout, mode, 2, k, 64, attends=mode == "cow")
+        assert (manager.logged is None) == (rows == 17)
+        assert manager.rows.shape[1] == -(-2 * rows // 16)
+    freed = DraftCommitManager(layout, "cow", 32, k, 64, keeps_blocks=False)
     assert freed.logged is None and freed.rows.shape[1] == 2 * k, "no log outlives a step: no row more than drafts"
 
 
