@@ -374,21 +374,3 @@ def test_a_disturbed_timing_is_taken_again(disturbed, a100_here, tmp_path, monke
     assert tune.main(["--shape", "llama-2-7b", "--caches", "bf16", "--out", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nwor tune: ") and "5 times: stop" in line and not [*tmp_path.iterdir()]
-
-
-def test_a_configuration_that_never_loses_comes_first():
-    """Even where another would be faster at most contexts."""
-    fast, never_slow = searched({512: 60, 8192: 105}, tile=64), searched({512: 80, 8192: 97}, tile=32)
-    (entry,) = tune.best(pd.concat([fast, never_slow]))
-    assert entry["tile"] == 32
-    (entry,) = tune.best(pd.concat([fast, never_slow]).assign(vanilla=105))
-    assert entry["tile"] == 64, "as long as vLLM"
-
-
-def test_windows_of_each_length_have_a_configuration_of_their_own():
-    """Two and nine rows of one query head fill the same tile, and are not the same work."""
-    frames = [searched({512: 60}, tile=tile).assign(k=k, heads=8) for k, tile in ((1, 128), (8, 32))]
-    table = tune.best(pd.concat(frames))
-    for query, tile in ((2, 128), (3, 128), (7, 32), (9, 32)):
-        found = configs.nearest(table, 16, 8, 1, 128, 2, query)
-        assert found is not None and found["tile"] == tile, query
