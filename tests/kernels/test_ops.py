@@ -19,7 +19,6 @@ from nwor_lab.operators.inputs import (
     draw,
     make_batch,
     make_cache,
-    make_slots,
     make_staging,
     make_targets,
     make_vectors,
@@ -41,16 +40,6 @@ def test_drawn_calls(seed, device):
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [1, 33, 255, 600])
-def test_one_count_a_token(tokens, device):
-    """8 tokens once counted 4,096; the count is tokens with a slot, whatever the launch."""
-    key, value = make_vectors("packed", tokens, 2, 8, torch.float32, device)
-    slots = make_slots(tokens, 4096, device)
-    staging = make_staging(tokens, 2, 8, torch.float32, device)
-    check("stage_kv_cache", key, value, slots, *staging, "auto", None, None)
-    assert staging[3].tolist() == [int((slots >= 0).sum()), 0]
 
 
 def test_staging_appends_and_overflows_whole(device):
