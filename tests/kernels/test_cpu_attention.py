@@ -181,22 +181,3 @@ def test_our_attention_is_vllms(dtype, kv_cache_dtype, isa, sliding_window, mask
     assert torch.equal(ours, backend.verify(staged=False)), "where the tail lies changes no bit"
     changes_nothing = masks in ("", "slopes") and (sliding_window == 1 or not masks)  # a row's own slope adds 0
     assert changes_nothing or (theirs - plain).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "isa"), CACHES)
-def test_what_no_row_sees_reaches_no_output(dtype, kv_cache_dtype, isa):
-    """NaN below the sliding window and in every block that is nobody's, and a table that names no block there."""
-    backend = Backend(dtype, kv_cache_dtype, isa, sliding_window=33)
-    backend.write(backend.layer.kv_cache, backend.slots, torch.arange(len(backend.slots)))
-    clean = [backend.verify(staged) for staged in (True, False)]
-    packing, cache = attention_cpu.find_packing(backend.layer).long(), backend.layer.kv_cache
-    kept = torch.full_like(cache, 0x7F if cache.dtype == torch.uint8 else float("nan"))
-    for request, (length, prefix) in enumerate(zip(backend.seq_lens.tolist(), PREFIXES, strict=True)):
-        oldest = max(prefix - 33 + 1, 0)
-        for position in range(oldest, length):
-            block, places = backend.block_table[request, position // BLOCK_SIZE], packing[position % BLOCK_SIZE]
-            kept[block].flatten(1)[:, places] = cache[block].flatten(1)[:, places]
-        backend.block_table[request, : oldest // BLOCK_SIZE] = -1
-    backend.layer.kv_cache = kept
-    for staged, output in zip((True, False), clean, strict=True):
-        assert torch.equal(backend.verify(staged), output) and not output.isnan().any()

@@ -5,6 +5,7 @@ Runs on an NVIDIA GPU, or anywhere with Triton's interpreter (``TRITON_INTERPRET
 """
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ DRAWN = 32 if INTERPRETED else 120
 def test_drawn_shapes_and_masks(data):
     """Ragged, padded and prefill requests, some longer than the bound; head sizes, groups, block sizes, dtypes, caches
     and masks in any combination; fp8 queries beside fp8 caches; rows held, written and dropped; each power of 2 of
-    splits, which is a kernel of its own, more of them than have keys, and none."""
+    splits, which is a kernel of its own, more of them than have keys, and none. What no row sees, and whatever lay in
+    staging and in the slots of the rows, is NaN or infinity: in memory that vLLM hands out again it may be anything."""
     draw = lambda *choices: data.draw(st.sampled_from(choices))
     heads, kv_heads = draw((2, 2), (4, 2), (4, 1), (8, 1), (7, 1), (16, 16), (16, 2))  # 16 heads: a block's size
     requests = draw(RAGGED, ((40, 9), (0, 1), (33, 4)), ((20, 2), (0, 0), (70, 12), (5, 6)), ((0, 0), (0, 0)))
@@ -46,7 +48,8 @@ def test_drawn_shapes_and_masks(data):
         requests, dtype, cache, heads, kv_heads, draw(*HEAD_SIZES), draw(16, 32, 64), layout=draw("NHD", "HND"),
         query_fp8=cache != "auto" and draw(True, False), max_query_len=draw(9, 9, 5, 2),
         destinations=draw("hpn", "h", "p", "n"), config=split if long else draw(CONFIGS[0], split, KEYS_PER_WARP),
-        softcap=draw(0.0, 2.0), sliding_window=draw(0, -1, 1, 2, 7, 40, 1000), **({mask: True} if mask else {}),
+        softcap=draw(0.0, 2.0), sliding_window=draw(0, -1, 1, 2, 7, 40, 1000), poison=draw(nan, inf),
+        **({mask: True} if mask else {}),
     ).check()  # fmt: skip
 
 
@@ -68,6 +71,25 @@ def test_values_that_saturate_and_nan():
         verify_attention(**problem.arguments())
         assert torch.equal(problem.kv_cache.cpu().contiguous(), kv_cache.contiguous())
         assert torch.equal(problem.staging.cpu().contiguous(), staging.contiguous())
+
+
+def test_heads_further_apart_than_an_int32_counts():
+    """Two heads of a page lie 2^31 elements apart: read and stored in the right place, not around the corner."""
+    heads, head_size, n, apart = 3, 64, 16, 2**30 + 2**10
+    memory = torch.empty(heads * apart, dtype=DTYPE, device=DEVICE)  # untouched pages of memory cost nothing on a CPU
+
+    def spread(cache: Tensor) -> Tensor:
+        strides = n * 2 * head_size, apart, 2 * head_size, 1
+        return torch.as_strided(memory, cache.shape, strides).copy_(cache)
+
+    problem = Windows(
+        ((20, 3), (5, 9)), num_heads=3, num_kv_heads=heads, head_size=head_size, destinations="p", config=Config()
+    )
+    output, kv_cache, _ = problem.to_device().expected()
+    problem.kv_cache = spread(problem.kv_cache)
+    verify_attention(**problem.arguments())
+    assert relative(problem.output.cpu(), output) < 4e-3
+    assert torch.equal(problem.kv_cache.cpu().contiguous().view(torch.int16), kv_cache.contiguous().view(torch.int16))
 
 
 @pytest.mark.parametrize(("prefix", "shares"), [(128, 1), (160, 1), (224, 1), (256, 2), (300, 2), (384, 3), (1000, 3)])

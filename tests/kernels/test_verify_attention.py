@@ -2,6 +2,7 @@
 """The CPU's verify attention against float64 PyTorch, over poisoned pages and staging."""
 
 import re
+from math import inf, nan
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def test_against_float64(data, batch, masked, seed):
     """Every cache dtype, grouped heads, head sizes, packings and masks; requests with windows, and others, which
     are vLLM's: neither their output nor their block table is ours.
 
-    vLLM's -1 and our 0 are no sliding window; one of w is the row's own position and the w - 1 before it.
+    vLLM's -1 and our 0 are no sliding window; one of w is the row's own position and the w - 1 before it. What no row
+    sees is NaN or infinity, and its blocks are not in the table.
     """
     draw = lambda *choices: data.draw(st.sampled_from(choices))
     requests, windows = [one[:2] for one in batch], [one[2] for one in batch]
@@ -39,6 +41,7 @@ def test_against_float64(data, batch, masked, seed):
     }
     Problem(
         requests, draw(*DTYPES), cache, heads, kv_heads, head_size, block_size, windows=windows, seed=seed,
+        poison=draw(nan, inf),
         packing=identity_packing(block_size, 2 * head_size) if draw(True, False) else None,
         **scales, **(masks if masked else {}),
     ).check()  # fmt: skip

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
@@ -25,8 +26,11 @@ def identity_packing(block_size: int, width: int) -> Tensor:
 class Batch:
     """A batch of `requests`, (prefix, query rows) each, their prefixes in pages at random places.
 
-    Everything that is nobody's is NaN: pages, staging and the output; the block table's ends lead out of the cache.
-    The query, keys and values are views of the qkv projection, as in vLLM: not dense over tokens.
+    Everything that is nobody's is `poison`, and so is what lies below a sliding window, whose whole blocks vLLM frees:
+    the table names one block for all of them. The output is NaN, and the table's ends lead out of the cache. The query,
+    keys and values are views of the qkv projection, as in vLLM: not dense over tokens.
+
+    poison: NaN or infinity; in a cache without infinity its largest number.
     """
 
     requests: Sequence[tuple[int, int]]
@@ -42,6 +46,7 @@ class Batch:
     with_sinks: bool = False
     packing: Tensor | None = None
     layout: str = "HND"
+    poison: float = nan
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,7 +59,7 @@ class Batch:
         self.query_start_loc = torch.tensor([0, *self.tails]).cumsum(0).int()
         self.seq_lens = torch.tensor([prefix + tail if tail else 0 for prefix, tail in self.requests]).int()
         pages = [-(-(prefix + tail) // n) for prefix, tail in self.requests]
-        blocks = torch.randperm(sum(pages) + 3, generator=self.generator).split([*pages, 3])[:-1]
+        *blocks, spare = torch.randperm(sum(pages) + 3, generator=self.generator).split([*pages, 3])
         self.block_table = torch.full((len(pages), max(pages) + 2), 2**30, dtype=torch.int32)
         self.kv_cache, self.staging = self.poisoned(sum(pages) + 3), self.poisoned(-(-max(tokens, 1) // n) + 1)
         self.slots, self.prefix_rows = [], []
@@ -63,7 +68,9 @@ class Batch:
             positions = torch.arange(prefix + tail)
             self.slots.append(table[positions // n] * n + positions % n)
             rows = torch.randn(prefix, h, 2 * d, generator=self.generator).clamp(-4, 4).to(self.cache_dtype)
-            self.write(self.kv_cache, self.slots[-1][:prefix], rows)
+            below = self.below_window(prefix)
+            self.write(self.kv_cache, self.slots[-1][below:prefix], rows[below:])
+            self.block_table[request, : below // n] = spare[0]
             self.prefix_rows.append(rows)
         self.qkv = torch.randn(tokens, hq + 2 * h, d, generator=self.generator).to(self.dtype)
         self.query, self.key, self.value = self.qkv.split([hq, h, h], dim=1)
@@ -72,12 +79,16 @@ class Batch:
         self.alibi_slopes = torch.rand(hq, generator=self.generator) if self.alibi else None
         self.sinks = torch.randn(hq, generator=self.generator).to(self.dtype) if self.with_sinks else None
 
+    def below_window(self, prefix: int) -> int:
+        """How many positions no row sees of a request whose rows begin at `prefix`."""
+        return max(prefix - self.sliding_window + 1, 0) if self.sliding_window > 0 else 0
+
     def poisoned(self, blocks: int) -> Tensor:
-        """A cache [blocks, H, N, 2 * D] of NaN."""
+        """A cache [blocks, H, N, 2 * D] of `poison`."""
         sizes = {"B": blocks, "H": self.num_kv_heads, "N": self.block_size}
         order = {"NHD": "BNH", "HND": "BHN"}[self.layout]
-        dtype, nan = (torch.uint8, 0x7F) if self.fp8 else (self.dtype, float("nan"))
-        memory = torch.full([*(sizes[dim] for dim in order), 2 * self.head_size], nan, dtype=dtype)
+        memory = torch.full([*(sizes[dim] for dim in order), 2 * self.head_size], self.poison).to(self.cache_dtype)
+        memory = memory.view(torch.uint8) if self.fp8 else memory
         return memory.permute(*(order.index(dim) for dim in "BHN"), 3)
 
     def write(self, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -122,6 +133,8 @@ class Problem(Batch):
             if not is_window:
                 self.block_table[request] = 2**30
                 continue
+            below = self.below_window(self.prefixes[request]) // self.block_size
+            self.block_table[request, :below] = -1  # not even named: a CPU reads none of it
             self.write(self.kv_cache, self.slots[request][self.prefixes[request] :][:1], tail[:1])
             self.write(self.staging, torch.arange(staged, staged + len(tail) - 1), tail[1:])
             self.window_start[request] = staged
