@@ -22,10 +22,6 @@ PINS = dict(re.findall(r"^([\w.-]+)==([^;\s]+)", LOCK, re.MULTILINE))
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())
 
 
-def normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 # -- pins --------------------------------------------------------------------------------------------------------
 
 
