@@ -7,6 +7,7 @@ its fold, with the solution.
 
 import json
 import re
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +18,7 @@ pytest.importorskip("papermill", reason="papermill is not installed: no notebook
 import nbformat
 import pandas as pd
 import papermill
+from traitlets.config import Config
 
 from nwor_lab import paths
 from nwor_lab.run import lessons, reproduce, results
@@ -75,8 +77,13 @@ def check_serving(run: Path) -> None:
 
 def test_plain_papermill_stops_at_a_misspelt_parameter(tmp_path: Path) -> None:
     path, given = paths.NOTEBOOKS / "00_idea.ipynb", {"run_dir": str(tmp_path / "run"), "run_dri": "x"}
-    with pytest.raises(papermill.PapermillExecutionError, match="has no parameter run_dri; it has"):
-        papermill.execute_notebook(str(path), None, parameters=given, cwd=str(paths.ROOT), progress_bar=False)
+    how = {"parameters": given, "cwd": str(paths.ROOT), "progress_bar": False}
+    with (
+        tempfile.TemporaryDirectory() as sockets,  # a port chosen for a kernel may be taken before it starts
+        pytest.raises(papermill.PapermillExecutionError, match="has no parameter run_dri; it has"),
+    ):
+        files = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+        papermill.execute_notebook(str(path), None, config=files, **how)
     assert not (tmp_path / "run").exists()
 
 
