@@ -99,13 +99,11 @@ def guessed(table: Tables) -> pd.DataFrame:
     servers = pd.concat([servers, audited])
     servers = servers.assign(what="tokens a second, " + setting(servers), batch=at_once(servers))
     audited = audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")
-    layers = pd.concat([layer_ratios(table(name), name) for name in LAYERS])  # two tables have some shapes in common
+    of_layers = ("gpu_cliff", "gpu_long", "gpu_xqa", "gpu_next_layers")  # some shapes are in two of them
+    layers = pd.concat([layer_ratios(table(name), name) for name in of_layers])
     written, same = pd.read_csv(paths.DATA / "expected.csv"), ["what", "gpu", "mode", "batch"]
     both = [written.merge(pd.concat([steps, servers, audited]), on=same), written.merge(layers, on=["table", *same])]
     return pd.concat(both, ignore_index=True).rename(columns={"ratio": "measured"})
-
-
-LAYERS = ("gpu_cliff", "gpu_long", "gpu_xqa", "gpu_next_layers")
 
 
 def layer_ratios(times: pd.DataFrame, name: str) -> pd.DataFrame:
