@@ -128,7 +128,7 @@ def why_not_whole(runner: Any, layers: dict[str, Any]) -> str:
     known = layers.keys() | draft_layers(runner) | sharing_layers(runner) | recurrent_layers(runner)
     if others := sorted(cached - known):
         kind = type(context[others[0]]).__name__ if others[0] in context else "a class of its own"
-        return f"a hybrid model: {len(others)} of its layers are not served, {others[0]} ({kind}) among them"
+        return f"{len(others)} layers of the cache that no mode knows, {others[0]} ({kind}) among them"
     if missing := sorted(layers.keys() - cached):
         return f"{len(missing)} of the target's layers lie in no cache group, {missing[0]} among them"
     return "" if layers else "no attention layers"

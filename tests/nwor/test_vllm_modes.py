@@ -88,7 +88,7 @@ def test_a_window_that_does_not_fit_is_written_by_vllm(engines, model, vanilla):
     ("fault", "says", "ways"),
     [
         (faults.unreadable_packing, "packing", []),
-        (faults.one_layer_of_another_class, "hybrid", []),
+        (faults.one_layer_of_another_class, "OfThisModel", []),
         (faults.blind_from_the_start, "start-up", ["logged"]),
         (faults.writes_its_own, "itself", ["logged"]),
     ],
