@@ -93,9 +93,7 @@ def one_layer() -> pd.DataFrame:
     lines = [layers.net(table("attention")).reset_index().rename(columns={"ratio": "value"})]
     lines[0] = lines[0].assign(table="attention", over="the faster of vLLM's backends")
     for name in ("gpu_cliff", "gpu_long", "gpu_long_drafts", "gpu_xqa", "gpu_next_layers"):
-        wide = layers.over_each(table(name))
-        columns = [column for column in wide if column not in layers.EACH.values()]
-        lines.append(wide.melt(columns, var_name="over").dropna(subset="value").assign(table=name))
+        lines.append(layers.beside_each(table(name)).rename(columns={"ratio": "value"}).assign(table=name))
     found = pd.concat(lines, ignore_index=True).assign(what="one layer", mode="stage", unit="of vanilla's time")
     return found.assign(tp=32 // found["heads"])
 

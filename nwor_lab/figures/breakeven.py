@@ -22,17 +22,15 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
     Args:
         kernels: `nwor_lab.gpu.kernel_times.priced`.
         steps: `nwor_lab.cost.predicted.against_measured`; points whose repeats lie too far apart are left out.
-        guessed: columns `table`, `what`, `gpu`, `mode`, `expected`, `measured`: ratios that were written down before
-            a run; those that gave none, for want of parity, are left out.
+        guessed: `nwor_lab.figures.command.guessed`: ratios that were written down before a run; those that gave none,
+            for want of parity, are left out.
     """
     stable = ratios.is_stable(steps)
     shown = steps[stable].assign(expected=steps["with_attention"].fillna(steps["predicted"]), panel="steps")
     names = kernels["op"].replace("vllm", "vLLM's writer")
     priced = kernels.assign(panel="kernels", expected=kernels["predicted"], measured=kernels["us"], mode=names)
-    of_layers = guessed["what"].str.startswith("layer")
-    layers = guessed[of_layers].assign(panel="layers", mode=guessed["what"].str.split(", ", n=5).str[-1])
-    kinds = guessed["table"].str.contains("serving").map({True: "served", False: "step"})
-    runs = guessed.assign(panel="written down", mode=guessed["mode"] + ", " + kinds)[~of_layers]
+    guessed = guessed.assign(mode=guessed["series"])
+    layers, runs = (guessed[guessed["panel"] == panel] for panel in ("layers", "runs"))
     written = runs.dropna(subset="measured")
     fig, grid = style.figure(style.TWO_COLUMNS, 5.4, ncols=2, nrows=2)
     axes = grid.flat

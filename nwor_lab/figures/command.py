@@ -84,13 +84,16 @@ def expected(out: style.Folder, table: Tables) -> Path:
 
 
 def guessed(table: Tables) -> pd.DataFrame:
-    """What was written down of a run before it, `data/expected.csv`, beside what it gave, where it has run since."""
+    """What was written down of a run before it, `data/expected.csv`, beside what it gave, where it has run since.
+
+    `panel` says whether it is of one layer or of a whole run, and `series` of what.
+    """
     every = pd.concat([table(name) for name in ("gpu_decode", "gpu_decode_more", "gpu_next_steps")], ignore_index=True)
     steps = gpu_steps.step_ratios(every.fillna({"attention": ""}))
     what = [
         f"step, {row.kv_heads} KV heads, k={row.k}, prompts of {row.prompt}, "
         + row.kv_cache_dtype.replace("auto", "bf16")
-        + {"": "", "flashinfer": ", FlashInfer", "triton": ", Triton of vLLM 0.33"}[row.attention]
+        + {"": "", "flashinfer": ", FlashInfer", "triton_attn": ", Triton of vLLM 0.33"}[row.attention]
         for row in steps.itertuples()
     ]
     steps = steps.assign(what=what, ratio=steps["ratio"].where(steps["at_parity"]))
@@ -98,21 +101,23 @@ def guessed(table: Tables) -> pd.DataFrame:
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
     servers = pd.concat([servers, audited])
     servers = servers.assign(what="tokens a second, " + setting(servers), batch=at_once(servers))
-    audited = audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")
+    servers["series"] = servers["mode"] + ", served"
+    steps = pd.concat([steps, audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")])
+    steps["series"] = steps["mode"] + ", step"
     of_layers = ("gpu_cliff", "gpu_long", "gpu_xqa", "gpu_next_layers")  # some shapes are in two of them
     layers = pd.concat([layer_ratios(table(name), name) for name in of_layers])
     written, same = pd.read_csv(paths.DATA / "expected.csv"), ["what", "gpu", "mode", "batch"]
-    both = [written.merge(pd.concat([steps, servers, audited]), on=same), written.merge(layers, on=["table", *same])]
-    return pd.concat(both, ignore_index=True).rename(columns={"ratio": "measured"})
+    runs = written.merge(pd.concat([steps, servers]), on=same).assign(panel="runs")
+    layers = written.merge(layers, on=["table", *same]).assign(panel="layers")
+    return pd.concat([layers, runs], ignore_index=True).rename(columns={"ratio": "measured"})
 
 
 def layer_ratios(times: pd.DataFrame, name: str) -> pd.DataFrame:
     """A layer's time over that of each attention alone, `ratio`, by the words of `data/expected.csv`, `what`."""
-    wide = attention.over_each(times)
-    lines = wide.melt(attention.KEYS, list(attention.EACH.values()), "over", "ratio").dropna(subset="ratio")
-    release = " of vLLM 0.33" if name == "gpu_next_layers" else ""
+    lines = attention.beside_each(times).rename(columns={"over": "series"})
+    lines["series"] += " of vLLM 0.33" if name == "gpu_next_layers" else ""
     what = [
-        f"layer, {row.kv_heads} KV heads, k={row.k}, context of {row.context}, {row.cache}, {row.over}{release}"
+        f"layer, {row.kv_heads} KV heads, k={row.k}, context of {row.context}, {row.cache}, {row.series}"
         for row in lines.itertuples()
     ]
     return lines.assign(table=name, what=what, mode="stage", gpu=times["gpu"].iloc[0])

@@ -78,6 +78,11 @@ def over_each(times: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({name: table["nwor"] / table[op] for op, name in EACH.items()}).reset_index()
 
 
+def beside_each(times: pd.DataFrame) -> pd.DataFrame:
+    """`over_each`, a line a shape and attention that was measured: the attention is `over`, nwor's time `ratio`."""
+    return over_each(times).melt(KEYS, list(EACH.values()), "over", "ratio").dropna(subset="ratio")
+
+
 def wins(table: pd.DataFrame) -> pd.DataFrame:
     """Of the shapes of `frame`, by k, cache and `tuned_on`: how many there are, in how many nwor takes less time than
     vLLM's faster backend, and the median and largest `ratio`."""

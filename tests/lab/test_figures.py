@@ -122,18 +122,17 @@ def test_no_measured_step_is_hidden(tmp_path: Path, undrawn: None) -> None:
     )
     points = points.assign(low=[0.91, 0.95, 1.0], high=[0.92, 1.3, 1.0], with_attention=np.nan)
     kernels = pd.DataFrame({"op": ["vllm"], "us": [1.0], "predicted": [2.0]})
-    layer = "layer, 8 KV heads, k=8, context of 2048, bf16, FlashAttention 2, forced"
-    what = {"what": ["step", "step", layer], "table": ["gpu_decode", "gpu_decode", "gpu_cliff"]}
     guessed = pd.DataFrame(
-        what | {"gpu": "H200", "mode": "stage", "expected": [0.97, 0.97, 0.2], "measured": [1.2, np.nan, 0.3]}
-    )
+        {
+            "panel": ["runs", "runs", "layers"], "series": ["stage, step", "stage, step", "Triton"],
+            "gpu": "H200", "expected": [0.97, 0.97, 0.2], "measured": [1.2, np.nan, 0.3],
+        }
+    )  # fmt: skip
     path = breakeven_plots.expected(tmp_path, kernels, points, guessed)
     assert len(drawn_data(path).query("panel == 'steps'")) == 2
-    assert drawn_data(path).query("panel == 'written down'")[["expected", "measured"]].to_numpy().tolist() == [
-        [0.97, 1.2]
-    ]
+    assert drawn_data(path).query("panel == 'runs'")[["expected", "measured"]].to_numpy().tolist() == [[0.97, 1.2]]
     (of_layers,) = drawn_data(path).query("panel == 'layers'").to_dict("records")
-    assert (of_layers["mode"], of_layers["expected"], of_layers["measured"]) == ("FlashAttention 2, forced", 0.2, 0.3)
+    assert (of_layers["mode"], of_layers["expected"], of_layers["measured"]) == ("Triton", 0.2, 0.3)
     said = path.with_suffix(".txt").read_text()
     assert "largest error is 0.020" in said and "1 settings are left out" in said and "1 without parity" in said
 
