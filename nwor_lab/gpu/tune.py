@@ -94,7 +94,7 @@ def programs(shape: AttentionShape, device: Device) -> int:
 
 
 def filled(device: Device) -> int:
-    """Programs that fill the device: splits are combined by powers of 2."""
+    """Programs that nearly fill the device, a power of 2: splits are combined by such."""
     return 1 << (device.multiprocessors.bit_length() - 1)
 
 
@@ -113,7 +113,8 @@ def divisions(
     if kernel.splits == 1:
         return [kernel]
     fills = (0.5, 1, 2, 3) if kernel.registers == THREE_AT_ONCE else (0.5, 1, 2)
-    splits = {2} | {int(fill * filled(device) / programs(shape, device)) for fill in fills}
+    places = filled(device), device.multiprocessors
+    splits = {2} | {int(fill * place / programs(shape, device)) for fill in fills for place in places}
     found = [
         replace(kernel, splits=number, min_tiles_per_split=positions // kernel.tile)
         for number in sorted(splits & set(range(2, MAX_SPLITS + 1)))

@@ -213,6 +213,13 @@ def test_a_sweep_tries_what_fits_the_device(device):
     assert tune.filled(device) <= device.multiprocessors < 2 * tune.filled(device)
 
 
+def test_splits_that_fill_the_device_are_tried():
+    """24 programs on 132 multiprocessors, of which each has room for two: 11 splits of each fill all."""
+    tried = tune.divisions(replace(LAYER, batch=3), Config(tile=64, warps=4, stages=3, splits=2), H200)
+    assert {config.splits for config in tried if config.side_by_side == 1} == {2, 5, 10, 11}
+    assert {config.splits for config in tried if config.side_by_side == 2} == {10, 11}
+
+
 @pytest.mark.parametrize(
     ("capability", "device", "kv_cache_dtype", "head_sizes"),
     [

@@ -20,7 +20,7 @@ from nwor_lab.engines.engine import Generation
 from tests import checkpoints
 from tests.checkpoints import GAPS, random_pair
 from tests.engines import PROMPTS, Engines, Outcome
-from tests.nwor.gpu.on_gpu import assert_clean_and_counted, assert_parity, both, eager, spec_of, treated
+from tests.nwor.gpu.on_gpu import assert_clean_and_counted, assert_parity, both, spec_of, treated
 from tests.nwor.scripts import REGEX, SCHEMA
 from tests.nwor.specs import With
 
@@ -138,7 +138,7 @@ def test_batches_of_32_and_64(engines, model, k):
     vanilla = engines.run(spec, Settings(), logprobs=5, calls=calls)
     for mode in ("cow", "stage"):
         outcome = engines.run(spec, Settings(mode=mode, audit=True, debug_sync=True), logprobs=5, calls=calls)
-        assert_clean_and_counted(outcome, mode)
+        assert_clean_and_counted(outcome, mode, checks=5)  # with k=8 some request ends in most steps
         assert_parity(vanilla, outcome)
 
 
@@ -178,7 +178,7 @@ def test_a_request_that_joins_as_a_block_is_filled(model, stack, method):
         if mode != "off":
             assert made[mode].audit["dirty_layer_steps"] == made[mode].audit["unwritten_rows"] == 0
             assert made[mode].ranks[0]["counters"]["windows"] > 10
-    assert stack not in eager or made["cow"].tokens == made["off"].tokens
+    assert made["cow"].tokens == made["off"].tokens
     for outcome in made.values():
         joined, again, anew = (part(outcome.generation, when) for when in ("joined", "again", "anew"))
         for parity in (compare(anew, joined), compare(anew, again)):
