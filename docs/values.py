@@ -92,7 +92,7 @@ def one_layer() -> pd.DataFrame:
     """A layer's attention and write, in one launch, over each attention of vLLM's: a line a table and shape."""
     lines = [layers.net(table("attention")).reset_index().rename(columns={"ratio": "value"})]
     lines[0] = lines[0].assign(table="attention", over="the faster of vLLM's backends")
-    for name in ("gpu_cliff", "gpu_long", "gpu_long_drafts", "gpu_xqa", "gpu_next_layers"):
+    for name in ("gpu_between", "gpu_cliff", "gpu_long", "gpu_long_drafts", "gpu_xqa", "gpu_next_layers"):
         lines.append(layers.beside_each(table(name)).rename(columns={"ratio": "value"}).assign(table=name))
     found = pd.concat(lines, ignore_index=True).assign(what="one layer", mode="stage", unit="of vanilla's time")
     return found.assign(tp=32 // found["heads"])
@@ -215,15 +215,24 @@ def more_row(mode: str, gpu: str = "H200", batches: tuple[int, ...] = (1, 4, 16)
     return row("gpu_decode_more", mode, batches=batches, gpu=gpu, **where)
 
 
+def step_texts(mode: str) -> pd.DataFrame:
+    """A mode's texts in the latest runs of steps: a row a run, `requests` and how many of them gave vLLM's text."""
+    parts = [table(name).assign(table=name) for name in ("gpu_decode", "gpu_decode_more", "gpu_next_steps")]
+    rows = pd.concat(parts).query("mode == @mode and metric in ('equal_requests', 'requests')")
+    by = ["table", "gpu", "attention", "kv_heads", "kv_cache_dtype", "metric"]
+    return rows.groupby(by, dropna=False)["value"].sum().unstack("metric")
+
+
 def parted(mode: str) -> str:
     """In how many of the latest runs of steps some of a mode's texts were not vLLM's, of how many runs."""
-    rows = pd.concat([table(name) for name in ("gpu_decode", "gpu_decode_more", "gpu_next_steps")])
-    rows = rows.query("mode == @mode")
-    rows = rows[rows["metric"].isin(["equal_requests", "requests"])]
-    runs = rows.groupby(["gpu", "attention", "kv_heads", "kv_cache_dtype", "metric"], dropna=False)["value"].sum()
-    texts = runs.unstack("metric")
-    other = texts["equal_requests"] < texts["requests"]
-    return f"{other.sum()} of {len(other)}"
+    texts = step_texts(mode)
+    return f"{(texts['equal_requests'] < texts['requests']).sum()} of {len(texts)}"
+
+
+def equal_texts(table: str, mode: str, gpu: str) -> str:
+    """How many of a mode's texts were vLLM's in a table of steps of one kind of GPU, of how many."""
+    texts = step_texts(mode).xs((table, gpu), level=("table", "gpu")).sum()
+    return f"{texts['equal_requests']:.0f} of {texts['requests']:.0f}"
 
 
 def largest_errors(cache: str) -> str:
@@ -257,7 +266,8 @@ def lost() -> pd.DataFrame:
 
 def not_searched() -> str:
     """In how many shapes of a layer on which the kernel's settings were not searched it is faster, of how many."""
-    wins = layers.wins(layers.frame(table("attention"), bandwidth=1.0)).xs(False, level=-1).sum()
+    every = pd.concat([layers.frame(table(name), bandwidth=1.0) for name in ("attention", "gpu_between")])
+    wins = layers.wins(every.drop_duplicates(layers.KEYS, keep="last")).xs(False, level=-1).sum()
     return f"{wins['won']:.0f} of {wins['shapes']:.0f}"
 
 

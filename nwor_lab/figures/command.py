@@ -104,7 +104,7 @@ def guessed(table: Tables) -> pd.DataFrame:
     servers["series"] = servers["mode"] + ", served"
     steps = pd.concat([steps, audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")])
     steps["series"] = steps["mode"] + ", step"
-    of_layers = ("gpu_cliff", "gpu_long", "gpu_xqa", "gpu_next_layers")  # some shapes are in two of them
+    of_layers = ("gpu_between", "gpu_cliff", "gpu_long", "gpu_xqa", "gpu_next_layers")  # some shapes are in two of them
     layers = pd.concat([layer_ratios(table(name), name) for name in of_layers])
     written, same = pd.read_csv(paths.DATA / "expected.csv"), ["what", "gpu", "mode", "batch"]
     runs = written.merge(pd.concat([steps, servers]), on=same).assign(panel="runs")
