@@ -5,7 +5,7 @@
     VLLM_NWOR_TUNING=$PWD/tuning VLLM_NWOR_MODE=stage vllm serve ...
 
 The file is named after the GPU, and what it lacks is taken from the package's tables. Each k, cache and pair of heads
-takes about a minute. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
+takes one or two minutes. Nothing else should run on the GPU meanwhile. vLLM must be installed: its own attention is
 interleaved with the candidates. A model's heads are `num_attention_heads`, `num_key_value_heads` and `head_dim` of its
 `config.json`; ranks share both kinds, so 16x4 is a model of 32x8 with tensor_parallel_size=2.
 """
@@ -48,13 +48,15 @@ from nwor.settings import PREFIX, Settings
 from nwor_lab import command_line
 from nwor_lab.engines.shapes import SHAPES
 from nwor_lab.gpu.attention import shapes
-from nwor_lab.gpu.attention_case import BATCHES, ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
+from nwor_lab.gpu.attention_case import ENTRY, HEAD_SIZE, KEYS, LAYERS, AttentionCase, AttentionShape
 from nwor_lab.gpu.held_out import CONTEXTS
 from nwor_lab.gpu.timer import Axes, Call, empty, interleaved
 from nwor_lab.run import results
 
 THREE_AT_ONCE = 168  # registers of a thread at most, if three programs of four warps are to share a multiprocessor
 ATTEMPTS = 5  # at timing, before the GPU is taken for busy
+BATCHES = tuple(sorted(odd << n for odd in (1, 3, 5, 7) for n in range(7) if odd << n <= 64))
+"""Powers of 2 alone would leave batches between them with splits that leave multiprocessors idle."""
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 
 

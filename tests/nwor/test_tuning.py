@@ -365,6 +365,7 @@ def test_a_gpu_without_fp8_is_tuned_for_bf16_alone(a100_here, caches, tmp_path, 
     monkeypatch.setattr(tune, "search", lambda chosen, *_, **__: asked.extend(chosen) or searched({560: 60}))
     assert tune.main(["--shape", "llama-2-7b", "--caches", caches, "--out", str(tmp_path)]) == 0
     assert {shape.cache for shape in asked} == {"bf16"} and "no fp8: bf16 alone" in capsys.readouterr().out
+    assert {shape.batch for shape in asked} > {1, 2, 3, 4, 12, 16, 40, 56, 64}
 
 
 @pytest.mark.parametrize("disturbed", [1, 5])
