@@ -7,7 +7,7 @@ How: `vllm.envs.compile_factors` leaves out the list of plugins and the names of
 sampled auditor; an EAGLE head's biases, which change a graph, stay in. And engines of one configuration compile and
 capture one after another, by a lock beside the graphs, so that all but the first find them; not ranks of data
 parallelism, which wait for each other. This alone is not enough: engines time block sizes again when they load a graph,
-unless `nwor_lab.engines.spec.DETERMINISTIC` keeps them from it.
+unless they are `deterministic`.
 When it can go: when what plugins declare is not in vLLM's key.
 """
 

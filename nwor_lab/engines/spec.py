@@ -53,6 +53,8 @@ class EngineOptions:
     """FULL, PIECEWISE or another of vLLM's; its own choice is FULL_AND_PIECEWISE"""
     cudagraph_capture_sizes: tuple[int, ...] = ()
     """tokens of a batch for which graphs are captured; vLLM's own choice ends at 512 on an H200"""
+    deterministic: bool = True
+    """compile without TorchInductor's own timings, so that engines round alike; a step takes up to 1 % longer"""
     async_scheduling: bool | None = None
     """whether the scheduler runs a step ahead; None is vLLM's own choice"""
     runner: str = ""
@@ -82,9 +84,6 @@ class EngineOptions:
 
 MOST_DRAFTS = 128
 """Of a window, by vLLM's rejection sampler (`vllm.v1.sample.rejection_sampler.MAX_SPEC_LEN`)."""
-DETERMINISTIC = {"deterministic": True}
-"""Of TorchInductor: rules choose how much of a row its reductions sum at once. Else a stopwatch does, in each process
-anew, and two engines with the same graphs round differently."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,8 @@ class EngineSpec(EngineOptions):
         graphs = {
             "cudagraph_mode": self.cudagraph_mode,
             "cudagraph_capture_sizes": list(self.cudagraph_capture_sizes),
-            "inductor_compile_config": {} if self.enforce_eager else dict(DETERMINISTIC),  # vLLM adds to it
+            # Rules choose how much of a row a reduction sums at once. Else a stopwatch does, in each process anew.
+            "inductor_compile_config": {"deterministic": True} if self.deterministic and not self.enforce_eager else {},
         }
         chosen = {
             "num_gpu_blocks_override": self.num_blocks,

@@ -111,10 +111,10 @@ def one_pass(
 
 
 def engine_here() -> EngineOptions:
-    """What a server's engine is where nothing is asked."""
+    """What a server's engine is where nothing is asked: compiled as vLLM does, as batches differ by chance anyway."""
     on_cpu = machine.on_cpu()
     return EngineOptions(
-        batch=64, max_num_batched_tokens=2048, max_model_len=2048, enforce_eager=on_cpu,
+        batch=64, max_num_batched_tokens=2048, max_model_len=2048, enforce_eager=on_cpu, deterministic=False,
         kv_cache_memory=0 if on_cpu else 4096,
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ import pytest
 from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
-from nwor_lab.engines.spec import DETERMINISTIC
 
 PAIR = (str(paths.PAIR_TARGET), str(paths.PAIR_EAGLE))
 
@@ -35,15 +34,18 @@ def test_a_version_of_flash_attention_arrives_in_vllms_config():
         assert (found.backend and found.backend.name, found.flash_attn_version) == expected
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_engines_that_compile_time_no_choice_of_their_own(eager):
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"enforce_eager": False}, {True}), ({"enforce_eager": False, "deterministic": False}, set()), ({}, set())],
+)
+def test_engines_that_compile_time_no_choice_of_their_own(fields, expected):
     """By it two engines round differently; the option is one that TorchInductor has."""
     from torch._inductor import config as inductor
     from vllm.engine.arg_utils import EngineArgs
 
-    assert all(getattr(inductor, name) != value for name, value in DETERMINISTIC.items())
-    given = EngineArgs(**EngineSpec(*PAIR, enforce_eager=eager).llm_arguments()).compilation_config
-    assert (DETERMINISTIC.items() <= given.inductor_compile_config.items()) == (not eager)
+    assert inductor.deterministic is False
+    given = EngineArgs(**EngineSpec(*PAIR, **fields).llm_arguments()).compilation_config.inductor_compile_config
+    assert {value for name, value in given.items() if name == "deterministic"} == expected
 
 
 @pytest.mark.parametrize(("up", "at"), [(False, "start"), (True, "report")])
