@@ -19,6 +19,7 @@ from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
 from nwor_lab.figures.command import served
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
+from nwor_lab.gpu import tune
 from nwor_lab.run import results
 from nwor_lab.serving.table import at_once, summary
 
@@ -224,8 +225,8 @@ def step_texts(mode: str) -> pd.DataFrame:
 
 
 def parted(mode: str) -> str:
-    """In how many of the latest runs of steps some of a mode's texts were not vLLM's, of how many runs."""
-    texts = step_texts(mode)
+    """In how many runs of steps before `gpu_decode` some of a mode's texts were not vLLM's, of how many runs."""
+    texts = step_texts(mode).drop("gpu_decode", level="table")
     return f"{(texts['equal_requests'] < texts['requests']).sum()} of {len(texts)}"
 
 
@@ -264,11 +265,22 @@ def lost() -> pd.DataFrame:
     return rows[rows["over"].isin(["FlashAttention 3", "the faster of vLLM's backends"])]
 
 
+def lost_in_search() -> pd.DataFrame:
+    """The shapes on which the H200's table was searched and what it has is slower than vLLM: `ratio` says how much."""
+    searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet").astype({"cache": str})
+    best = pd.DataFrame(tune.best(searched))
+    shape = {"cache_bytes": searched["cache"].map({"fp8": 1, "bf16": 2}), "query": searched["k"] + 1}
+    shape |= {"group": searched["heads"] // searched["kv_heads"], "programs": searched["batch"] * searched["kv_heads"]}
+    chosen = searched.assign(**shape).merge(best).groupby(layers.KEYS)["value"].min()
+    ratio = chosen / searched.groupby(layers.KEYS)["vanilla"].min()
+    return ratio[ratio > 1].rename("ratio").reset_index()
+
+
 def not_searched() -> str:
     """In how many shapes of a layer on which the kernel's settings were not searched it is faster, of how many."""
     every = pd.concat([layers.frame(table(name), bandwidth=1.0) for name in ("attention", "gpu_between")])
-    wins = layers.wins(every.drop_duplicates(layers.KEYS, keep="last")).xs(False, level=-1).sum()
-    return f"{wins['won']:.0f} of {wins['shapes']:.0f}"
+    rows = every.drop_duplicates(layers.KEYS, keep="last").query("not tuned_on")
+    return f"{(rows['ratio'] < 1).sum()} of {len(rows)}"
 
 
 @functools.cache

@@ -20,7 +20,7 @@ prefix, attend, and leave the rows stored.
     write            `reshape_and_cache_flash` alone
     empty            one kernel of one thread that does nothing
 
-The grid has the settings that `nwor tune` searched, and others between them (`held_out`): column `tuned_on`. Options
+The grid has settings that `nwor tune` searched, and others between them (`held_out`): column `tuned_on`. Options
 name others: `--heads 32x8 --contexts 2048,131072 --batches 1,4 --k 8,48 --caches bf16`.
 """
 

@@ -71,7 +71,7 @@ def over_each(times: pd.DataFrame) -> pd.DataFrame:
     An attention that was not measured has no number.
 
     Args:
-        times: table `gpu_between`, `gpu_cliff`, `gpu_long`, `gpu_long_drafts` or `gpu_next_layers`.
+        times: a table of layers, as `nwor_lab.gpu.attention` writes it.
     """
     table = net(times)
     table = table.reindex(columns=table.columns.union(list(EACH)))

@@ -56,7 +56,7 @@ from nwor_lab.run import results
 THREE_AT_ONCE = 168  # registers of a thread at most, if three programs of four warps are to share a multiprocessor
 ATTEMPTS = 5  # at timing, before the GPU is taken for busy
 BATCHES = tuple(sorted(odd << n for odd in (1, 3, 5, 7) for n in range(7) if odd << n <= 64))
-"""Powers of 2 alone would leave batches between them with splits that leave multiprocessors idle."""
+"""With powers of 2 alone, batches between them would run in splits that keep part of the GPU idle."""
 ENTRY_KEYS = [name for name in KEYS if name != "context"]  # one entry serves all contexts
 
 

@@ -111,7 +111,7 @@ def one_pass(
 
 
 def engine_here() -> EngineOptions:
-    """What a server's engine is where nothing is asked: compiled as vLLM does, as batches differ by chance anyway."""
+    """What a server's engine is where nothing is asked: compiled as vLLM does, for texts may part anyway."""
     on_cpu = machine.on_cpu()
     return EngineOptions(
         batch=64, max_num_batched_tokens=2048, max_model_len=2048, enforce_eager=on_cpu, deterministic=False,
