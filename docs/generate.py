@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from docs import values
+from docs import findings, values
 from nwor_lab import paths
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -91,8 +91,8 @@ def render(template: Path) -> str:
 
 
 def results_csv() -> str:
-    """The text of `docs/results.csv`: `values.findings`, numbers to five digits."""
-    return values.findings().to_csv(index=False, float_format="%.5g")
+    """The text of `docs/results.csv`: `findings.findings`, numbers to five digits."""
+    return findings.findings().to_csv(index=False, float_format="%.5g")
 
 
 def main() -> None:
