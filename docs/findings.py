@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pandas as pd
 
@@ -24,15 +23,6 @@ NEVER_PATCHED = "vLLM never patched"
 def table(name: str) -> pd.DataFrame:
     """The recorded table of that name."""
     return results.read_table(name, paths.RECORDED)
-
-
-def value(rows: pd.DataFrame, column: str = "value", **where: Any) -> float:
-    """The one value of `column` in the rows whose columns are as said; several rows or none are an error."""
-    for name, wanted in where.items():
-        rows = rows[rows[name] == wanted]
-    if len(rows) != 1:
-        raise LookupError(f"{len(rows)} rows where one was expected: {where}")
-    return float(rows[column].iloc[0])
 
 
 def whole_steps() -> pd.DataFrame:

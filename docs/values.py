@@ -12,13 +12,22 @@ from typing import Any
 
 import pandas as pd
 
-from docs.findings import NEVER_PATCHED, findings, table, value
+from docs.findings import NEVER_PATCHED, findings, table
+from nwor.attention import configs
 from nwor_lab import paths
 from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
 from nwor_lab.figures.command import served
 from nwor_lab.gpu import layer_times as layers
-from nwor_lab.gpu import tune
 from nwor_lab.run import results
+
+
+def value(rows: pd.DataFrame, column: str = "value", **where: Any) -> float:
+    """The one value of `column` in the rows whose columns are as said; several rows or none are an error."""
+    for name, wanted in where.items():
+        rows = rows[rows[name] == wanted]
+    if len(rows) != 1:
+        raise LookupError(f"{len(rows)} rows where one was expected: {where}")
+    return float(rows[column].iloc[0])
 
 
 @functools.cache
@@ -171,13 +180,14 @@ def lost() -> pd.DataFrame:
     return rows[rows["over"].isin(["FlashAttention 3", "the faster of vLLM's backends"])]
 
 
+@functools.cache
 def lost_in_search() -> pd.DataFrame:
     """The shapes on which the H200's table was searched and what it has is slower than vLLM: `ratio` says how much."""
     searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet").astype({"cache": str})
-    best = pd.DataFrame(tune.best(searched))
+    settings = pd.DataFrame(configs.shipped(configs.H200.name))
     shape = {"cache_bytes": searched["cache"].map({"fp8": 1, "bf16": 2}), "query": searched["k"] + 1}
     shape |= {"group": searched["heads"] // searched["kv_heads"], "programs": searched["batch"] * searched["kv_heads"]}
-    chosen = searched.assign(**shape).merge(best).groupby(layers.KEYS)["value"].min()
+    chosen = searched.assign(**shape).merge(settings).groupby(layers.KEYS)["value"].min()
     ratio = chosen / searched.groupby(layers.KEYS)["vanilla"].min()
     return ratio[ratio > 1].rename("ratio").reset_index()
 
