@@ -26,7 +26,7 @@ HEAD_SIZES = (64, 96, 128, 256)
 LARGEST_TILE = 128  # packed rows of one tile; more make more tiles, each of which reads the pages
 MAX_SUMS_PER_WARP = 1 << 11  # sums that each warp keeps of its own keys: of more, the registers would spill
 MAX_SUMS_OF_FOUR_WARPS = 1 << 13  # of a tile; more are those of eight
-NATIVE_FP8_ROWS = 64  # of a tile, from which the tensor cores multiply fp8 as it is
+WARPGROUP_ROWS = 64  # of a tile, from which four warps multiply together, with keys from where they were copied to
 MAX_SPLITS = 64  # of a window, KV head and tile of rows
 MAX_COMBINED_SUMS = 1 << 14  # partial sums that are added at a time: of more, the registers would spill
 
@@ -40,12 +40,14 @@ class Device:
     """What a configuration depends on.
 
     name: as `torch.cuda.get_device_name` has it. multiprocessors: their number; 0 is no GPU (Triton's interpreter).
-    shared_memory: bytes that one block can have at most (opt-in).
+    shared_memory: bytes that one block can have at most (opt-in). warpgroups: whether four warps multiply a tile of
+    `WARPGROUP_ROWS` together, as on a Hopper (wgmma) and a B200 (tcgen05).
     """
 
     name: str
     multiprocessors: int
     shared_memory: int
+    warpgroups: bool = False
 
     @property
     def usable(self) -> int:
@@ -65,12 +67,12 @@ class Device:
         import torch
 
         if torch.device(device).type != "cuda":
-            return cls("", 0, H200.shared_memory)
+            return cls("", 0, H200.shared_memory, H200.warpgroups)
         found = torch.cuda.get_device_properties(device)
-        return cls(found.name, found.multi_processor_count, found.shared_memory_per_block_optin)
+        return cls(found.name, found.multi_processor_count, found.shared_memory_per_block_optin, found.major in (9, 10))
 
 
-H200 = Device("NVIDIA H200", multiprocessors=132, shared_memory=227 << 10)
+H200 = Device("NVIDIA H200", multiprocessors=132, shared_memory=227 << 10, warpgroups=True)
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,17 @@ def of_entry(entry: Mapping[str, Any]) -> Config:
     return Config(**{name: entry[name] for name in Config.__dataclass_fields__ if name in entry})
 
 
-def row_tiles(max_query_len: int, group: int, largest: int = LARGEST_TILE, query_fp8: bool = False) -> tuple[int, int]:
+def row_tiles(max_query_len: int, group: int, largest: int = LARGEST_TILE, wide: bool = False) -> tuple[int, int]:
     """How the window's rows for each of the `group` query heads of a KV head are packed: (rows of a tile, tiles).
 
-    From 64 rows on the tensor cores take fp8 keys from where they were copied to, if the query is fp8 too, which is
-    worth rows that are empty. Up to 16 are better served with keys of each warp's own.
+    wide: whether more than 16 rows fill `WARPGROUP_ROWS` at least. That is worth rows that are empty where a device has
+    warpgroups, and for a query in fp8, whose keys then need no conversion. Up to 16 rows are better served with keys of
+    each warp's own.
     """
     packed = max_query_len * group
     rows = max(16, next_power_of_2(packed))
-    if query_fp8 and rows > 16:
-        rows = max(NATIVE_FP8_ROWS, rows)
+    if wide and rows > 16:
+        rows = max(WARPGROUP_ROWS, rows)
     rows = min(largest, rows)
     return rows, -(-packed // rows)
 
@@ -186,11 +189,12 @@ def nearest(
     head_size: int,
     cache_bytes: int,
     max_query_len: int,
+    warpgroups: bool = True,
 ) -> dict[str, Any] | None:
     """The entry of the table for the nearest shape, None where the table is empty.
 
     Nearest by factors between shapes: of rows of a tile, bytes of an element, rows of a window, query heads of a KV
-    head, head size, and programs without splits.
+    head, head size, and programs without splits. warpgroups: as `Device` has it.
     """
     shape = {
         "cache_bytes": cache_bytes, "query": max_query_len, "group": group, "head_size": head_size,
@@ -198,7 +202,7 @@ def nearest(
     }  # fmt: skip
 
     def rows(of: Mapping[str, Any]) -> int:
-        return row_tiles(of["query"], of["group"], query_fp8=of["cache_bytes"] == 1)[0]
+        return row_tiles(of["query"], of["group"], wide=warpgroups or of["cache_bytes"] == 1)[0]
 
     own_rows = rows(shape)
 
@@ -214,7 +218,8 @@ def choose(
     device: Device, requests: int, kv_heads: int, group: int, head_size: int, cache_bytes: int, max_query_len: int
 ) -> Config:
     """The configuration of the nearest shape of the device's table; without one, what fills the device twice."""
-    entry = nearest(tuned(device), requests, kv_heads, group, head_size, cache_bytes, max_query_len)
+    shape = requests, kv_heads, group, head_size, cache_bytes, max_query_len
+    entry = nearest(tuned(device), *shape, device.warpgroups)
     if entry is None:
         splits = max(1, min(MAX_SPLITS, 2 * device.multiprocessors // (requests * kv_heads)))
         config = Config(splits=splits, min_tiles_per_split=2)
@@ -223,7 +228,7 @@ def choose(
         # The number of programs is what a number of splits is good for.
         splits = max(1, round(config.splits * entry["programs"] / (requests * kv_heads)))
         config = replace(config, splits=splits)
-    rows, _ = row_tiles(max_query_len, group, device.largest_tile(head_size), query_fp8=cache_bytes == 1)
+    rows, _ = row_tiles(max_query_len, group, device.largest_tile(head_size), device.warpgroups or cache_bytes == 1)
     return _fitting(config, rows, head_size, cache_bytes, device)
 
 
@@ -339,7 +344,7 @@ def plan(
     group = heads // kv_heads
     if config is None:
         config = choose(device, requests, kv_heads, group, head_size, cache_bytes, max_query_len)
-    rows, tiles = row_tiles(max_query_len, group, device.largest_tile(head_size), query_fp8)
+    rows, tiles = row_tiles(max_query_len, group, device.largest_tile(head_size), device.warpgroups or query_fp8)
     room = max(1, partial_rows // (requests * heads * max_query_len))
     packed = min(rows, max_query_len * group)
     splits, grid_barrier, max_splits, combine_rows = split_combine(

@@ -268,7 +268,7 @@ def verify_windows(
         other=0.0,
     )
     # Where the tensor cores take fp8 from shared memory, the keys need no conversion.
-    NATIVE: tl.constexpr = QUERY_FP8 and FP8 == 1 and ROWS >= 64  # configs.NATIVE_FP8_ROWS
+    NATIVE: tl.constexpr = QUERY_FP8 and FP8 == 1 and ROWS >= 64  # configs.WARPGROUP_ROWS
     if QUERY_FP8 and not NATIVE:
         q = q.to(tl.float16)
 

@@ -33,7 +33,7 @@ from nwor.attention.configs import (
     MAX_SPLITS,
     MAX_SUMS_OF_FOUR_WARPS,
     MAX_SUMS_PER_WARP,
-    NATIVE_FP8_ROWS,
+    WARPGROUP_ROWS,
     Config,
     Device,
     file_name,
@@ -73,7 +73,7 @@ def kernels(shape: AttentionShape, device: Device = H200) -> list[Config]:
     else:
         kept = {(32, 4): (3, 4), (64, 4): (3, 4), (128, 4): most, (128, 8): most}
         bounded = []
-        if shape.element == 1 and rows == NATIVE_FP8_ROWS:
+        if shape.element == 1 and rows == WARPGROUP_ROWS:
             bounded = [Config(64, 4, stage, registers=THREE_AT_ONCE) for stage in (2, 3)]
         elif shape.heads == shape.kv_heads:
             bounded = [Config(32, 4, stage, registers=128) for stage in kept[32, 4]]
@@ -87,7 +87,8 @@ def kernels(shape: AttentionShape, device: Device = H200) -> list[Config]:
 
 def rows_of(shape: AttentionShape, device: Device) -> tuple[int, int]:
     """Packed rows of a tile, and tiles of a window and KV head."""
-    return row_tiles(shape.query, shape.group, device.largest_tile(shape.head_size), shape.cache == "fp8")
+    wide = device.warpgroups or shape.cache == "fp8"
+    return row_tiles(shape.query, shape.group, device.largest_tile(shape.head_size), wide)
 
 
 def programs(shape: AttentionShape, device: Device) -> int:
