@@ -101,6 +101,16 @@ def filled(device: Device) -> int:
     return 1 << (device.multiprocessors.bit_length() - 1)
 
 
+def rounded(programs: int, device: Device) -> set[int]:
+    """Numbers of splits, up to 8, in which fewer multiprocessors idle in the last round than in any smaller number.
+
+    544 programs are five rounds of 132, in two splits 9 / 2 and in three 13 / 3.
+    """
+    rounds = {splits: -(-programs * splits // device.multiprocessors) for splits in range(1, 9)}
+    shares = {splits: number / splits for splits, number in rounds.items()}
+    return {n for n in rounds if rounds[n] > 1 and all(shares[n] < 0.97 * shares[fewer] for fewer in range(1, n))} - {1}
+
+
 def divisions(
     shape: AttentionShape,
     kernel: Config,
@@ -118,6 +128,7 @@ def divisions(
     fills = (0.5, 1, 2, 3) if kernel.registers == THREE_AT_ONCE else (0.5, 1, 2)
     places = filled(device), device.multiprocessors
     splits = {2} | {int(fill * place / programs(shape, device)) for fill in fills for place in places}
+    splits |= rounded(programs(shape, device), device)
     found = [
         replace(kernel, splits=number, min_tiles_per_split=positions // kernel.tile)
         for number in sorted(splits & set(range(2, MAX_SPLITS + 1)))

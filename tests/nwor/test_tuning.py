@@ -222,6 +222,14 @@ def test_splits_that_fill_the_device_are_tried():
     assert {config.splits for config in tried if config.side_by_side == 2} == {10, 11}
 
 
+@pytest.mark.parametrize(("batch", "splits"), [(3, set()), (9, {3, 5, 7}), (17, {2, 3, 4, 5}), (44, {3})])
+def test_splits_that_leave_less_idle_are_tried(batch, splits):
+    """9 requests of 8 KV heads are one round of 132 multiprocessors, in 3 splits 2 / 3, in 5 splits 3 / 5."""
+    assert tune.rounded(8 * batch, H200) == splits
+    tried = tune.divisions(replace(LAYER, batch=batch), Config(tile=64, warps=4, stages=3, splits=2), H200)
+    assert splits <= {config.splits for config in tried}
+
+
 @pytest.mark.parametrize(
     ("capability", "device", "kv_cache_dtype", "head_sizes"),
     [
