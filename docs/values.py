@@ -13,7 +13,6 @@ from typing import Any
 import pandas as pd
 
 from docs.findings import NEVER_PATCHED, findings, table
-from nwor.attention import configs
 from nwor_lab import paths
 from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
 from nwor_lab.figures.command import served
@@ -131,23 +130,27 @@ def more_row(mode: str, gpu: str = "H200", batches: tuple[int, ...] = (1, 4, 16)
     return row("gpu_decode_more", mode, batches=batches, gpu=gpu, **where)
 
 
+DETERMINISTIC = ["fe5450a", "36b3009"]
+"""Runs of steps whose engines were compiled in TorchInductor's deterministic mode."""
+
+
 def step_texts(mode: str) -> pd.DataFrame:
     """A mode's texts in the latest runs of steps: a row a run, `requests` and how many of them gave vLLM's text."""
     parts = [table(name).assign(table=name) for name in ("gpu_decode", "gpu_decode_more", "gpu_next_steps")]
     rows = pd.concat(parts).query("mode == @mode and metric in ('equal_requests', 'requests')")
-    by = ["table", "gpu", "attention", "kv_heads", "kv_cache_dtype", "metric"]
+    by = ["table", "gpu", "attention", "tp", "kv_heads", "k", "kv_cache_dtype", "run_id", "metric"]
     return rows.groupby(by, dropna=False)["value"].sum().unstack("metric")
 
 
 def parted(mode: str) -> str:
-    """In how many runs of steps before `gpu_decode` some of a mode's texts were not vLLM's, of how many runs."""
-    texts = step_texts(mode).drop("gpu_decode", level="table")
+    """In how many runs without the deterministic mode some of a mode's texts were not vLLM's, of how many runs."""
+    texts = step_texts(mode).drop(DETERMINISTIC, level="run_id")
     return f"{(texts['equal_requests'] < texts['requests']).sum()} of {len(texts)}"
 
 
-def equal_texts(table: str, mode: str, gpu: str) -> str:
-    """How many of a mode's texts were vLLM's in a table of steps of one kind of GPU, of how many."""
-    texts = step_texts(mode).xs((table, gpu), level=("table", "gpu")).sum()
+def equal_texts(mode: str) -> str:
+    """How many of a mode's texts were vLLM's in runs in the deterministic mode, of how many."""
+    texts = step_texts(mode).query("run_id in @DETERMINISTIC").sum()
     return f"{texts['equal_requests']:.0f} of {texts['requests']:.0f}"
 
 
@@ -178,18 +181,6 @@ def lost() -> pd.DataFrame:
     """The shapes of one layer, up to 15 drafts, in which the kernel takes longer than vLLM's faster backend."""
     rows = findings().query("what == 'one layer' and k < 16 and value > 1")
     return rows[rows["over"].isin(["FlashAttention 3", "the faster of vLLM's backends"])]
-
-
-@functools.cache
-def lost_in_search() -> pd.DataFrame:
-    """The shapes on which the H200's table was searched and what it has is slower than vLLM: `ratio` says how much."""
-    searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet").astype({"cache": str})
-    settings = pd.DataFrame(configs.shipped(configs.H200.name))
-    shape = {"cache_bytes": searched["cache"].map({"fp8": 1, "bf16": 2}), "query": searched["k"] + 1}
-    shape |= {"group": searched["heads"] // searched["kv_heads"], "programs": searched["batch"] * searched["kv_heads"]}
-    chosen = searched.assign(**shape).merge(settings).groupby(layers.KEYS)["value"].min()
-    ratio = chosen / searched.groupby(layers.KEYS)["vanilla"].min()
-    return ratio[ratio > 1].rename("ratio").reset_index()
 
 
 def not_searched() -> str:

@@ -83,6 +83,15 @@ def expected(out: style.Folder, table: Tables) -> Path:
     return breakeven.expected(out, kernels.priced(table("kernel_times")), points, guessed(table))
 
 
+BESIDE = {
+    "": "",
+    "flash2": ", FlashAttention 2",
+    "flashinfer": ", FlashInfer",
+    "triton_attn": ", Triton of vLLM 0.33",
+}
+"""In the words of `data/expected.csv`, the attention that vLLM was made to run."""
+
+
 def guessed(table: Tables) -> pd.DataFrame:
     """What was written down of a run before it, `data/expected.csv`, beside what it gave, where it has run since.
 
@@ -93,7 +102,8 @@ def guessed(table: Tables) -> pd.DataFrame:
     what = [
         f"step, {row.kv_heads} KV heads, k={row.k}, prompts of {row.prompt}, "
         + row.kv_cache_dtype.replace("auto", "bf16")
-        + {"": "", "flashinfer": ", FlashInfer", "triton_attn": ", Triton of vLLM 0.33"}[row.attention]
+        + BESIDE[row.attention]
+        + (", two ranks" if row.tp == 2 else "")
         for row in steps.itertuples()
     ]
     steps = steps.assign(what=what, ratio=steps["ratio"].where(steps["at_parity"]))

@@ -16,7 +16,7 @@ CONTEXTS = (560, 2096, 8240, 32816, 131120)
 """Contexts that the search of the shipped table timed: no multiples of a tile, as most are not."""
 HELD_OUT_BATCHES, HELD_OUT_CONTEXTS = (9, 13, 44), (1024, 4096)
 """Batches and contexts between those of the search. What a table knows of a batch is its programs, requests times KV
-heads: those of the H200's are powers of 2, and with k of 4 and 8 in bf16 also 3, 5 and 7 times such."""
+heads: those of the H200's are powers of 2, and with k of 4 and 8 also 3, 5 and 7 times such."""
 
 
 def is_tuned_on(shape: AttentionShape, table: Iterable[Mapping[str, Any]]) -> bool:

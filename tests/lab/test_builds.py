@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded row says with which build it was measured; rows of one kind of GPU and different builds never meet."""
+"""A recorded row says with which build it was measured; in a setting rows of one kind of GPU are of one build."""
 
 import hashlib
 import subprocess
@@ -39,12 +39,15 @@ def test_the_extension_is_of_these_kernels() -> None:
     assert f"nwor sources {found}".encode() in library.read_bytes(), "older than the kernels: run `make kernels`"
 
 
-def test_what_one_kind_of_gpu_gave_in_a_table_is_of_one_build_and_its_page_says_which() -> None:
+SETTING = ("gpu", "tp", "k", "heads", "kv_heads", "cache", "kv_cache_dtype", "attention")
+
+
+def test_what_one_kind_of_gpu_gave_in_a_setting_is_of_one_build_and_the_page_says_which() -> None:
     tables = {path.stem: results.read_table(path.stem, paths.RECORDED) for path in paths.RECORDED.glob("*.parquet")}
     assert {name for name, table in tables.items() if "build" not in table} == {*measure.REPRODUCED, "claims", "soak"}
     page = " ".join((paths.RECORDED / "README.md").read_text().split())
     for name, table in tables.items():
         if "build" in table:
-            for _, rows in table.groupby("gpu") if "gpu" in table else [("", table)]:
+            for _, rows in table.groupby([name for name in SETTING if name in table] or "build", dropna=False):
                 (build,) = set(rows["build"]) - {""} or {""}
                 assert build in page, name
