@@ -68,8 +68,9 @@ def serving(out: style.Folder, table: Tables) -> Path:
 
 
 def served(table: Tables) -> pd.DataFrame:
-    """The lines of all servers that are recorded, over vLLM never patched."""
-    return summary(pd.concat([table("gpu_serving"), table("gpu_serving_more")], ignore_index=True))
+    """The lines of all servers that are recorded, over vLLM never patched, by requests at once."""
+    lines = summary(pd.concat([table("gpu_serving"), table("gpu_serving_more")], ignore_index=True))
+    return lines.sort_values("load", key=lambda _: at_once(lines), kind="stable", ignore_index=True)
 
 
 def step_parts(out: style.Folder, table: Tables) -> Path:

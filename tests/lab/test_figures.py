@@ -167,3 +167,10 @@ def test_no_two_series_look_alike() -> None:
     with pytest.raises(ValueError, match="several panels"):
         style.styles(range(9))
     assert len({look.marker for look in style.MODE_STYLE.values()}) == len(style.MODE_STYLE), "without colour too"
+
+
+def test_servers_come_by_the_requests_they_have_at_once():
+    """Rows of a load may have been recorded after those of a greater one."""
+    lines = figures.served(lambda name: results.read_table(name, paths.RECORDED))
+    of_a_setting = lines.query("mode == 'stage'").groupby(["gpu", "tp", "k", "kv_cache_dtype"])["load"].agg(list)
+    assert len(of_a_setting) > 1 and all(loads == ["1 at once", "16 at once", "64 at once"] for loads in of_a_setting)
