@@ -284,7 +284,8 @@ class LayerAttention:
         kv_heads = kv_cache.shape[1]
         fp8 = kv_cache_dtype in FP8
         need(head_size in HEAD_SIZES, f"head size {head_size} is none of {HEAD_SIZES}; use vLLM's own attention")
-        need(heads % kv_heads == 0, f"{heads} query heads do not divide among {kv_heads} KV heads")
+        whole = heads > 0 < kv_heads and heads % kv_heads == 0
+        need(whole, f"{heads} query heads do not divide among {kv_heads} KV heads")
         need(fp8 or kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is none of auto, {', '.join(FP8)}")
         need(key.dtype in (torch.bfloat16, torch.float16), f"key must be bfloat16 or float16, is {key.dtype}")
         need(key.shape == value.shape and key.dtype == value.dtype, "key and value must have one shape and dtype")
