@@ -105,7 +105,7 @@ def stage_steps() -> pd.Series:
 
 
 def steps_beside(attention: str) -> pd.Series:
-    """Steps of `stage` over vLLM's where another attention than its own choice was forced, on both kinds of GPU."""
+    """Steps of `stage` over vLLM's where another attention than its own choice was forced."""
     return findings().query("attention == @attention and mode == 'stage' and over == @NEVER_PATCHED")["value"]
 
 
@@ -135,7 +135,7 @@ DETERMINISTIC = ["fe5450a", "36b3009"]
 
 
 def step_texts(mode: str) -> pd.DataFrame:
-    """A mode's texts in the latest runs of steps: a row a run, `requests` and how many of them gave vLLM's text."""
+    """A mode's texts in the latest runs of steps: of each setting `requests`, and how many of them gave vLLM's text."""
     parts = [table(name).assign(table=name) for name in ("gpu_decode", "gpu_decode_more", "gpu_next_steps")]
     rows = pd.concat(parts).query("mode == @mode and metric in ('equal_requests', 'requests')")
     by = ["table", "gpu", "attention", "tp", "kv_heads", "k", "kv_cache_dtype", "run_id", "metric"]

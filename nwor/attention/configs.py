@@ -189,7 +189,7 @@ def nearest(
     head_size: int,
     cache_bytes: int,
     max_query_len: int,
-    warpgroups: bool = True,
+    warpgroups: bool,
 ) -> dict[str, Any] | None:
     """The entry of the table for the nearest shape, None where the table is empty.
 

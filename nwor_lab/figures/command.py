@@ -107,7 +107,7 @@ def guessed(table: Tables) -> pd.DataFrame:
         + (", two ranks" if row.tp == 2 else "")
         for row in steps.itertuples()
     ]
-    steps = steps.assign(what=what, ratio=steps["ratio"].where(steps["at_parity"]))
+    steps = steps.assign(what=what, ratio=steps["step"])
     servers = served(table)
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
     servers = pd.concat([servers, audited])

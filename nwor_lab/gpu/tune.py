@@ -102,13 +102,13 @@ def filled(device: Device) -> int:
 
 
 def rounded(programs: int, device: Device) -> set[int]:
-    """Numbers of splits, up to 8, in which fewer multiprocessors idle in the last round than in any smaller number.
-
-    544 programs are five rounds of 132, in two splits 9 / 2 and in three 13 / 3.
+    """Numbers of splits, up to 8, whose rounds of all multiprocessors, several, are 3 % shorter in sum than any smaller
+    number's: 544 programs take 5 rounds of 132; in two splits 9, each half as long; in three 13, each a third as long.
     """
     rounds = {splits: -(-programs * splits // device.multiprocessors) for splits in range(1, 9)}
     shares = {splits: number / splits for splits, number in rounds.items()}
-    return {n for n in rounds if rounds[n] > 1 and all(shares[n] < 0.97 * shares[fewer] for fewer in range(1, n))} - {1}
+    shorter = {n for n in range(2, 9) if all(shares[n] < 0.97 * shares[fewer] for fewer in range(1, n))}
+    return {n for n in shorter if rounds[n] > 1}
 
 
 def divisions(

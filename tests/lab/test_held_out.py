@@ -19,7 +19,7 @@ def test_the_grid_has_settings_that_were_tuned_on_and_others_that_were_not():
     assert {(shape.heads, shape.kv_heads) for shape in tuned if shape.k == 8} == set(attention.HEADS)
     for shape, known in tuned.items():
         assert known == (shape.batch in attention.BATCHES) == (shape.context in attention.CONTEXTS)
-        entry = configs.nearest(table, shape.batch, shape.kv_heads, shape.group, 128, shape.element, shape.query)
+        entry = configs.nearest(table, shape.batch, shape.kv_heads, shape.group, 128, shape.element, shape.query, True)
         assert known <= (entry["programs"] == shape.batch * shape.kv_heads)
     searched = pd.read_parquet(paths.DATA / "attention" / "h200_sweep.parquet")
     assert set(searched["context"]) == set(held_out.CONTEXTS), "what is called tuned on was timed"

@@ -51,6 +51,16 @@ def test_no_choice_for_an_h200_moves_unnoticed():
     assert len(before) >= 2000 and len(before[knobs].drop_duplicates()) > 60
 
 
+@pytest.mark.parametrize(("major", "together"), [(8, False), (9, True), (10, True), (12, False)])
+def test_warps_multiply_together_on_a_hopper_and_a_b200(major, together, monkeypatch):
+    """There 20 rows fill a tile of 64; elsewhere it would be twice the work of one of 32."""
+    found = SimpleNamespace(name="a", multi_processor_count=132, shared_memory_per_block_optin=99 << 10, major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    device = Device.of("cuda")
+    assert device.warpgroups == together
+    assert configs.row_tiles(5, 4, wide=device.warpgroups) == ((64, 1) if together else (32, 1))
+
+
 def test_another_device_has_its_own_limits_and_one_warning(caplog, monkeypatch):
     """The H200's table lies there, and its configurations are not taken."""
     assert tuned(A100) == []
@@ -82,7 +92,7 @@ def test_a_device_with_the_same_limits_has_what_its_own_table_lacks(tmp_path, mo
 )
 def test_the_nearest_shape_fills_as_large_a_tile(query, group, nearest):
     """12 rows fill a tile of 16, as those of k=3 do; 20 to 40 rows one of 64, as those of k=8 do."""
-    assert configs.nearest(tuned(H200), 16, 8, group, 128, 2, query)["query"] == nearest
+    assert configs.nearest(tuned(H200), 16, 8, group, 128, 2, query, True)["query"] == nearest
 
 
 def test_tables_of_devices_with_the_same_limits_are_alike(monkeypatch):
@@ -103,7 +113,7 @@ def test_tables_of_devices_with_the_same_limits_are_alike(monkeypatch):
             if (row := tuple(asdict(config).values())) in times.index:
                 lost[name].append((times.loc[row] - own).max())
     assert len(lost["the H200's"]) == 4 and len(lost["derived"]) >= 2
-    assert max(lost["the H200's"]) < 0.08 < max(lost["derived"])
+    assert max(lost["the H200's"]) < 0.05 < max(lost["derived"])
 
 
 def test_the_users_folder_comes_first(tmp_path, monkeypatch, caplog):
