@@ -174,3 +174,10 @@ def test_servers_come_by_the_requests_they_have_at_once():
     lines = figures.served(lambda name: results.read_table(name, paths.RECORDED))
     of_a_setting = lines.query("mode == 'stage'").groupby(["gpu", "tp", "k", "kv_cache_dtype"])["load"].agg(list)
     assert len(of_a_setting) > 1 and all(loads == ["1 at once", "16 at once", "64 at once"] for loads in of_a_setting)
+
+
+def test_a_step_whose_repeats_part_is_not_held_against_what_was_expected():
+    """On two ranks those of one request do, those of 16 do not."""
+    lines = figures.guessed(lambda name: results.read_table(name, paths.RECORDED))
+    found = lines[lines["what"].str.endswith("two ranks") & (lines["mode"] == "stage")].set_index("batch")["measured"]
+    assert found.isna()[1] and 0.9 < found[16] < 1
