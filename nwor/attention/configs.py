@@ -61,6 +61,10 @@ class Device:
             rows //= 2
         return rows
 
+    def row_tiles(self, max_query_len: int, group: int, head_size: int, query_fp8: bool) -> tuple[int, int]:
+        """As `row_tiles` has them, with the tiles that suit this device."""
+        return row_tiles(max_query_len, group, self.largest_tile(head_size), self.warpgroups or query_fp8)
+
     @classmethod
     def of(cls, device: Any) -> Device:
         """The limits of a torch device; those of a GPU are asked of CUDA."""
@@ -228,7 +232,7 @@ def choose(
         # The number of programs is what a number of splits is good for.
         splits = max(1, round(config.splits * entry["programs"] / (requests * kv_heads)))
         config = replace(config, splits=splits)
-    rows, _ = row_tiles(max_query_len, group, device.largest_tile(head_size), device.warpgroups or cache_bytes == 1)
+    rows, _ = device.row_tiles(max_query_len, group, head_size, cache_bytes == 1)
     return _fitting(config, rows, head_size, cache_bytes, device)
 
 
@@ -344,7 +348,7 @@ def plan(
     group = heads // kv_heads
     if config is None:
         config = choose(device, requests, kv_heads, group, head_size, cache_bytes, max_query_len)
-    rows, tiles = row_tiles(max_query_len, group, device.largest_tile(head_size), device.warpgroups or query_fp8)
+    rows, tiles = device.row_tiles(max_query_len, group, head_size, query_fp8)
     room = max(1, partial_rows // (requests * heads * max_query_len))
     packed = min(rows, max_query_len * group)
     splits, grid_barrier, max_splits, combine_rows = split_combine(

@@ -40,7 +40,6 @@ from nwor.attention.configs import (
     fit_side_by_side,
     next_power_of_2,
     read,
-    row_tiles,
     shrunk,
     split_combine,
 )
@@ -87,8 +86,7 @@ def kernels(shape: AttentionShape, device: Device = H200) -> list[Config]:
 
 def rows_of(shape: AttentionShape, device: Device) -> tuple[int, int]:
     """Packed rows of a tile, and tiles of a window and KV head."""
-    wide = device.warpgroups or shape.cache == "fp8"
-    return row_tiles(shape.query, shape.group, device.largest_tile(shape.head_size), wide)
+    return device.row_tiles(shape.query, shape.group, shape.head_size, shape.cache == "fp8")
 
 
 def programs(shape: AttentionShape, device: Device) -> int:

@@ -153,8 +153,7 @@ def run_one(command: list[str], log: IO[str]) -> int:
 REPRODUCED = ("reference", "acceptance", "traffic", "steps")
 """Tables that a reproduction run makes."""
 BUILD = {"kernels": "kernels", "attention": "nwor/attention"}
-"""Folders whose trees in git say with which build a row was measured. What one kind of GPU gave
-in a setting is of one build."""
+"""Folders whose trees in git say with which build a row was measured; in a setting one kind of GPU is of one build."""
 
 
 def record(run: Path, recorded: Path = paths.RECORDED) -> list[str]:

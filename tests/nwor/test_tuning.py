@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nwor.attention import configs
-from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, row_tiles, tuned
+from nwor.attention.configs import H200, HEAD_SIZES, Config, Device, choose, tuned
 from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.gpu import tune
@@ -58,7 +58,7 @@ def test_warps_multiply_together_on_a_hopper_and_a_b200(major, together, monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     device = Device.of("cuda")
     assert device.warpgroups == together
-    assert configs.row_tiles(5, 4, wide=device.warpgroups) == ((64, 1) if together else (32, 1))
+    assert device.row_tiles(5, 4, 128, query_fp8=False) == ((64, 1) if together else (32, 1))
 
 
 def test_another_device_has_its_own_limits_and_one_warning(caplog, monkeypatch):
@@ -203,7 +203,7 @@ def test_rows_fill_a_tile_that_warps_multiply_together_where_they_can(device, ro
 @pytest.mark.parametrize("device", SMALLER)
 def test_tiles_fit_into_a_smaller_devices_shared_memory(device):
     for head_size, group, cache_bytes, query in itertools.product(HEAD_SIZES, (1, 2, 4, 8, 16), (1, 2), (2, 4, 9, 17)):
-        rows, tiles = row_tiles(query, group, device.largest_tile(head_size))
+        rows, tiles = device.row_tiles(query, group, head_size, query_fp8=False)
         config = choose(device, 4, 2, group, head_size, cache_bytes, query)
         width = configs.next_power_of_2(head_size)
         assert config.stages * config.tile * 2 * width * cache_bytes + rows * width * 2 <= device.usable
