@@ -17,7 +17,7 @@ CONTEXTS = (560, 2096, 3120, 8240, 32816, 131120)
 HELD_OUT_BATCHES, HELD_OUT_CONTEXTS = (34, 42, 54), (1024, 4096)
 """Batches and contexts between those of the search. What a table knows of a batch is its programs, requests times KV
 heads: those of the H200's are powers of 2, with k of 4 and 8 also 3, 5 and 7 times such, and for some caches and
-heads those of every batch to 32 and of multiples of 4 to 60."""
+heads those of nearly every batch to 32 and of multiples of 4 to 60."""
 
 
 def is_tuned_on(shape: AttentionShape, table: Iterable[Mapping[str, Any]]) -> bool:
