@@ -18,6 +18,7 @@ from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
 from nwor_lab.figures.command import served
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.run import results
+from nwor_lab.serving.table import SETTING
 
 
 def value(rows: pd.DataFrame, column: str = "value", **where: Any) -> float:
@@ -192,32 +193,39 @@ def not_searched() -> str:
 
 @functools.cache
 def all_served() -> pd.DataFrame:
-    """The lines of recorded servers, by kind of GPU, ranks, drafts, mode and load, over vLLM never patched."""
-    return served(table).set_index(["gpu", "tp", "k", "mode", "load"])
+    """The lines of recorded servers, by kind of GPU, setting, mode and load, over vLLM never patched."""
+    return served(table).set_index([*SETTING, "mode", "load"])
 
 
-def served_row(mode: str, gpu: str = "H200", tp: int = 1, k: int = 4) -> str:
+def server(
+    mode: str, load: str, gpu: str = "H200", tp: int = 1, k: int = 4, cache: str = "auto", weights: str = "auto"
+) -> pd.Series:
+    """The line of one load of a mode's server; weights: "auto" for the trained pair's, or "nwor_random"."""
+    return all_served().loc[(gpu, tp, k, cache, weights, mode, load)]
+
+
+def served_row(mode: str, gpu: str = "H200", **setting: Any) -> str:
     """A mode's tokens a second over vLLM's with 1, 16 and 64 requests at once, between slashes."""
-    ratios = [all_served().loc[(gpu, tp, k, mode, f"{requests} at once"), "ratio"] for requests in (1, 16, 64)]
-    return slashes(pd.Series(ratios), 2)
+    return slashes(pd.Series([server(mode, f"{n} at once", gpu, **setting)["ratio"] for n in (1, 16, 64)]), 2)
 
 
-def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = "H200", tp: int = 1, k: int = 4) -> str:
+def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = "H200", **setting: Any) -> str:
     """The least and the greatest ratio of a single pass, of each of these numbers of requests at once."""
-    lines = [all_served().loc[(gpu, tp, k, mode, f"{requests} at once")] for requests in at_once]
+    lines = [server(mode, f"{requests} at once", gpu, **setting) for requests in at_once]
     return " / ".join(f"{line['lowest']:.2f} to {line['highest']:.2f}" for line in lines)
 
 
-def served_of(mode: str, requests: int, gpu: str = "H200", tp: int = 1, k: int = 4) -> str:
+def served_of(mode: str, requests: int, gpu: str = "H200", **setting: Any) -> str:
     """A mode's tokens a second over vLLM's with so many requests at once: the median, and between which it lies."""
-    return ratio_within(all_served().loc[(gpu, tp, k, mode, f"{requests} at once")])
+    return ratio_within(server(mode, f"{requests} at once", gpu, **setting))
 
 
 def own_scatter() -> float:
     """Tokens a second of vLLM alone, never patched: the fastest pass over the slowest, in the load where most."""
     rows = pd.concat([table(name) for name in ("gpu_serving", "gpu_serving_more")])
     rows = rows.query("mode == 'off' and metric == 'tokens_per_s'")
-    passes = rows.groupby(["gpu", "tp", "k", "kv_cache_dtype", "load"])["value"]
+    of = [name for name in SETTING if name in rows]
+    passes = rows.groupby([*of, "load"], dropna=False)["value"]
     return float((passes.max() / passes.min()).max())
 
 

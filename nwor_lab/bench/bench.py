@@ -350,6 +350,8 @@ def write_results(
     common |= {"k": spec.k, "kv_cache_dtype": spec.kv_cache_dtype}
     if forced := f"flash{spec.flash_attn_version}" if spec.flash_attn_version else spec.attention_backend.lower():
         common["attention"] = forced
+    if spec.load_format != "auto" and not name:  # a shape's weights are always random
+        common["load_format"] = spec.load_format
     if name:
         common["kv_heads"] = shapes.SHAPES[name]["num_key_value_heads"]
     frame = results.tidy(rows, **common)

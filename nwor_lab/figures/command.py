@@ -110,8 +110,10 @@ def guessed(table: Tables) -> pd.DataFrame:
     steps = steps.assign(what=what, ratio=steps["step"])
     servers = served(table)
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
-    servers = pd.concat([servers, audited])
-    servers = servers.assign(what="tokens a second, " + setting(servers), batch=at_once(servers))
+    servers = pd.concat([servers, audited]).fillna({"load_format": "auto"})
+    batch = at_once(servers)
+    at_a_rate = (", " + servers["load"]).where(batch.isna(), "")
+    servers = servers.assign(what="tokens a second, " + setting(servers) + at_a_rate, batch=batch)
     servers["series"] = servers["mode"] + ", served"
     steps = pd.concat([steps, audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")])
     steps["series"] = steps["mode"] + ", step"

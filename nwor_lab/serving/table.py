@@ -8,13 +8,14 @@ import math
 import pandas as pd
 
 from nwor_lab.cost.ratios import median_between
+from nwor_lab.engines.random_weights import FORMAT
 
 NOISE = 0.02
 """Share by which acceptance may differ where vLLM's own passes differ by less: some hundred windows say no more."""
 AT_A_RATE = " a second"
 """End of a load's name whose requests come at a rate."""
-SETTING = ["gpu", "tp", "k", "kv_cache_dtype"]
-"""Columns that tell servers apart whose lines are not to be mixed."""
+SETTING = ["gpu", "tp", "k", "kv_cache_dtype", "load_format"]
+"""Columns that tell servers apart whose lines are not to be mixed; what a row has no word of is "auto"."""
 RATIOS = {"itl": "median_itl_ms", "itl_p99": "p99_itl_ms", "ttft": "median_ttft_ms", "ttft_p99": "p99_ttft_ms"}
 
 
@@ -33,6 +34,7 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     served. Recorded rows, which have a column `gpu`, are told apart by `SETTING`, whose columns the lines keep.
     """
     if "gpu" in frame:
+        frame = frame.assign(load_format=frame.get("load_format", "auto")).fillna({"load_format": "auto"})
         of = [name for name in SETTING if name in frame]
         apart = [
             summary(rows.drop(columns=of)).assign(**dict(zip(of, values, strict=True)))
@@ -69,9 +71,10 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
 
 def setting(lines: pd.DataFrame) -> pd.Series:
     """What each line of a summary of several servers ran with, such as "k=4, bf16" or "k=8, fp8, TP=2"."""
-    ranks = ("TP=" + lines["tp"].astype(str)).where(lines["tp"] > 1, "")
+    ranks = (", TP=" + lines["tp"].astype(str)).where(lines["tp"] > 1, "")
     caches = lines["kv_cache_dtype"].replace("auto", "bf16")
-    return ("k=" + lines["k"].astype(str) + ", " + caches + ", " + ranks).str.removesuffix(", ")
+    weights = (lines["load_format"] == FORMAT).map({True: ", random weights", False: ""})
+    return "k=" + lines["k"].astype(str) + ", " + caches + ranks + weights
 
 
 def at_once(lines: pd.DataFrame) -> pd.Series:

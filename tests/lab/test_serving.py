@@ -146,12 +146,13 @@ def test_servers_of_other_gpus_and_settings_are_lines_of_their_own():
     """Passes of the same load and number, which a mean would mix."""
     of = {"gpu": "H100", "tp": 1, "k": 4, "kv_cache_dtype": "auto"}
     runs = {1.1: of, 0.9: of | {"k": 8, "kv_cache_dtype": "fp8"}, 1.0: of | {"tp": 2}, 1.2: of | {"gpu": "H200"}}
+    runs |= {1.3: of | {"load_format": "nwor_random"}}
     alike = {"off": [3.0] * 2, "stage": [3.0] * 2}
     frames = [rows_of({"off": [100.0] * 2, "stage": [100 * r] * 2}, alike, {}).assign(**run) for r, run in runs.items()]
     table = summary(pd.concat(frames)).query("mode == 'stage'")
     assert table["ratio"].to_list() == pytest.approx([*runs])
-    said = ["k=4, bf16", "k=8, fp8", "k=4, bf16, TP=2", "k=4, bf16"]
-    assert setting(table).to_list() == said and table["gpu"].to_list() == ["H100"] * 3 + ["H200"]
+    said = ["k=4, bf16", "k=8, fp8", "k=4, bf16, TP=2", "k=4, bf16", "k=4, bf16, random weights"]
+    assert setting(table).to_list() == said and table["gpu"].to_list() == ["H100"] * 3 + ["H200", "H100"]
 
 
 SERVES = ["NWOR mode cow serves 5 layers"]
