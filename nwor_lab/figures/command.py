@@ -31,7 +31,7 @@ from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention
 from nwor_lab.reference.tour import TinyWindow
 from nwor_lab.run import results
-from nwor_lab.serving.table import at_once, setting, summary
+from nwor_lab.serving.table import SETTING, at_once, setting, summary
 
 Tables = Callable[[str], pd.DataFrame]
 """Reads a table by its name; raises FileNotFoundError where there is none."""
@@ -68,9 +68,10 @@ def serving(out: style.Folder, table: Tables) -> Path:
 
 
 def served(table: Tables) -> pd.DataFrame:
-    """The lines of all servers that are recorded, over vLLM never patched, by requests at once."""
+    """The lines of all servers that are recorded, over vLLM never patched, by setting and requests at once."""
     lines = summary(pd.concat([table("gpu_serving"), table("gpu_serving_more")], ignore_index=True))
-    return lines.sort_values("load", key=lambda _: at_once(lines), kind="stable", ignore_index=True)
+    order = lines[SETTING].assign(requests=at_once(lines)).sort_values([*SETTING, "requests"], kind="stable")
+    return lines.loc[order.index].reset_index(drop=True)
 
 
 def step_parts(out: style.Folder, table: Tables) -> Path:
