@@ -6,24 +6,29 @@
 
 One server a mode, all up at once and one loaded at a time, so that modes alternate within each load; each pass over the
 loads reverses their order. The baseline `off` is vLLM that never loads NWOR's plugin. Every mode gets the same
-requests in the same order: held-out Python text, greedy, prefix caching off unless asked for.
+requests in the same order: held-out Python text, greedy, prefix caching off unless asked for. The table is written
+behind each pass, so that one that is stopped or fails leaves those before it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from nwor_lab import command_line, machine, pair, paths, progress
 from nwor_lab.bench import bench, options
 from nwor_lab.bench.audit_cost import AuditedSpec, require_installed
+from nwor_lab.engines.engine import EngineError
 from nwor_lab.engines.spec import EngineOptions, EngineSpec
 from nwor_lab.run import results
 from nwor_lab.serving.load import Client, Load, ServingPlan, draw_prompts, equal_rows, read_report
@@ -37,9 +42,8 @@ PATIENCE = 600.0
 
 def run(
     spec: EngineSpec, plan: ServingPlan, prompts: Sequence[Mapping[str, Any]], directory: Path, name: str = "serving"
-) -> tuple[Rows, dict[str, Any]]:
-    """Start the servers, load them, and end them in any case. Ctrl-C behind the first pass keeps the passes that are
-    whole.
+) -> Generator[tuple[Rows, dict[str, Any]], None, None]:
+    """Start the servers, load them, and end them in any case; behind each pass over the loads say what there is so far.
 
     `vllm.benchmarks.sweep` is not used: it runs one server at a time to the end of all its loads, without an
     environment or a log of its own for each, so that a slow minute of the machine would be taken for a mode's doing.
@@ -51,8 +55,9 @@ def run(
         directory: folder for the requests and, below `logs`, for what servers and client print.
         name: of the run, with which its files begin.
 
-    Returns:
-        Rows of metrics, and a report: `served`, by mode the proof of treatment; `interrupted` if it was stopped.
+    Yields:
+        Rows of metrics of all passes so far, and a report: `served`, by mode the proof of treatment; `interrupted`
+        while passes are to come.
 
     Raises:
         EngineError: a server died or was not up in time, a mode is not active, or a request failed.
@@ -60,7 +65,7 @@ def run(
     logs, data = directory / "logs", directory / f"{name}-requests.jsonl"
     results.write_text(data, "".join(json.dumps({"prompt": one["prompt"]}) + "\n" for one in prompts))
     until = time.monotonic() + PATIENCE
-    rows, before, report = Rows(), dict[str, list[str]](), dict[str, Any]()
+    rows, before = Rows(), dict[str, list[str]]()
     with ended({}) as servers:
         progress.say(f"starting {len(plan.servers)} servers: {', '.join(plan.servers)} (a minute or two)")
         for mode in plan.servers:
@@ -74,18 +79,15 @@ def run(
         for server in servers.values():
             client.ask(server, Load(max(load.at_once for load in plan.loads), math.inf, plan.warmup), warm=0)
         for number in range(plan.orders):
-            try:
-                passed = [row for load in plan.loads for row in one_pass(client, servers, plan, load, number, before)]
-            except KeyboardInterrupt:
-                if not rows:
-                    raise
-                report["interrupted"] = True
-                break
-            rows += passed
-        report["served"] = {mode: server.proof(loaded=True) for mode, server in servers.items()}
-    for mode, proof in report["served"].items():
-        rows += [{"mode": mode, "metric": f"nwor.{of}", "value": value, "unit": "count"} for of, value in proof.items()]
-    return rows, report
+            rows += [row for load in plan.loads for row in one_pass(client, servers, plan, load, number, before)]
+            served = {mode: server.proof(loaded=True) for mode, server in servers.items()}
+            counted = [
+                {"mode": mode, "metric": f"nwor.{of}", "value": value, "unit": "count"}
+                for mode, proof in served.items()
+                for of, value in proof.items()
+            ]
+            more = number + 1 < plan.orders
+            yield rows + counted, {"served": served} | ({"interrupted": True} if more else {})
 
 
 def one_pass(
@@ -163,15 +165,25 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     lengths = [one["tokens"] for one in prompts]
     median = statistics.median_low(lengths)
     print(f"prompts of {min(lengths)} to {max(lengths)} tokens, median {median}, answers of {plan.answer}", flush=True)
-    with progress.moving():
-        rows, report = run(spec, plan, prompts, directory, asked.output.name)
-    frame, path = bench.write_results(directory, asked, spec, plan, rows, report)
+    written: tuple[pd.DataFrame, Path] | None = None
+    stopped: BaseException | None = None
+    with progress.moving(), contextlib.closing(run(spec, plan, prompts, directory, asked.output.name)) as passes:
+        try:
+            for rows, report in passes:
+                written = bench.write_results(directory, asked, spec, plan, rows, report)
+        except (KeyboardInterrupt, EngineError) as why:
+            if written is None:
+                raise
+            stopped = why
+    assert written is not None
+    frame, path = written
     table = summary(frame)
     said = verdict(table) + "\nOne pass does not tell noise." * (frame["repeat"].nunique() == 1)
     results.write_table(f"{path.with_suffix('')}-summary.csv", table)
     results.write_text(f"{path.with_suffix('')}-verdict.txt", said + "\n")
     print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
     print(f"{said}\nwritten: {path}, .json, and beside it this table and the verdict")
-    if "interrupted" in report:
-        return command_line.fail("nwor serving", "interrupted; the passes that are whole are kept", 130)
+    if stopped is not None:
+        said, status = (str(stopped), 1) if isinstance(stopped, EngineError) else ("interrupted", 130)
+        return command_line.fail("nwor serving", f"{said}; the passes that are whole are kept", status)
     return 0

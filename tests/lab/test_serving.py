@@ -4,6 +4,7 @@
 Real servers are loaded by notebook 04, in `test_exercises`.
 """
 
+import json
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 from nwor_lab import pair, paths
 from nwor_lab.bench.audit_cost import AuditedSpec
 from nwor_lab.engines.engine import EngineSpec
-from nwor_lab.run import cli
+from nwor_lab.run import cli, results
 from nwor_lab.serving import command, load, server
 from nwor_lab.serving.load import Load, ServingPlan
 from nwor_lab.serving.server import EngineError, Server, ended
@@ -235,30 +236,33 @@ def test_servers_end_with_the_run_and_all_that_they_started(how, tmp_path):
         os.killpg(group, signal.SIGKILL)
 
 
-def test_passes_before_an_interrupt_are_kept(monkeypatch, tmp_path):
-    """The second pass is stopped: the first one's rows are there, and none of the second."""
+@pytest.mark.parametrize(("ends", "status"), [(KeyboardInterrupt(), 130), (EngineError("off: 1 of 2 failed"), 1)])
+def test_passes_before_the_end_are_kept(ends, status, monkeypatch, tmp_path, capsys):
+    """The second pass is stopped, or a request of it fails: what is written is of the first alone."""
     asked = []
 
     def ask(self, server, load, warm=2):
         asked.append(load)
         if len(asked) == stop_at:
-            raise KeyboardInterrupt
+            raise ends
         return REPORT | {"generated_texts": ["a", "b"]}
 
     quiet = SimpleNamespace(wait=lambda _: None, proof=lambda loaded: {"layers": 5}, ask_to_end=int, close=int)
     monkeypatch.setattr(command.Server, "of", lambda *_: quiet)
     monkeypatch.setattr(command.Client, "__init__", lambda *_: None)
     monkeypatch.setattr(command.Client, "ask", ask)
-    plan, spec = ServingPlan(modes=("off", "stage"), concurrency=(2,), requests=(2,), answer=8), EngineSpec("target")
+    words = ["serving", "--modes=off,stage", "--concurrency=2", "--requests=2", "--answer=8", "--orders=3"]
     stop_at = 2 + 2 + 2  # of warming both, a pass, and within the next
-    rows, report = command.run(spec, plan, [], tmp_path)
-    assert {row["repeat"] for row in rows if "repeat" in row} == {0} and set(report["served"]) == {"off", "stage"}
-    assert report["interrupted"]
-    assert {row["mode"] for row in rows if row["metric"] == "tokens_per_s"} == {"off", "stage"}
+    assert cli.main([*words, "--run-dir", str(tmp_path / "kept")]) == status
+    assert ("interrupted" if status == 130 else "1 of 2 failed") in capsys.readouterr().err
+    rows = results.read_table("serving", tmp_path / "kept")
+    assert set(rows["repeat"]) == {0} and set(rows.query("metric == 'tokens_per_s'")["mode"]) == {"off", "stage"}
+    report = json.loads((tmp_path / "kept" / "serving.json").read_text())
+    assert report["interrupted"] and set(report["served"]) == {"off", "stage"}
     asked.clear()
     stop_at = 3
-    with pytest.raises(KeyboardInterrupt):
-        command.run(spec, plan, [], tmp_path)
+    assert cli.main([*words, "--run-dir", str(tmp_path / "none")]) == status
+    assert not (tmp_path / "none" / "serving.parquet").exists()
 
 
 def members(group: int) -> list[str]:
