@@ -11,11 +11,10 @@ from nwor_lab import paths
 from nwor_lab.bench import survival
 from nwor_lab.bench.gpu_steps import VANILLA, step_ratios
 from nwor_lab.cost.ratios import audited_servers
-from nwor_lab.engines.random_weights import FORMAT
 from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.run import results
-from nwor_lab.serving.table import at_once, summary
+from nwor_lab.serving.table import at_once, open_load, random_weights, summary
 
 NEVER_PATCHED = "vLLM never patched"
 
@@ -61,8 +60,8 @@ def servers() -> pd.DataFrame:
     modes = [summary(table(name)).assign(table=name) for name in ("gpu_serving", "gpu_serving_more")]
     lines = pd.concat([*modes, audited]).query("mode != 'off'")
     lines = lines.rename(columns={"ratio": "value", "kv_cache_dtype": "cache", "parity": "at_parity"})
-    random = lines["load_format"].eq(FORMAT).map({True: ", random weights", False: ""})
-    lines = lines.assign(what="tokens a second, server" + random, over=NEVER_PATCHED, unit="of vanilla's", kv_heads=8)
+    what = "tokens a second, server" + random_weights(lines) + open_load(lines)
+    lines = lines.assign(what=what, over=NEVER_PATCHED, unit="of vanilla's", kv_heads=8)
     lines = lines.assign(batch=at_once(lines))
     return lines.replace({"cache": {"auto": "bf16"}})
 

@@ -18,7 +18,7 @@ from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
 from nwor_lab.figures.command import served
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.run import results
-from nwor_lab.serving.table import SETTING
+from nwor_lab.serving.table import SETTING, told_apart
 
 
 def value(rows: pd.DataFrame, column: str = "value", **where: Any) -> float:
@@ -180,8 +180,20 @@ def attention() -> pd.DataFrame:
 
 def lost() -> pd.DataFrame:
     """The shapes of one layer, up to 15 drafts, in which the kernel takes longer than vLLM's faster backend."""
-    rows = findings().query("what == 'one layer' and k < 16 and value > 1")
+    return beside_the_faster().query("value > 1")
+
+
+def beside_the_faster() -> pd.DataFrame:
+    """A layer's time over that of vLLM's faster backend, which FlashAttention 3 mostly is, up to 15 drafts."""
+    rows = findings().query("what == 'one layer' and k < 16")
     return rows[rows["over"].isin(["FlashAttention 3", "the faster of vLLM's backends"])]
+
+
+def lost_of_large() -> str:
+    """Of the shapes with as many requests and positions as any that is lost, how many are, of how many."""
+    lost_ones = lost()
+    least = f"batch >= {lost_ones['batch'].min()} and context >= {lost_ones['context'].min()}"
+    return f"{len(lost_ones)} of {len(beside_the_faster().query(least))}"
 
 
 def not_searched() -> str:
@@ -197,11 +209,9 @@ def all_served() -> pd.DataFrame:
     return served(table).set_index([*SETTING, "mode", "load"])
 
 
-def server(
-    mode: str, load: str, gpu: str = "H200", tp: int = 1, k: int = 4, cache: str = "auto", weights: str = "auto"
-) -> pd.Series:
-    """The line of one load of a mode's server; weights: "auto" for the trained pair's, or "nwor_random"."""
-    return all_served().loc[(gpu, tp, k, cache, weights, mode, load)]
+def server(mode: str, load: str, gpu: str = "H200", tp: int = 1, k: int = 4, cache: str = "auto") -> pd.Series:
+    """The line of one load of a mode's server of the trained pair; cache: "auto", which is bf16, or "fp8"."""
+    return all_served().loc[(gpu, tp, k, cache, "auto", mode, load)]
 
 
 def served_row(mode: str, gpu: str = "H200", **setting: Any) -> str:
@@ -209,10 +219,10 @@ def served_row(mode: str, gpu: str = "H200", **setting: Any) -> str:
     return slashes(pd.Series([server(mode, f"{n} at once", gpu, **setting)["ratio"] for n in (1, 16, 64)]), 2)
 
 
-def served_ranges(mode: str, at_once: tuple[int, ...] = (1, 16, 64), gpu: str = "H200", **setting: Any) -> str:
-    """The least and the greatest ratio of a single pass, of each of these numbers of requests at once."""
-    lines = [server(mode, f"{requests} at once", gpu, **setting) for requests in at_once]
-    return " / ".join(f"{line['lowest']:.2f} to {line['highest']:.2f}" for line in lines)
+def served_scatter(mode: str, gpu: str) -> str:
+    """The least and the greatest ratio of a single pass with 16 or 64 requests at once, over all settings."""
+    lines = all_served().xs((gpu, mode), level=("gpu", "mode")).query("load in ('16 at once', '64 at once')")
+    return f"{lines['lowest'].min():.2f} to {lines['highest'].max():.2f}"
 
 
 def served_of(mode: str, requests: int, gpu: str = "H200", **setting: Any) -> str:
@@ -223,9 +233,8 @@ def served_of(mode: str, requests: int, gpu: str = "H200", **setting: Any) -> st
 def own_scatter() -> float:
     """Tokens a second of vLLM alone, never patched: the fastest pass over the slowest, in the load where most."""
     rows = pd.concat([table(name) for name in ("gpu_serving", "gpu_serving_more")])
-    rows = rows.query("mode == 'off' and metric == 'tokens_per_s'")
-    of = [name for name in SETTING if name in rows]
-    passes = rows.groupby([*of, "load"], dropna=False)["value"]
+    rows = told_apart(rows).query("mode == 'off' and metric == 'tokens_per_s'")
+    passes = rows.groupby([*SETTING, "load"])["value"]
     return float((passes.max() / passes.min()).max())
 
 

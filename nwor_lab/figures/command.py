@@ -31,7 +31,7 @@ from nwor_lab.gpu import kernel_times as kernels
 from nwor_lab.gpu import layer_times as attention
 from nwor_lab.reference.tour import TinyWindow
 from nwor_lab.run import results
-from nwor_lab.serving.table import SETTING, at_once, setting, summary
+from nwor_lab.serving.table import SETTING, at_once, open_load, setting, summary, told_apart
 
 Tables = Callable[[str], pd.DataFrame]
 """Reads a table by its name; raises FileNotFoundError where there is none."""
@@ -111,10 +111,9 @@ def guessed(table: Tables) -> pd.DataFrame:
     steps = steps.assign(what=what, ratio=steps["step"])
     servers = served(table)
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
-    servers = pd.concat([servers, audited]).fillna({"load_format": "auto"})
-    batch = at_once(servers)
-    at_a_rate = (", " + servers["load"]).where(batch.isna(), "")
-    servers = servers.assign(what="tokens a second, " + setting(servers) + at_a_rate, batch=batch)
+    servers = told_apart(pd.concat([servers, audited], ignore_index=True))
+    what = "tokens a second, " + setting(servers) + open_load(servers)
+    servers = servers.assign(what=what, batch=at_once(servers))
     servers["series"] = servers["mode"] + ", served"
     steps = pd.concat([steps, audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")])
     steps["series"] = steps["mode"] + ", step"

@@ -81,8 +81,9 @@ def write_table(path: Path | str, frame: pd.DataFrame) -> Path:
         if Path(path).suffix == ".csv":
             frame.to_csv(part, index=False)
         else:
-            named = [name for name in frame if not pd.api.types.is_float_dtype(frame[name])]  # measured: all differ
-            frame.to_parquet(part, index=False, compression="zstd", compression_level=19, use_dictionary=named)
+            # Of measured numbers, which hardly repeat, a dictionary would be larger than they are.
+            repeating = [name for name in frame if not pd.api.types.is_float_dtype(frame[name])]
+            frame.to_parquet(part, index=False, compression="zstd", compression_level=19, use_dictionary=repeating)
     return Path(path)
 
 

@@ -15,7 +15,7 @@ NOISE = 0.02
 AT_A_RATE = " a second"
 """End of a load's name whose requests come at a rate."""
 SETTING = ["gpu", "tp", "k", "kv_cache_dtype", "load_format"]
-"""Columns that tell servers apart whose lines are not to be mixed; what a row has no word of is "auto"."""
+"""Columns that tell servers apart whose lines are not to be mixed."""
 RATIOS = {"itl": "median_itl_ms", "itl_p99": "p99_itl_ms", "ttft": "median_ttft_ms", "ttft_p99": "p99_ttft_ms"}
 
 
@@ -31,10 +31,11 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     pass; for off with its own of the pass before, which is the noise. `acceptance`: tokens a window, median; `spread`:
     highest less lowest of the passes. `parity`: texts are equal as often as off's own, or acceptance differs from off's
     by no more than its spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write
-    served. Recorded rows, which have a column `gpu`, are told apart by `SETTING`, whose columns the lines keep.
+    served, missing where nothing was counted. Recorded rows, which have a column `gpu`, are told apart by `SETTING`,
+    whose columns the lines keep.
     """
     if "gpu" in frame:
-        frame = frame.assign(load_format=frame.get("load_format", "auto")).fillna({"load_format": "auto"})
+        frame = told_apart(frame)
         of = [name for name in SETTING if name in frame]
         apart = [
             summary(rows.drop(columns=of)).assign(**dict(zip(of, values, strict=True)))
@@ -66,15 +67,30 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
             lines.append(line)
     table = pd.DataFrame(lines)
     counted = frame[frame["metric"] == "nwor.fallbacks_total"].groupby("mode")["value"].sum()
-    return table.assign(fallbacks=table["mode"].map(counted).fillna(0).astype(int))
+    counted["off"] = 0
+    return table.assign(fallbacks=table["mode"].map(counted).astype("Int64"))
+
+
+def told_apart(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a `load_format`: "auto", a checkpoint's weights, where a row has no word of it."""
+    return rows.assign(load_format=rows.get("load_format", "auto")).fillna({"load_format": "auto"})
 
 
 def setting(lines: pd.DataFrame) -> pd.Series:
     """What each line of a summary of several servers ran with, such as "k=4, bf16" or "k=8, fp8, TP=2"."""
     ranks = (", TP=" + lines["tp"].astype(str)).where(lines["tp"] > 1, "")
     caches = lines["kv_cache_dtype"].replace("auto", "bf16")
-    weights = (lines["load_format"] == FORMAT).map({True: ", random weights", False: ""})
-    return "k=" + lines["k"].astype(str) + ", " + caches + ranks + weights
+    return "k=" + lines["k"].astype(str) + ", " + caches + ranks + random_weights(lines)
+
+
+def random_weights(lines: pd.DataFrame) -> pd.Series:
+    """ ", random weights" for each line of such a server, else nothing."""
+    return (lines["load_format"] == FORMAT).map({True: ", random weights", False: ""})
+
+
+def open_load(lines: pd.DataFrame) -> pd.Series:
+    """ ", 8 a second" for a line whose requests come at that rate, else nothing."""
+    return (", " + lines["load"]).where(at_once(lines).isna(), "")
 
 
 def at_once(lines: pd.DataFrame) -> pd.Series:

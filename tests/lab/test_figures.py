@@ -176,6 +176,21 @@ def test_servers_come_by_the_requests_they_have_at_once():
     assert len(of_a_setting) > 1 and all(loads == ["1 at once", "16 at once", "64 at once"] for loads in of_a_setting)
 
 
+def test_an_open_load_is_held_against_what_was_expected_of_it():
+    """Its `batch` is empty there; the rows are those of another server, named anew."""
+
+    def table(name):
+        rows = results.read_table(name, paths.RECORDED)
+        if name != "gpu_serving_more":
+            return rows
+        other = rows.query("gpu == 'H200' and k == 8 and kv_cache_dtype == 'auto' and load == '16 at once'")
+        return pd.concat([rows, other.assign(k=4, load_format="nwor_random", load="20 a second")], ignore_index=True)
+
+    lines = figures.guessed(table)
+    found = lines[lines["what"] == "tokens a second, k=4, bf16, random weights, 20 a second"]
+    assert set(found["mode"]) == {"stage", "cow"} and found["measured"].between(0.8, 1.2).all()
+
+
 def test_a_step_whose_repeats_part_is_not_held_against_what_was_expected():
     """On two ranks those of one request do, those of 16 do not."""
     lines = figures.guessed(lambda name: results.read_table(name, paths.RECORDED))

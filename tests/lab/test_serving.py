@@ -23,7 +23,7 @@ from nwor_lab.run import cli, results
 from nwor_lab.serving import command, load, server
 from nwor_lab.serving.load import Load, ServingPlan
 from nwor_lab.serving.server import EngineError, Server, ended
-from nwor_lab.serving.table import setting, summary, verdict
+from nwor_lab.serving.table import open_load, random_weights, setting, summary, verdict
 
 PLAN = ServingPlan(concurrency=(1, 4), rates=(2.0, math.inf), requests=(5, 6, 20))
 REPORT = {
@@ -156,6 +156,18 @@ def test_servers_of_other_gpus_and_settings_are_lines_of_their_own():
     assert setting(table).to_list() == said and table["gpu"].to_list() == ["H100"] * 3 + ["H200", "H100"]
 
 
+def test_loads_at_a_rate_and_random_weights_are_named_for_the_record():
+    lines = pd.DataFrame({"load": ["8 a second", "16 at once"], "load_format": ["nwor_random", "auto"]})
+    assert open_load(lines).to_list() == [", 8 a second", ""]
+    assert random_weights(lines).to_list() == [", random weights", ""]
+
+
+def test_counts_that_nobody_kept_are_not_taken_for_none():
+    alike = {"off": [3.0], "stage": [3.0], "cow": [3.0]}
+    table = summary(rows_of({mode: [100.0] for mode in alike}, alike, {})).set_index("mode")
+    assert table["fallbacks"].isna().to_dict() == {"off": False, "stage": False, "cow": True}
+
+
 SERVES = ["NWOR mode cow serves 5 layers"]
 
 # -- servers -----------------------------------------------------------------------------------------------------------
@@ -252,11 +264,13 @@ def test_passes_before_the_end_are_kept(ends, status, monkeypatch, tmp_path, cap
     monkeypatch.setattr(command.Client, "__init__", lambda *_: None)
     monkeypatch.setattr(command.Client, "ask", ask)
     words = ["serving", "--modes=off,stage", "--concurrency=2", "--requests=2", "--answer=8", "--orders=3"]
+    words += ["--load-format", "nwor_random"]
     stop_at = 2 + 2 + 2  # of warming both, a pass, and within the next
     assert cli.main([*words, "--run-dir", str(tmp_path / "kept")]) == status
     assert ("interrupted" if status == 130 else "1 of 2 failed") in capsys.readouterr().err
     rows = results.read_table("serving", tmp_path / "kept")
     assert set(rows["repeat"]) == {0} and set(rows.query("metric == 'tokens_per_s'")["mode"]) == {"off", "stage"}
+    assert set(rows["load_format"]) == {"nwor_random"}
     report = json.loads((tmp_path / "kept" / "serving.json").read_text())
     assert report["interrupted"] and set(report["served"]) == {"off", "stage"}
     asked.clear()
