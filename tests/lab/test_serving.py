@@ -273,6 +273,7 @@ def test_passes_before_the_end_are_kept(ends, status, monkeypatch, tmp_path, cap
     assert set(rows["load_format"]) == {"nwor_random"}
     report = json.loads((tmp_path / "kept" / "serving.json").read_text())
     assert report["interrupted"] and set(report["served"]) == {"off", "stage"}
+    assert (tmp_path / "kept" / "serving-summary.csv").exists()
     asked.clear()
     stop_at = 3
     assert cli.main([*words, "--run-dir", str(tmp_path / "none")]) == status
