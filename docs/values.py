@@ -190,7 +190,7 @@ def beside_the_faster() -> pd.DataFrame:
 
 
 def lost_of_large() -> str:
-    """Of the shapes with as many requests and positions as any that is lost, how many are, of how many."""
+    """Of the layers timed with as many requests and positions as any that is lost, how many are, of how many."""
     lost_ones = lost()
     least = f"batch >= {lost_ones['batch'].min()} and context >= {lost_ones['context'].min()}"
     return f"{len(lost_ones)} of {len(beside_the_faster().query(least))}"

@@ -171,10 +171,10 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
         try:
             for rows, report in passes:
                 written = bench.write_results(directory, asked, spec, plan, rows, report)
-        except (KeyboardInterrupt, EngineError) as why:
+        except (KeyboardInterrupt, EngineError) as ended_by:
             if written is None:
                 raise
-            stopped = why
+            stopped = ended_by
     assert written is not None
     frame, path = written
     table = summary(frame)
@@ -184,6 +184,6 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
     print(f"{said}\nwritten: {path}, .json, and beside it this table and the verdict")
     if stopped is not None:
-        said, status = (str(stopped), 1) if isinstance(stopped, EngineError) else ("interrupted", 130)
-        return command_line.fail("nwor serving", f"{said}; the passes that are whole are kept", status)
+        why, status = (str(stopped), 1) if isinstance(stopped, EngineError) else ("interrupted", 130)
+        return command_line.fail("nwor serving", f"{why}; the passes that are whole are kept", status)
     return 0

@@ -84,12 +84,12 @@ def setting(lines: pd.DataFrame) -> pd.Series:
 
 
 def random_weights(lines: pd.DataFrame) -> pd.Series:
-    """ ", random weights" for each line of such a server, else nothing."""
+    """By line what its server's name has of random weights, nothing where they are a checkpoint's."""
     return (lines["load_format"] == FORMAT).map({True: ", random weights", False: ""})
 
 
 def open_load(lines: pd.DataFrame) -> pd.Series:
-    """ ", 8 a second" for a line whose requests come at that rate, else nothing."""
+    """By line the load, such as ", 8 a second", where `at_once` does not say it; else nothing."""
     return (", " + lines["load"]).where(at_once(lines).isna(), "")
 
 
