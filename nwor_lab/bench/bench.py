@@ -7,7 +7,7 @@ All engines of a draft length are up at once. A greedy pass of each load shows w
 tokens, the first under the audit of the whole cache; where a mode does not it gets no step time. Then the modes are
 timed, interleaved within each repeat in an order that the next repeat reverses, so that a slow minute of the machine
 hits all alike. It ends with a table and a sentence a mode, which says so where the repeats do not agree. `--repeats 0`
-times nothing. Ctrl-C behind the first repeat keeps the repeats that are whole.
+times nothing. A run that is stopped or fails behind the first repeat keeps the repeats that are whole.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ Load = tuple[int, int]
 """The length of prompts, none of which is longer, and their number."""
 COMPARED = 8
 """Requests of each load that parity is checked on at least."""
+STOPPED = "interrupted"
+"""Why a run ended that Ctrl-C or SIGTERM stopped."""
 
 
 def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = "") -> tuple[Rows, dict[str, Any]]:
-    """Run the plan. Ctrl-C behind the first timed repeat keeps those that are whole.
+    """Run the plan. Timed repeats that are whole stay, whatever ends the run behind them.
 
     Args:
         prompts: token ids.
@@ -52,10 +54,11 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
 
     Returns:
         Tidy rows, and a report by engine: every rank's status, metrics and parity. An engine is named by its mode, and
-        by its draft length where there are several. A report of a run that was stopped has `interrupted`.
+        by its draft length where there are several. A report of a run that was stopped or failed says why, as
+        `interrupted`.
 
     Raises:
-        EngineError: an engine failed, or a rank does not serve the mode that was asked for.
+        EngineError: before a repeat was whole an engine failed, or a rank does not serve the mode that was asked for.
     """
     kept: dict[int, tuple[Rows, dict[str, Any]]] = {}
     rows: Rows = []
@@ -76,10 +79,10 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
                 for more, found in Session(list(engines.values()), of_length, plan, prompts).run():
                     named = {of: {name + of_k: value for name, value in found[of].items()} for of in found}
                     kept[k] = [{"k": k, **row} for row in more], named
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EngineError) as stopped:
         if not kept or not plan.repeats:
             raise
-        report["interrupted"] = True
+        report["interrupted"] = str(stopped) or STOPPED
     for more, found in kept.values():
         rows += more
         for section, by_name in found.items():
@@ -283,13 +286,14 @@ def bench_command(
         with progress.moving():
             rows, report = run(spec, plan, prompts, str(directory / "logs" / asked.output.name))
         frame, path = write_results(directory, asked, spec, plan, rows, report)
-        stopped = "interrupted" in report
-        if stopped:
+        why = report.get("interrupted")
+        if why:
             plan = replace(plan, repeats=int(frame.groupby("k")["repeat"].nunique().min()))
         status = show(frame, plan, report)
         print(f"written: {path} and .json")
-        if stopped:
-            return command_line.fail(f"nwor {command}", "interrupted; the repeats that are whole are kept", 130)
+        if why:
+            said = f"{why}; the repeats that are whole are kept"
+            return command_line.fail(f"nwor {command}", said, 130 if why == STOPPED else 1)
         return status
 
     return run_command(command, kind, description, argv, options.parse_config, measure)

@@ -5,7 +5,7 @@
     nwor measure results/gpu              run them one after another, each into a folder of its own, with its log
     nwor measure --record results/gpu     copy what is finished to data/recorded
 
-What has a table already is not run again, but for one that was interrupted. One that fails does not stop the others.
+What has a whole table already is not run again. One that fails does not stop the others.
 Recorded is only what was measured from a clean commit, with as many repeats as were asked for; else nothing is, and one
 line says why. On a machine that was sent the files without their history, NWOR_COMMIT="<sha> clean" names the commit.
 `--record` also takes a whole reproduction run (`results/<run>`) and a run of `nwor soak`.
@@ -101,7 +101,7 @@ def gpu_gib() -> float:
 
 
 def measure(directory: Path, names: Iterable[str]) -> list[str]:
-    """Run what has left nothing in `directory` yet, one after another; return the names of those without a table."""
+    """Run what has no whole table in `directory` yet, one after another; return the names of what has none then."""
     missing, gib = [], gpu_gib()
     for name in names:
         out = directory / name
@@ -119,12 +119,12 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
             status = run_one(command, log)
         if status:
             print(f"{name}: exit status {status}, see {out / 'log.txt'}", flush=True)
-        missing += [] if table.exists() else [name]
+        missing += [] if table.exists() and not interrupted(table) else [name]
     return missing
 
 
 def interrupted(table: Path) -> bool:
-    """Whether the command that left this table was stopped, by its report; it kept what was whole by then."""
+    """Whether the command that left this table was stopped or failed, by its report; it kept what was whole by then."""
     report = table.with_suffix(".json")
     return report.exists() and "interrupted" in json.loads(report.read_text())
 

@@ -211,6 +211,9 @@ def test_an_engine_that_fails_and_an_interrupt_leave_one_line_and_no_result(
 
 
 @pytest.mark.parametrize(
+    ("ends", "status"), [(KeyboardInterrupt(), 130), (EngineError("the stage engine ended\nat once"), 1)]
+)
+@pytest.mark.parametrize(
     ("ks", "stop_at", "kept"),
     [
         ("4", 6, {}),  # while texts are compared
@@ -220,20 +223,21 @@ def test_an_engine_that_fails_and_an_interrupt_leave_one_line_and_no_result(
         ("2,4", 14 + 6 + 4 + 1, {2: 2, 4: 1}),
     ],
 )
-def test_repeats_before_an_interrupt_are_kept(ks, stop_at, kept, engines, monkeypatch, tmp_path, capsys):
+def test_repeats_before_the_end_are_kept(ks, stop_at, kept, ends, status, engines, monkeypatch, tmp_path, capsys):
     """A repeat is 4 calls, two loads of two modes, and they are compared in 6: what is not whole is not there."""
     generate, asked = FakeEngine.generate, itertools.count(1)
 
     def interrupted(self, *how, **named):
         if next(asked) == stop_at:
-            monkeypatch.setattr(FakeEngine, "report", None)  # Ctrl-C has reached the engines too
-            raise KeyboardInterrupt
+            monkeypatch.setattr(FakeEngine, "report", None)  # the engines have ended too
+            raise ends
         return generate(self, *how, **named)
 
     monkeypatch.setattr(FakeEngine, "generate", interrupted)
     words = ["--mode", "off,stage", "--k", ks, "--batches", "4,8", "--random-prompts", "16", "--repeats", "2"]
-    assert bench.main([*words, "--run-dir", str(tmp_path)]) == 130
-    assert capsys.readouterr().err.count("\n") == 1
+    assert bench.main([*words, "--run-dir", str(tmp_path)]) == status
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and ("interrupted" if status == 130 else "stage engine") in said
     assert {file.name for file in tmp_path.iterdir()} == ({"bench.parquet", "bench.json"} if kept else set())
     if kept:
         table, report = pd.read_parquet(tmp_path / "bench.parquet"), json.loads((tmp_path / "bench.json").read_text())

@@ -102,10 +102,13 @@ def test_a_command_that_fails_is_named_and_one_that_is_there_is_not_run_again(tm
     there = left(tmp_path, "gpu_pair", table())
     before = there.read_bytes()
     monkeypatch.setattr(
-        measure, "MEASUREMENTS", {"bad": "nwor.no_such", "big": "nwor.no_such {cache}", "gpu_pair": "nwor.no_such"}
+        measure,
+        "MEASUREMENTS",
+        {"bad": "nwor.no_such", "big": "nwor.no_such {cache}", "gpu_pair": "nwor.no_such", "cut": "nwor.no_such"},
     )
+    results.write_json(left(tmp_path, "cut", table()).with_suffix(".json"), {"interrupted": "the cow engine failed"})
     monkeypatch.setattr(measure, "gpu_gib", lambda: 24.0)
-    assert measure.measure(tmp_path, measure.MEASUREMENTS) == ["bad"]
+    assert measure.measure(tmp_path, measure.MEASUREMENTS) == ["bad", "cut"]
     said = capsys.readouterr().out
     assert "bad: exit status" in said and "big: left out" in said and "gpu_pair" not in said
     assert "no_such" in (tmp_path / "bad" / "log.txt").read_text() and there.read_bytes() == before
