@@ -65,9 +65,8 @@ def hybrid(path: Path) -> EngineSpec:
 
 
 def latent(path: Path) -> EngineSpec:
-    backend = "CPU_MLA" if machine.on_cpu() else ""
     model = checkpoints.random_deepseek(path)
-    sizes = {"num_blocks": 128, "max_num_batched_tokens": 512, "attention_backend": backend, "kv_cache_memory": 512}
+    sizes = {"num_blocks": 128, "max_num_batched_tokens": 512, "kv_cache_memory": 512}
     return EngineSpec(str(model), method="mtp", k=3, batch=4, dtype="bfloat16", **sizes)
 
 

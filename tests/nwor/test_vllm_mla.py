@@ -7,6 +7,7 @@ Three target layers and, as the drafter, the model's own MTP layer, whose cache 
 from pathlib import Path
 
 import pytest
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from nwor.settings import Settings
@@ -31,7 +32,6 @@ def plain(engines, deepseek) -> Outcome:
 def treated(engines, model: Path, mode: str, fault=None) -> Outcome:
     spec = EngineSpec(
         str(model), method="mtp", k=3, batch=4, dtype="bfloat16", num_blocks=128, max_num_batched_tokens=512,
-        attention_backend="CPU_MLA",
     )  # fmt: skip
     settings = Settings(mode=mode, audit=True, debug_sync=mode != "off" and not fault)
     return engines.run(spec, settings, fault, prompts=PROMPTS[:6], max_tokens=30)
@@ -55,14 +55,17 @@ def test_stage_logs_every_step_and_names_mla(engines, deepseek, plain):
 
 def wrong_latent_row(patch: pytest.MonkeyPatch) -> None:
     """Each call zeroes the latent part of its first row in the cache, and not in the audit's scratch."""
-    write = CPUMLAImpl.do_kv_cache_update
+    for backend in (CPUMLAImpl, AMXMLAImpl):  # vLLM takes the second where the CPU has AMX
+        patch.setattr(backend, "do_kv_cache_update", spoiled(backend.do_kv_cache_update))
 
+
+def spoiled(write):  # type: ignore[no-untyped-def]
     def spoil(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more):  # type: ignore[no-untyped-def]
         write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more)
         if kv_cache.untyped_storage().nbytes() > kv_cache.nbytes and slot_mapping[0] >= 0:  # layers share an allocation
             kv_cache.flatten(0, 1)[slot_mapping[0], :512] = 0
 
-    patch.setattr(CPUMLAImpl, "do_kv_cache_update", spoil)
+    return spoil
 
 
 def test_rows_with_other_bytes_turn_the_audit_red(engines, deepseek):
