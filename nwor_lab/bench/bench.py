@@ -58,7 +58,7 @@ def run(spec: EngineSpec, plan: Plan, prompts: Sequence[list[int]], logs: str = 
         `interrupted`.
 
     Raises:
-        EngineError: before a repeat was whole an engine failed, or a rank does not serve the mode that was asked for.
+        EngineError: no repeat is whole, and an engine failed or a rank does not serve the mode that was asked for.
     """
     kept: dict[int, tuple[Rows, dict[str, Any]]] = {}
     rows: Rows = []
@@ -286,17 +286,20 @@ def bench_command(
         with progress.moving():
             rows, report = run(spec, plan, prompts, str(directory / "logs" / asked.output.name))
         frame, path = write_results(directory, asked, spec, plan, rows, report)
-        why = report.get("interrupted")
-        if why:
+        if why := report.get("interrupted"):
             plan = replace(plan, repeats=int(frame.groupby("k")["repeat"].nunique().min()))
         status = show(frame, plan, report)
         print(f"written: {path} and .json")
-        if why:
-            said = f"{why}; the repeats that are whole are kept"
-            return command_line.fail(f"nwor {command}", said, 130 if why == STOPPED else 1)
-        return status
+        return fail_kept(command, why, "repeats") if why else status
 
     return run_command(command, kind, description, argv, options.parse_config, measure)
+
+
+def fail_kept(command: str, why: str, parts: str) -> int:
+    """Say in one line why a run ended early and that its parts are kept; return the exit status."""
+    return command_line.fail(
+        f"nwor {command}", f"{why}; the {parts} that are whole are kept", 130 if why == STOPPED else 1
+    )
 
 
 def run_command(

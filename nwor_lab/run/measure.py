@@ -106,7 +106,7 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
     for name in names:
         out = directory / name
         table = out / f"{name}.parquet"
-        if table.exists() and not interrupted(table):
+        if is_whole(table):
             continue
         if not (words := command_of(name, out, gib)):
             print(f"{name}: left out, three engines of Llama-2-7B's size do not fit {gib:.0f} GiB", flush=True)
@@ -119,8 +119,13 @@ def measure(directory: Path, names: Iterable[str]) -> list[str]:
             status = run_one(command, log)
         if status:
             print(f"{name}: exit status {status}, see {out / 'log.txt'}", flush=True)
-        missing += [] if table.exists() and not interrupted(table) else [name]
+        missing += [] if is_whole(table) else [name]
     return missing
+
+
+def is_whole(table: Path) -> bool:
+    """Whether this table is there, of a command that came to its end."""
+    return table.exists() and not interrupted(table)
 
 
 def interrupted(table: Path) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 
 import pandas as pd
 
-from nwor_lab import command_line, machine, pair, paths, progress
+from nwor_lab import machine, pair, paths, progress
 from nwor_lab.bench import bench, options
 from nwor_lab.bench.audit_cost import AuditedSpec, require_installed
 from nwor_lab.engines.engine import EngineError
@@ -166,15 +166,15 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     median = statistics.median_low(lengths)
     print(f"prompts of {min(lengths)} to {max(lengths)} tokens, median {median}, answers of {plan.answer}", flush=True)
     written: tuple[pd.DataFrame, Path] | None = None
-    stopped: BaseException | None = None
+    why = ""
     with progress.moving(), contextlib.closing(run(spec, plan, prompts, directory, asked.output.name)) as passes:
         try:
             for rows, report in passes:
                 written = bench.write_results(directory, asked, spec, plan, rows, report)
-        except (KeyboardInterrupt, EngineError) as ended_by:
+        except (KeyboardInterrupt, EngineError) as stopped:
             if written is None:
                 raise
-            stopped = ended_by
+            why = str(stopped) or bench.STOPPED
     assert written is not None
     frame, path = written
     table = summary(frame)
@@ -183,7 +183,4 @@ def measure(asked: Serving, prepared: tuple[EngineSpec, list[dict[str, Any]]], d
     results.write_text(f"{path.with_suffix('')}-verdict.txt", said + "\n")
     print(table.to_string(index=False, na_rep="", float_format="{:.3f}".format))
     print(f"{said}\nwritten: {path}, .json, and beside it this table and the verdict")
-    if stopped is not None:
-        why, status = (str(stopped), 1) if isinstance(stopped, EngineError) else ("interrupted", 130)
-        return command_line.fail("nwor serving", f"{why}; the passes that are whole are kept", status)
-    return 0
+    return bench.fail_kept("serving", why, "passes") if why else 0

@@ -39,13 +39,6 @@ CACHES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tiles():
-    """Linux hands out the tile registers of AMX on request only, as vLLM's worker does."""
-    if torch.cpu._is_amx_tile_supported():
-        assert torch.cpu._init_amx()
-
-
 class Backend:
     """One attention layer of vLLM's CPU backend over its own cache, and a batch for it."""
 
