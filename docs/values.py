@@ -14,7 +14,7 @@ import pandas as pd
 
 from docs.findings import NEVER_PATCHED, findings, table
 from nwor_lab import paths
-from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
+from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps, median_between
 from nwor_lab.figures.command import served
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.run import results
@@ -209,9 +209,11 @@ def all_served() -> pd.DataFrame:
     return served(table).set_index([*SETTING, "mode", "load"])
 
 
-def server(mode: str, load: str, gpu: str = "H200", tp: int = 1, k: int = 4, cache: str = "auto") -> pd.Series:
-    """The line of one load of a mode's server of the trained pair; cache: "auto", which is bf16, or "fp8"."""
-    return all_served().loc[(gpu, tp, k, cache, "auto", mode, load)]
+def server(
+    mode: str, load: str, gpu: str = "H200", tp: int = 1, k: int = 4, cache: str = "auto", weights: str = "auto"
+) -> pd.Series:
+    """The line of one load of a mode's server; cache: "auto", which is bf16, or "fp8"; weights: "auto", the pair's."""
+    return all_served().loc[(gpu, tp, k, cache, weights, mode, load)]
 
 
 def served_row(mode: str, gpu: str = "H200", **setting: Any) -> str:
@@ -230,11 +232,39 @@ def served_of(mode: str, requests: int, gpu: str = "H200", **setting: Any) -> st
     return ratio_within(server(mode, f"{requests} at once", gpu, **setting))
 
 
+@functools.cache
+def served_passes() -> pd.DataFrame:
+    """Tokens a second of every recorded pass over the servers: a column a mode, a row a setting, load and repeat."""
+    rows = told_apart(pd.concat([table(name) for name in ("gpu_serving", "gpu_serving_more")]))
+    rows = rows[rows["metric"] == "tokens_per_s"]
+    return rows.pivot(index=[*SETTING, "load", "repeat"], columns="mode", values="value")
+
+
+def served_together(mode: str, *requests: int) -> pd.Series:
+    """A mode's tokens a second over vLLM's, all passes at parity with so many requests at once taken together.
+
+    `ratio`: their median; `low` and `high`: between which it lies; `passes`: their number.
+    """
+    passes = served_passes().query("load in @loads", local_dict={"loads": at_once_names(requests)})
+    at_parity = all_served()["parity"].xs(mode, level="mode").reindex(passes.index.droplevel("repeat")).to_numpy(bool)
+    ratio = (passes[mode] / passes["off"])[at_parity]
+    low, high = median_between(ratio)
+    return pd.Series({"ratio": ratio.median(), "low": low, "high": high, "passes": len(ratio)})
+
+
+def without_parity(mode: str, *requests: int) -> str:
+    """In how many settings and loads of so many requests at once a mode is not at parity, of how many."""
+    lines = all_served().xs(mode, level="mode").query("load in @loads", local_dict={"loads": at_once_names(requests)})
+    return f"{(~lines['parity'].astype(bool)).sum()} of {len(lines)}"
+
+
+def at_once_names(requests: tuple[int, ...]) -> list[str]:
+    return [f"{n} at once" for n in requests]
+
+
 def own_scatter() -> float:
     """Tokens a second of vLLM alone, never patched: the fastest pass over the slowest, in the load where most."""
-    rows = pd.concat([table(name) for name in ("gpu_serving", "gpu_serving_more")])
-    rows = told_apart(rows).query("mode == 'off' and metric == 'tokens_per_s'")
-    passes = rows.groupby([*SETTING, "load"])["value"]
+    passes = served_passes()["off"].groupby([*SETTING, "load"])
     return float((passes.max() / passes.min()).max())
 
 

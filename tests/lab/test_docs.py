@@ -14,6 +14,7 @@ import pytest
 from docs import generate, values
 from nwor_lab import paths
 from nwor_lab.run import cli
+from nwor_lab.serving.table import SETTING
 
 PAGES = [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").glob("*.md"))]
 TEMPLATES = generate.pages()
@@ -52,6 +53,21 @@ def test_commands_exist(page: Path) -> None:
     commands = set(re.findall(r"`(?:\.venv/bin/)?nwor ([a-z]+)", text))
     made = set(re.findall(r"(?:`|^    )make ([a-z]+)", text, re.MULTILINE)) - {"help"}
     assert commands <= cli.COMMANDS.keys() and made <= set(targets)
+
+
+def test_passes_taken_together_are_those_at_parity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two settings with 16 requests at once one is not at parity; a load of 64 was not asked for."""
+    loads = [(1, "16 at once"), (2, "16 at once"), (1, "64 at once")]
+    rows = [("H200", tp, 4, "auto", "auto", load, n, 1.1 if tp == 1 else 9.0) for tp, load in loads for n in range(5)]
+    passes = pd.DataFrame(rows, columns=[*SETTING, "load", "repeat", "stage"]).assign(off=1.0)
+    passes = passes.set_index([*SETTING, "load", "repeat"])
+    lines = pd.DataFrame(passes.groupby([*SETTING, "load"])["stage"].max() < 2).rename(columns={"stage": "parity"})
+    lines = lines.assign(mode="stage").set_index("mode", append=True)
+    monkeypatch.setattr(values, "served_passes", lambda: passes)
+    monkeypatch.setattr(values, "all_served", lambda: lines)
+    assert values.served_together("stage", 16).to_dict() == {"ratio": 1.1, "low": 1.1, "high": 1.1, "passes": 5}
+    assert values.served_together("stage", 16, 64)["passes"] == 10
+    assert values.without_parity("stage", 16) == "1 of 2" and values.without_parity("stage", 64) == "0 of 1"
 
 
 def test_every_recorded_claim_holds() -> None:
