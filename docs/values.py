@@ -14,7 +14,7 @@ import pandas as pd
 
 from docs.findings import NEVER_PATCHED, findings, table
 from nwor_lab import paths
-from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps, median_between
+from nwor_lab.cost.ratios import abba_ratio, audited_servers, audited_steps
 from nwor_lab.figures.command import served
 from nwor_lab.gpu import layer_times as layers
 from nwor_lab.run import results
@@ -232,39 +232,32 @@ def served_of(mode: str, requests: int, gpu: str = "H200", **setting: Any) -> st
     return ratio_within(server(mode, f"{requests} at once", gpu, **setting))
 
 
-@functools.cache
-def served_passes() -> pd.DataFrame:
-    """Tokens a second of every recorded pass over the servers: a column a mode, a row a setting, load and repeat."""
-    rows = told_apart(pd.concat([table(name) for name in ("gpu_serving", "gpu_serving_more")]))
-    rows = rows[rows["metric"] == "tokens_per_s"]
-    return rows.pivot(index=[*SETTING, "load", "repeat"], columns="mode", values="value")
+def served_lines(mode: str, *requests: int) -> pd.DataFrame:
+    """A mode's lines with so many requests at once, of all settings."""
+    lines = all_served().xs(mode, level="mode")
+    return lines[lines.index.get_level_values("load").isin([f"{n} at once" for n in requests])]
 
 
-def served_together(mode: str, *requests: int) -> pd.Series:
-    """A mode's tokens a second over vLLM's, all passes at parity with so many requests at once taken together.
-
-    `ratio`: their median; `low` and `high`: between which it lies; `passes`: their number.
-    """
-    passes = served_passes().query("load in @loads", local_dict={"loads": at_once_names(requests)})
-    at_parity = all_served()["parity"].xs(mode, level="mode").reindex(passes.index.droplevel("repeat")).to_numpy(bool)
-    ratio = (passes[mode] / passes["off"])[at_parity]
-    low, high = median_between(ratio)
-    return pd.Series({"ratio": ratio.median(), "low": low, "high": high, "passes": len(ratio)})
+def served_over_all(mode: str, *requests: int) -> str:
+    """A mode's tokens a second over vLLM's with so many requests at once: the settings' median, least and greatest."""
+    ratios = served_lines(mode, *requests)["ratio"].dropna()
+    return f"{ratios.median():.2f} (median of {len(ratios)}, {span(ratios, 2)})"
 
 
 def without_parity(mode: str, *requests: int) -> str:
-    """In how many settings and loads of so many requests at once a mode is not at parity, of how many."""
-    lines = all_served().xs(mode, level="mode").query("load in @loads", local_dict={"loads": at_once_names(requests)})
+    """With how many of the pair's loads of so many requests at once a mode is not at parity, of how many.
+
+    With random weights acceptance is set, so that parity says nothing.
+    """
+    lines = served_lines(mode, *requests).xs("auto", level="load_format")
     return f"{(~lines['parity'].astype(bool)).sum()} of {len(lines)}"
-
-
-def at_once_names(requests: tuple[int, ...]) -> list[str]:
-    return [f"{n} at once" for n in requests]
 
 
 def own_scatter() -> float:
     """Tokens a second of vLLM alone, never patched: the fastest pass over the slowest, in the load where most."""
-    passes = served_passes()["off"].groupby([*SETTING, "load"])
+    rows = pd.concat([table(name) for name in ("gpu_serving", "gpu_serving_more")])
+    rows = told_apart(rows).query("mode == 'off' and metric == 'tokens_per_s'")
+    passes = rows.groupby([*SETTING, "load"])["value"]
     return float((passes.max() / passes.min()).max())
 
 

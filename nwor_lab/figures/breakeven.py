@@ -22,19 +22,21 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
     Args:
         kernels: `nwor_lab.gpu.kernel_times.priced`.
         steps: `nwor_lab.cost.predicted.against_measured`; points whose repeats lie too far apart are left out.
-        guessed: `nwor_lab.figures.command.guessed`: ratios that were written down before a run; those that gave none,
-            for want of parity, are left out.
+        guessed: `nwor_lab.figures.command.guessed`: ratios that were written down before a run; where it gave none,
+            they are left out.
     """
     stable = ratios.is_stable(steps)
     shown = steps[stable].assign(expected=steps["with_attention"].fillna(steps["predicted"]), panel="steps")
     names = kernels["op"].replace("vllm", "vLLM's writer")
     priced = kernels.assign(panel="kernels", expected=kernels["predicted"], measured=kernels["us"], mode=names)
-    guessed = guessed.assign(mode=guessed["series"])
-    layers, runs = (guessed[guessed["panel"] == panel] for panel in ("layers", "runs"))
-    written = runs.dropna(subset="measured")
-    fig, grid = style.figure(style.TWO_COLUMNS, 5.4, ncols=2, nrows=2)
-    axes = grid.flat
-    for ax, rows, margin in zip(axes, (priced, shown, layers, written), (1.3, 1.01, 1.3, 1.01), strict=True):
+    written = guessed.assign(mode=guessed["series"]).dropna(subset="measured")
+    panels = [written[written["panel"] == panel] for panel in ("layers", "engines", "servers")]
+    fig, grid = style.figure(style.TWO_COLUMNS, 5, ncols=3, nrows=2)
+    grid[0, 2].set_visible(False)
+    axes = [*grid[0, :2], *grid[1]]
+    left, right, below = "upper left", "upper right", "lower right"
+    every = (priced, 1.3, left), (shown, 1.01, below), *zip(panels, (1.3, 1.01, 1.01), (left, left, right), strict=True)
+    for ax, (rows, margin, where) in zip(axes, every, strict=True):
         both = rows[["expected", "measured"]].to_numpy()
         span = np.array([both.min() / margin, both.max() * margin])
         ax.plot(span, span, color="black", linewidth=0.8, label="equal")
@@ -42,12 +44,12 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
         points = rows if rows is priced or rows is shown else rows.drop(columns=["low", "high"], errors="ignore")
         style.series(ax, points, "expected", "measured", "mode", **look)
         ax.set(xlim=span, ylim=span)
-        beside: Any = {"bbox_to_anchor": (1, 1)} if rows is written else {}
-        ax.legend(loc="lower right" if rows is shown else "upper left", fontsize=6, **beside)
+        ax.legend(loc=where, fontsize=5)  # where no points are
     axes[0].set(xscale="log", yscale="log", xlabel="expected (us)", ylabel="found (us)", title="kernels, all layers")
     axes[1].set(xlabel="expected", ylabel="found", title="time of a step over vanilla's")
-    axes[2].set(xscale="log", yscale="log", xlabel="expected", ylabel="found", title="layers, written down before")
-    axes[3].set(xlabel="expected", ylabel="found", title="runs, written down before")
+    axes[2].set(xscale="log", yscale="log", xlabel="expected", ylabel="found", title="layers")
+    axes[3].set(xlabel="expected", ylabel="found", title="steps")
+    axes[4].set(xlabel="expected", ylabel="found", title="tokens a second of servers")
     error = (shown["expected"] - shown["measured"]).abs().max()
     caption = (
         f"What the model of launches and bytes expects beside what was found on a GPU. Above: {len(kernels)} kernels, "
@@ -55,12 +57,13 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
         f"which no row is kept, where each launch leaves at once; and {len(shown)} settings of whole steps, the "
         "ratio to vanilla's; that of `stage` with the time of "
         f"both attention kernels, measured by the same build, where there is one. The largest error is {error:.3f}; "
-        f"{(~stable).sum()} settings are left out: their repeats lay more than {ratios.MAX_SPREAD:.0%} apart. The "
-        "model leaves out the host. Below: ratios to vLLM's that were written down before the run that gave them: "
-        f"{len(layers)} of `stage` in one layer, by vLLM's attention, and {len(written)} of steps and servers "
-        f"({', '.join(sorted(set(written['gpu'])))}), where {len(runs) - len(written)} without parity are left out."
+        f"left out: {(~stable).sum()}, whose repeats lay more than {ratios.MAX_SPREAD:.0%} apart. The model leaves out "
+        "the host. Below: ratios to vLLM's that were written down before the run that gave them "
+        f"({', '.join(sorted(set(written['gpu'])))}): {len(panels[0])} of one layer's time under `stage`, by vLLM's "
+        f"attention, {len(panels[1])} of a step's time, and {len(panels[2])} of tokens a second, where more is faster. "
+        f"Left out: {len(guessed) - len(written)}, without parity or with repeats too far apart."
     )
-    drawn = pd.concat([priced, shown, layers, written])
+    drawn = pd.concat([priced, shown, *panels])
     columns = ["panel", "mode", "expected", "measured", "low", "high"]
     return style.save(fig, run, "expected", drawn.reindex(columns=columns), caption)
 

@@ -97,7 +97,7 @@ BESIDE = {
 def guessed(table: Tables) -> pd.DataFrame:
     """What was written down of a run before it, `data/expected.csv`, beside what it gave, where it has run since.
 
-    `panel` says whether it is of one layer or of a whole run, and `series` of what.
+    `panel` says whether it is of layers, engines or servers, and `series` of what.
     """
     every = pd.concat([table(name) for name in ("gpu_decode", "gpu_decode_more", "gpu_next_steps")], ignore_index=True)
     steps = gpu_steps.step_ratios(every.fillna({"attention": ""}))
@@ -113,16 +113,16 @@ def guessed(table: Tables) -> pd.DataFrame:
     audited = audited_servers(table("gpu_audit_serving")).assign(mode="kv audit", k=4, kv_cache_dtype="auto")
     servers = told_apart(pd.concat([servers, audited], ignore_index=True))
     what = "tokens a second, " + setting(servers) + open_load(servers)
-    servers = servers.assign(what=what, batch=at_once(servers))
-    servers["series"] = servers["mode"] + ", served"
+    servers = servers.assign(what=what, batch=at_once(servers), series=servers["mode"])
     steps = pd.concat([steps, audited_steps(table("gpu_audit_cost")).assign(what="step, k=4")])
-    steps["series"] = steps["mode"] + ", step"
+    steps["series"] = steps["mode"]
     of_layers = ("gpu_between", "gpu_cliff", "gpu_long", "gpu_xqa", "gpu_next_layers")  # some shapes are in two of them
     layers = pd.concat([layer_ratios(table(name), name) for name in of_layers])
     written, same = pd.read_csv(paths.DATA / "expected.csv"), ["what", "gpu", "mode", "batch"]
-    runs = written.merge(pd.concat([steps, servers]), on=same).assign(panel="runs")
+    of_engines = [written.merge(steps, on=same).assign(panel="engines")]
+    of_engines += [written.merge(servers, on=same).assign(panel="servers")]
     layers = written.merge(layers, on=["table", *same]).assign(panel="layers")
-    return pd.concat([layers, runs], ignore_index=True).rename(columns={"ratio": "measured"})
+    return pd.concat([layers, *of_engines], ignore_index=True).rename(columns={"ratio": "measured"})
 
 
 def layer_ratios(times: pd.DataFrame, name: str) -> pd.DataFrame:

@@ -13,13 +13,16 @@ from nwor_lab.figures import style
 from nwor_lab.serving import table
 
 
-def dots(run: style.Place, name: str, points: pd.DataFrame, axis: str, lines: str, caption: str) -> Path:
+def dots(
+    run: style.Place, name: str, points: pd.DataFrame, axis: str, lines: str, caption: str, absent: str = ""
+) -> Path:
     """Draw ratios to a baseline as dots: a line a setting, a marker a mode, whiskers from `low` to `high`.
 
     Args:
         points: columns `panel`, `setting`, `mode`, `ratio`, `low`, `high`, panels and settings in the order of their
             rows; `ratio` is NaN where there is none.
-        axis: what the ratio is, below the dots; lines: what a setting is, beside them.
+        axis: what the ratio is, below the dots; lines: what a setting is, beside them. absent: what stands where a
+            ratio is NaN.
     """
     panels, modes = points["panel"].unique(), style.styles(points["mode"])
     ncols = min(3, len(panels))
@@ -31,8 +34,10 @@ def dots(run: style.Place, name: str, points: pd.DataFrame, axis: str, lines: st
         rows = points[points["panel"] == panel]
         settings = {setting: line for line, setting in enumerate(rows["setting"].unique())}
         for n, (mode, look) in enumerate(modes.items()):
-            part = rows[(rows["mode"] == mode) & rows["ratio"].notna()]
+            part = rows[rows["mode"] == mode]
             line = part["setting"].map(settings).astype(float) + 0.3 * (n - (len(modes) - 1) / 2)
+            for at in line[part["ratio"].isna()]:
+                ax.text(1.01, at, absent, color=look.color, fontsize=5, va="center")
             spread = [part["ratio"] - part["low"], part["high"] - part["ratio"]]
             drawn = {"color": look.color, "marker": look.marker, "markersize": 3.5, "linestyle": "none"}
             ax.errorbar(part["ratio"], line, xerr=spread, label=look.label, **drawn, **style.WHISKERS)
@@ -81,18 +86,20 @@ def serving(run: style.Place, summary: pd.DataFrame) -> Path:
     Args:
         summary: `nwor_lab.serving.table.summary`.
     """
-    points = summary[summary["mode"] != "off"].rename(columns={"load": "setting"})
+    points = summary[summary["mode"] != "off"]
+    points = points.assign(setting=points["load"] + " (" + points["passes"].astype(str) + ")")
     caption = (
         "Output tokens a second over those of vLLM never patched, by vLLM's own client, in the same pass over the "
         "loads: right of the line the mode serves more. Where requests come at a rate, an answer's own tokens a "
-        "second. Medians of the passes; between the whiskers the median lies with a probability of "
-        f"{SURE:.0%} (of fewer than five passes they are the least and the greatest); "
-        f"{int(points['ratio'].isna().sum())} of {len(points)} are left out, not at parity."
+        "second. Medians of the passes, whose number is in brackets; between the whiskers the median lies with a "
+        f"probability of {SURE:.0%} (of fewer than five passes they are the least and the greatest). Without parity, "
+        f"as {int(points['ratio'].isna().sum())} of {len(points)} are, no speed is shown."
     )
     columns = ["panel", "setting", "mode", "ratio", "low", "high"]
     panel = points["gpu"].str.split().str[0] + ", " + table.setting(points) if "gpu" in points else "serving"
     points = points.assign(panel=panel)[columns]
-    return dots(run, "serving", points, "tokens a second over unpatched vLLM's (above 1: faster)", "load", caption)
+    axis = "tokens a second over unpatched vLLM's (above 1: faster)"
+    return dots(run, "serving", points, axis, "load (passes)", caption, absent="no parity")
 
 
 def cliff(run: style.Place, over: pd.DataFrame, k: int = 8, kv_heads: int = 8) -> Path:

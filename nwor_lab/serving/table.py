@@ -22,17 +22,17 @@ RATIOS = {"itl": "median_itl_ms", "itl_p99": "p99_itl_ms", "ttft": "median_ttft_
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
     """One line a load and mode of the tidy rows of a run.
 
-    `tokens_per_s`: output tokens a second, median of the passes. `ratio`: that over off's of the same pass, median,
-    with the `lowest` and `highest` of the passes, and `low` and `high`, between which their median lies (by
-    `ratios.median_between`; of fewer than five passes it says little). Where requests come at a rate, which sets how
-    many tokens a second there are, the ratio is of an answer's own tokens a second, by the median time a token (TPOT).
-    `itl`, `itl_p99`, `ttft`, `ttft_p99`: ratios of the median and 99th percentile of the time between an answer's
-    chunks (a chunk has the tokens of a step), and to its first. `equal`: share of requests with off's text of the same
-    pass; for off with its own of the pass before, which is the noise. `acceptance`: tokens a window, median; `spread`:
-    highest less lowest of the passes. `parity`: texts are equal as often as off's own, or acceptance differs from off's
-    by no more than its spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's own write
-    served, missing where nothing was counted. Recorded rows, which have a column `gpu`, are told apart by `SETTING`,
-    whose columns the lines keep.
+    `passes`: over the load. `tokens_per_s`: output tokens a second, median of the passes. `ratio`: that over off's of
+    the same pass, median, with the `lowest` and `highest` of the passes, and `low` and `high`, between which their
+    median lies (by `ratios.median_between`; of fewer than five passes it says little). Where requests come at a rate,
+    which sets how many tokens a second there are, the ratio is of an answer's own tokens a second, by the median time a
+    token (TPOT). `itl`, `itl_p99`, `ttft`, `ttft_p99`: ratios of the median and 99th percentile of the time between an
+    answer's chunks (a chunk has the tokens of a step), and to its first. `equal`: share of requests with off's text of
+    the same pass; for off with its own of the pass before, which is the noise. `acceptance`: tokens a window, median;
+    `spread`: highest less lowest of the passes. `parity`: texts are equal as often as off's own, or acceptance differs
+    from off's by no more than its spread or `NOISE`; without it a mode has no speed. `fallbacks`: windows that vLLM's
+    own write served, missing where nothing was counted. Recorded rows, which have a column `gpu`, are told apart by
+    `SETTING`, whose columns the lines keep.
     """
     if "gpu" in frame:
         frame = told_apart(frame)
@@ -62,7 +62,7 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
             line |= {"lowest": ratio.min(), "highest": ratio.max()}
             line |= {name: (passes[of][mode] / passes[of]["off"]).median() for name, of in RATIOS.items()}
             line = {name: value if good or isinstance(value, str) else math.nan for name, value in line.items()}
-            line |= {"equal": alike, "acceptance": acceptance[mode].median()}
+            line |= {"passes": ratio.count(), "equal": alike, "acceptance": acceptance[mode].median()}
             line |= {"spread": acceptance[mode].max() - acceptance[mode].min(), "parity": good}
             lines.append(line)
     table = pd.DataFrame(lines)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from pathlib import Path
 
@@ -55,19 +56,15 @@ def test_commands_exist(page: Path) -> None:
     assert commands <= cli.COMMANDS.keys() and made <= set(targets)
 
 
-def test_passes_taken_together_are_those_at_parity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two settings with 16 requests at once one is not at parity; a load of 64 was not asked for."""
-    loads = [(1, "16 at once"), (2, "16 at once"), (1, "64 at once")]
-    rows = [("H200", tp, 4, "auto", "auto", load, n, 1.1 if tp == 1 else 9.0) for tp, load in loads for n in range(5)]
-    passes = pd.DataFrame(rows, columns=[*SETTING, "load", "repeat", "stage"]).assign(off=1.0)
-    passes = passes.set_index([*SETTING, "load", "repeat"])
-    lines = pd.DataFrame(passes.groupby([*SETTING, "load"])["stage"].max() < 2).rename(columns={"stage": "parity"})
-    lines = lines.assign(mode="stage").set_index("mode", append=True)
-    monkeypatch.setattr(values, "served_passes", lambda: passes)
-    monkeypatch.setattr(values, "all_served", lambda: lines)
-    assert values.served_together("stage", 16).to_dict() == {"ratio": 1.1, "low": 1.1, "high": 1.1, "passes": 5}
-    assert values.served_together("stage", 16, 64)["passes"] == 10
-    assert values.without_parity("stage", 16) == "1 of 2" and values.without_parity("stage", 64) == "0 of 1"
+def test_settings_without_parity_have_no_ratio_and_random_weights_none_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three servers of the pair one is not at parity; a fourth, of random weights, always is."""
+    ratios = {("H200", 1, "auto"): 1.02, ("H200", 2, "auto"): math.nan, ("H100", 1, "auto"): 1.06}
+    ratios |= {("H200", 1, "nwor_random"): 1.1}
+    rows = [(gpu, tp, 4, "auto", of, "stage", "16 at once", ratio) for (gpu, tp, of), ratio in ratios.items()]
+    lines = pd.DataFrame(rows, columns=[*SETTING, "mode", "load", "ratio"]).set_index([*SETTING, "mode", "load"])
+    monkeypatch.setattr(values, "all_served", lambda: lines.assign(parity=lines["ratio"].notna()))
+    assert values.served_over_all("stage", 16) == "1.06 (median of 3, 1.02 to 1.10)"
+    assert values.without_parity("stage", 16) == "1 of 3"
 
 
 def test_every_recorded_claim_holds() -> None:

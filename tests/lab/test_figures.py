@@ -125,17 +125,17 @@ def test_no_measured_step_is_hidden(tmp_path: Path, undrawn: None) -> None:
     kernels = pd.DataFrame({"op": ["vllm"], "us": [1.0], "predicted": [2.0]})
     guessed = pd.DataFrame(
         {
-            "panel": ["runs", "runs", "layers"], "series": ["stage, step", "stage, step", "Triton"],
-            "gpu": "H200", "expected": [0.97, 0.97, 0.2], "measured": [1.2, np.nan, 0.3],
+            "panel": ["engines", "engines", "layers", "servers"], "series": ["stage", "stage", "Triton", "stage"],
+            "gpu": "H200", "expected": [0.97, 0.97, 0.2, 1.0], "measured": [1.2, np.nan, 0.3, 1.1],
         }
     )  # fmt: skip
     path = breakeven_plots.expected(tmp_path, kernels, points, guessed)
     assert len(drawn_data(path).query("panel == 'steps'")) == 2
-    assert drawn_data(path).query("panel == 'runs'")[["expected", "measured"]].to_numpy().tolist() == [[0.97, 1.2]]
-    (of_layers,) = drawn_data(path).query("panel == 'layers'").to_dict("records")
-    assert (of_layers["mode"], of_layers["expected"], of_layers["measured"]) == ("Triton", 0.2, 0.3)
+    written = drawn_data(path).set_index("panel").loc[["engines", "layers", "servers"]]
+    assert written["mode"].to_list() == ["stage", "Triton", "stage"]
+    assert written[["expected", "measured"]].to_numpy().tolist() == [[0.97, 1.2], [0.2, 0.3], [1.0, 1.1]]
     said = path.with_suffix(".txt").read_text()
-    assert "largest error is 0.020" in said and "1 settings are left out" in said and "1 without parity" in said
+    assert "largest error is 0.020" in said and "left out: 1" in said and "Left out: 1" in said
 
 
 def test_an_expectation_meets_one_result() -> None:

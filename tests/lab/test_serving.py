@@ -120,7 +120,7 @@ def test_a_ratio_is_of_the_same_pass():
     alike = {"off": [3.0, 3.1, 3.0], "stage": [3.05, 3.0, 3.05]}
     table = summary(rows_of(speed, alike, {"stage": [1.0, 0.9, 0.8], "off": [0.9, 0.9]})).set_index("mode")
     assert table.loc["stage", ["ratio", "lowest", "highest"]].to_list() == pytest.approx([1.04, 1.03, 1.1])
-    assert table.loc["off", ["ratio", "tokens_per_s"]].to_list() == [1, 100]
+    assert table.loc["off", ["ratio", "tokens_per_s", "passes"]].to_list() == [1, 100, 3]
     assert table.loc["stage", ["itl", "equal", "acceptance"]].to_list() == pytest.approx([1.04, 0.9, 3.05])
     assert table["parity"].all() and table["fallbacks"].to_dict() == {"off": 0, "stage": 7}
     assert "faster under 1 of 1" in verdict(table.reset_index())
@@ -140,6 +140,7 @@ def test_without_parity_there_is_no_speed():
     frame = rows_of({"off": [100.0] * 2, "stage": [150.0] * 2}, acceptance, {"stage": [0.2, 0.3], "off": [0.9]})
     table = summary(frame).set_index("mode")
     assert not table.loc["stage", "parity"] and table.loc["stage", ["tokens_per_s", "ratio", "ttft"]].isna().all()
+    assert table.loc["stage", "passes"] == 2
     assert "no parity" in verdict(table.reset_index())
 
 
