@@ -32,11 +32,9 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
     written = guessed.assign(mode=guessed["series"]).dropna(subset="measured")
     panels = [written[written["panel"] == panel] for panel in ("layers", "engines", "servers")]
     fig, grid = style.figure(style.TWO_COLUMNS, 5, ncols=3, nrows=2)
-    grid[0, 2].set_visible(False)
+    grid[0, 2].axis("off")
     axes = [*grid[0, :2], *grid[1]]
-    left, right, below = "upper left", "upper right", "lower right"
-    every = (priced, 1.3, left), (shown, 1.01, below), *zip(panels, (1.3, 1.01, 1.01), (left, left, right), strict=True)
-    for ax, (rows, margin, where) in zip(axes, every, strict=True):
+    for ax, rows, margin in zip(axes, (priced, shown, *panels), (1.3, 1.01, 1.3, 1.01, 1.01), strict=True):
         both = rows[["expected", "measured"]].to_numpy()
         span = np.array([both.min() / margin, both.max() * margin])
         ax.plot(span, span, color="black", linewidth=0.8, label="equal")
@@ -44,7 +42,10 @@ def expected(run: style.Place, kernels: pd.DataFrame, steps: pd.DataFrame, guess
         points = rows if rows is priced or rows is shown else rows.drop(columns=["low", "high"], errors="ignore")
         style.series(ax, points, "expected", "measured", "mode", **look)
         ax.set(xlim=span, ylim=span)
-        ax.legend(loc=where, fontsize=5)  # where no points are
+        if ax is axes[-1]:  # of servers there are points wherever a legend could be
+            grid[0, 2].legend(*ax.get_legend_handles_labels(), loc="lower center", fontsize=5)
+        else:
+            ax.legend(loc="lower right" if rows is shown else "upper left", fontsize=5)
     axes[0].set(xscale="log", yscale="log", xlabel="expected (us)", ylabel="found (us)", title="kernels, all layers")
     axes[1].set(xlabel="expected", ylabel="found", title="time of a step over vanilla's")
     axes[2].set(xscale="log", yscale="log", xlabel="expected", ylabel="found", title="layers")
