@@ -15,7 +15,7 @@ __all__ = ["register", "reports", "verdict"]
 
 
 def register() -> None:
-    """vLLM's plugin: patch what this process needs; without ``VLLM_KV_AUDIT`` nothing.
+    """vLLM's plugin: patch what this process needs; without ``VLLM_KV_AUDIT`` nothing but vLLM's loader of plugins.
 
     Raises:
         ValueError: a variable has a value that it cannot have.
@@ -23,6 +23,7 @@ def register() -> None:
     """
     from .settings import AUDIT, PERTURB, Settings
 
+    _be_asked_for_each_engine()
     if Settings.from_env() is None:
         return
     from vllm import envs
@@ -38,6 +39,27 @@ def register() -> None:
     except BaseException:
         hooks.undo_all()
         raise
+
+
+def _be_asked_for_each_engine() -> None:
+    """Let vLLM, which calls a plugin once a process, call `register` for each engine that it makes there.
+
+    One for which an audit is asked after another without would have no auditor otherwise, and nothing would say so.
+    """
+    from vllm import plugins
+
+    original = around = plugins.load_general_plugins
+    while around is not None:  # another plugin's may be around ours
+        if around.__module__ == __name__:
+            return
+        around = getattr(around, "__wrapped__", None)
+
+    def load_general_plugins() -> None:
+        original()
+        register()
+
+    load_general_plugins.__wrapped__ = original  # type: ignore[attr-defined]
+    plugins.load_general_plugins = load_general_plugins
 
 
 def reports(llm: Any) -> list[dict[str, Any]]:

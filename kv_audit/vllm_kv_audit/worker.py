@@ -84,7 +84,10 @@ def _sleep(original: Callable, self: Any, level: int = 1) -> None:
 def _shutdown(original: Callable, self: Any) -> None:
     runner = getattr(getattr(self, "worker", None), "model_runner", None)
     if runner is not None and (auditor := auditor_of(runner)) is not None:
-        line = verdict([auditor.look().as_dict()])
-        logger().log(40 if auditor.reporter.found else 20, "%s; rank %d", line, auditor.reporter.rank)
+        try:
+            line = verdict([auditor.look().as_dict()])
+            logger().log(40 if auditor.reporter.found else 20, "%s; rank %d", line, auditor.reporter.rank)
+        except RuntimeError as error:  # the GPU is gone, say: vLLM has to close what else it holds
+            logger().warning("kv audit: the last steps could not be looked at: %s", error)
         runner.kv_auditor = None
     original(self)

@@ -75,14 +75,17 @@ def _be_asked_for_each_engine() -> None:
     """
     from vllm import plugins
 
-    original = plugins.load_general_plugins
-    if original.__module__ == __name__:
-        return
+    original = around = plugins.load_general_plugins
+    while around is not None:  # another plugin's may be around ours
+        if around.__module__ == __name__:
+            return
+        around = getattr(around, "__wrapped__", None)
 
     def load_general_plugins() -> None:
         original()
         register()
 
+    load_general_plugins.__wrapped__ = original  # type: ignore[attr-defined]
     plugins.load_general_plugins = load_general_plugins
 
 

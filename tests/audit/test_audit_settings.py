@@ -4,10 +4,11 @@
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_kv_audit import marks, verdict
+from vllm_kv_audit import hooks, marks, register, verdict, worker
 from vllm_kv_audit.report import Reporter
 from vllm_kv_audit.settings import Settings
 
@@ -36,6 +37,38 @@ def test_a_fault_that_cannot_be_is_named(value):
 def test_faults_without_an_audit_are_an_error():
     with pytest.raises(ValueError, match="nobody looks"):
         Settings.from_env({"VLLM_KV_AUDIT_PERTURB": "bytes=0.5"})
+
+
+def test_an_audit_may_be_asked_for_behind_an_engine_without(monkeypatch):
+    """vLLM calls a plugin once a process; with NWOR's beside it neither is put around the other again and again."""
+    plugins = pytest.importorskip("vllm.plugins", reason="vLLM is not installed: there is nothing to patch")
+    import nwor
+
+    to_call = [register, nwor.register]
+    monkeypatch.setattr(plugins, "load_general_plugins", lambda: [to_call.pop()() for _ in to_call[:]])
+    monkeypatch.delenv("VLLM_KV_AUDIT", raising=False)
+    plugins.load_general_plugins()
+    around = plugins.load_general_plugins
+    assert hooks.wrapped() == []
+    monkeypatch.setenv("VLLM_KV_AUDIT", "full")
+    try:
+        for _ in range(2):
+            plugins.load_general_plugins()
+            assert "EngineCore._initialize_kv_caches" in hooks.wrapped() and plugins.load_general_plugins is around
+    finally:
+        hooks.undo_all()
+
+
+def test_a_last_look_that_fails_keeps_no_worker_from_its_end():
+    """A GPU that has failed fails again at every call."""
+
+    def look() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    runner, closed = SimpleNamespace(kv_auditor=SimpleNamespace(look=look)), []
+    wrapper = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    worker._shutdown(closed.append, wrapper)
+    assert closed == [wrapper] and runner.kv_auditor is None
 
 
 def test_nothing_audited_is_no_verdict():
