@@ -172,7 +172,7 @@ class DraftCommitManager:
             raise RuntimeError("a window is open: commit or cancel it before the next begin")
         self.is_dummy_or_capture = False
         if most_drafts > self.max_drafts:
-            windows_alone = False
+            windows_alone, requests = False, ()  # vLLM's write leaves rows in slots that are logged: the log is stale
             self._warn(most_drafts)
         way = self.ways[0] if windows_alone else self._others
         if way is None:
