@@ -52,8 +52,9 @@ def finds_rows_of_this_step(scheduler: Any, scheduler_output: Any) -> bool:
     joiners = [request for request, tokens in new.items() if tokens > 0]
     if not joiners:
         return False
-    blocks_of, groups = scheduler.kv_cache_manager.get_block_ids, scheduler.kv_cache_config.kv_cache_groups
-    users = [collections.Counter[int]() for _ in groups]  # of each block, by group: joiners alone
+    blocks_of = scheduler.kv_cache_manager.get_block_ids
+    sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
+    users = [collections.Counter[int]() for _ in sizes]  # of each block, by group: joiners alone
     for request in joiners:
         for of_group, ids in zip(users, blocks_of(request), strict=True):
             of_group.update(ids)
@@ -62,11 +63,15 @@ def finds_rows_of_this_step(scheduler: Any, scheduler_output: Any) -> bool:
     for request, rows in scheduler_output.num_scheduled_tokens.items():
         known, own = scheduler.requests[request].num_tokens, int(request in joiners)
         begun = computed.get(request, known)
-        for group, of_group, ids in zip(groups, users, blocks_of(request), strict=True):
-            size = group.kv_cache_spec.block_size
-            filled = [*range(begun // size, min(begun + rows, known) // size)]  # by a part of a prompt
-            filled += [known // size - 1] * (known % size == 0)
-            if any(of_group[ids[at]] > own for at in filled if 0 <= at < len(ids)):
+        filled = [
+            [*range(begun // size, min(begun + rows, known) // size)]  # by a part of a prompt
+            + [known // size - 1] * (known % size == 0)
+            for size in sizes
+        ]
+        if not any(filled):
+            continue  # vLLM makes a list of a request's blocks anew, of each one
+        for of_group, ids, of_request in zip(users, blocks_of(request), filled, strict=True):
+            if any(of_group[ids[at]] > own for at in of_request if 0 <= at < len(ids)):
                 return True
     return False
 

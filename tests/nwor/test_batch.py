@@ -102,6 +102,14 @@ def test_a_step_that_nobody_joins_costs_the_scheduler_nothing(output):
     assert not finds_rows_of_this_step(made, scheduled(*output)) and not made.asked
 
 
+def test_only_blocks_of_requests_that_fill_one_are_listed():
+    """A request may have thousands of blocks, of which vLLM makes a list at each call."""
+    running = {f"r{n}": 100 for n in range(20)}  # of 101 known tokens: none ends a block of 16
+    made = Scheduler(dict.fromkeys(running, 101), {name: ([*range(7)],) for name in running} | {"b": ([40, 41],)})
+    output = scheduled({"b": 16}, {}, running, dict.fromkeys([*running, "b"], 4))
+    assert not finds_rows_of_this_step(made, output) and set(made.asked) == {"b"}
+
+
 READS = {
     "decodes alone": (({}, {}, {"a": 40}, {"a": 4}), {None: False, True: False}),
     "one that comes back": (({}, {"b": 32}, {"a": 40}, {"a": 4, "b": 1}), {None: True, True: True, False: False}),
