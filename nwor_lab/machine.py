@@ -78,7 +78,8 @@ def has_bf16() -> bool:
 
 def model_dtype(asked: str = "") -> str:
     """The dtype of weights, by vLLM's name: `asked`, or if that is empty bfloat16 where `has_bf16`, else float32."""
-    return asked or ("bfloat16" if has_bf16() else "float32")
+    other_names = {"float": "float32", "half": "float16"}
+    return other_names.get(asked, asked) or ("bfloat16" if has_bf16() else "float32")
 
 
 def summary(dtype: str = "") -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,8 @@ class Acceptance:
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+        if len(self.workload.random_prompts) > 1:
+            raise ValueError("--random-prompts has several lengths: acceptance is counted of one")
         if self.workload.num_prompts > 0:
             pair.load_prompts(self.workload.prompts, self.workload.num_prompts)  # none is to be counted twice
 
@@ -83,10 +86,13 @@ def count(
     settings, every = settings_of("off", audit=False), passes(plan, spec.seed)
     specs = {f"k={k}": (replace(spec, k=k), settings, i * spec.tp) for i, k in enumerate(plan.ks)}
     with bench.started(specs, logs) as engines:
+        ends = threading.Event()
 
         def count_one(name: str) -> bench.Rows:
             rows: bench.Rows = []
             for number, (temperature, repeat, seed) in enumerate(every, 1):
+                if ends.is_set():
+                    break
                 say(f"{name}: pass {number} of {len(every)}, temperature {temperature:g}")
                 done = engines[name].generate(prompts, plan.max_tokens, temperature, seed)
                 where = {"mode": "off", "k": specs[name][0].k, "temperature": temperature}
@@ -95,8 +101,12 @@ def count(
             return rows
 
         at_once = max(1, len(os.sched_getaffinity(0)) // spec.tp) if machine.on_cpu() else len(engines)
-        with ThreadPoolExecutor(at_once) as pool:
-            rows = list(itertools.chain.from_iterable(pool.map(count_one, engines)))
+        with ThreadPoolExecutor(at_once) as pool:  # which waits for what it has begun
+            try:
+                rows = list(itertools.chain.from_iterable(pool.map(count_one, engines)))
+            except BaseException:
+                ends.set()
+                raise
         return rows, {"ranks": {name: engine.report() for name, engine in engines.items()}}
 
 

@@ -179,7 +179,7 @@ class Session:
 
     def check_parity(self, load: Load) -> None:
         """A greedy pass of a load by every mode, compared with the first one's. An audit, if there is one, ends with
-        it.
+        the first load, for the others are timed, or where nothing is, with the last.
 
         A load of few requests is run with other prompts too, until there are `COMPARED`: one text may part too early.
         """
@@ -192,7 +192,7 @@ class Session:
         for mode, engine in self.engines.items():
             say(f"parity: {mode}, {len(prompts)} prompts")
             passes[mode] = [engine.generate(batch, self.plan.max_tokens, logprobs=20) for batch in batches]
-            if load == self.loads[0]:
+            if load == self.loads[0 if self.plan.repeats else -1]:
                 engine.on_every_rank(hooks.stop_audit)
                 self.audited[mode] = {**engine.metrics(), **engine.report()[0]["counters"]}
         alike = partial(compare, drafted=self.spec.acceptance_length > 0)
@@ -319,17 +319,19 @@ def run_command(
     """
     fail = partial(command_line.fail, f"nwor {command}")
     try:
-        try:
-            asked = command_line.parse(kind, argv, f"nwor {command}", description or "")
-            with progress.moving():
-                progress.say("reading models and prompts", plain=False)
-                prepared = prepare(asked)
-            directory = results.check_folder(asked.output.folder)
-        except (ValueError, OSError) as error:
-            return fail(error)
-        where = directory / "logs" / asked.output.name
-        print(f"weights and cache in {machine.summary(asked.engine.dtype)}; logs: {where}-*.log", flush=True)
-        return measure(asked, prepared, directory)
+        with ExitStack() as held:
+            try:
+                asked = command_line.parse(kind, argv, f"nwor {command}", description or "")
+                with progress.moving():
+                    progress.say("reading models and prompts", plain=False)
+                    prepared = prepare(asked)
+                name = asked.output.name
+                directory = held.enter_context(results.alone(asked.output.folder, "--name or --run-dir", f"{name}."))
+            except (ValueError, OSError) as error:
+                return fail(error)
+            logs = directory / "logs" / f"{name}-*.log"
+            print(f"weights and cache in {machine.summary(asked.engine.dtype)}; logs: {logs}", flush=True)
+            return measure(asked, prepared, directory)
     except (EngineError, OSError) as error:
         return fail(error, 1)
     except KeyboardInterrupt:

@@ -62,6 +62,8 @@ def parse_config(asked: Any) -> tuple[EngineSpec, Plan, list[list[int]]]:
         raise ValueError("--profile sees the kernels of a GPU: leave it out here")
     if plan.shape and not plan.random_prompts:
         raise ValueError("--shape has no tokenizer: give lengths of --random-prompts")
+    if (most := max(plan.batches, default=0)) > asked.engine.batch:
+        raise ValueError(f"--batches {most}: engines run {asked.engine.batch} requests at once: raise --batch")
     spec = EngineSpec(**vars(with_model(asked.engine, plan.shape)), k=plan.ks[0])
     if plan.random_prompts:
         prompts = random_prompts(plan)

@@ -65,10 +65,10 @@ class Plan(Timing, Workload):
 
     def __post_init__(self) -> None:
         command_line.check_names("--modes", self.modes, (*MODES, UNPATCHED))
-        for name in ("modes", "ks", "temperatures"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"{name} must be different values, at least one; got {values}")
+        for name in ("modes", "ks", "temperatures", "batches", "random_prompts"):
+            values, needed = getattr(self, name), name in ("modes", "ks", "temperatures")
+            if len(values) < needed or len(set(values)) != len(values):
+                raise ValueError(f"{name} must be different values{', at least one' * needed}; got {values}")
         for name in ("ks", "batches", "random_prompts"):
             if min(getattr(self, name), default=1) < 1:
                 raise ValueError(f"{'k' if name == 'ks' else name} must be at least 1, got {min(getattr(self, name))}")

@@ -63,14 +63,16 @@ def grid(
     caches: Sequence[str] = CACHES, ks: Sequence[int] = (8, 3, 1),
 ) -> list[AttentionShape]:  # fmt: skip
     """What is recorded of these values: where no batches and contexts are given, shapes that are tuned on and others
-    that are held out; heads at TP=2 with k=8 alone, as whole steps are measured."""
+    that are held out; of several k heads at TP=2 with k=8 alone, as whole steps are measured."""
     if batches or contexts:
         return shapes(heads, batches or BATCHES, contexts or CONTEXTS, caches, ks)
     return [
         shape
         for k in ks
         for batches, contexts in ((BATCHES, CONTEXTS), (HELD_OUT_BATCHES, HELD_OUT_CONTEXTS))
-        for shape in shapes([pair for pair in heads if k == 8 or pair[0] == 32], batches, contexts, caches, [k])
+        for shape in shapes(
+            [pair for pair in heads if k == 8 or pair[0] == 32 or len(ks) == 1], batches, contexts, caches, [k]
+        )
     ]
 
 

@@ -23,15 +23,19 @@ def select(times: pd.DataFrame, **wanted: Sequence[Any]) -> pd.DataFrame:
     """The samples whose columns have the values `wanted`; the large copy and the row of launches are always kept.
 
     Raises:
-        ValueError: there is no sample of one of the values.
+        ValueError: there is no sample of one of the values, or of all together.
     """
-    kept = times
+    always = times["op"].isin(["copy", "vllm launches"])
+    chosen = ~always
     for column, values in wanted.items():
         there: set[Any] = set(times.loc[times["op"] != "copy", column])
         if missing := sorted(set(values) - there):
             raise ValueError(f"no samples of {column} {missing}, only of {sorted(there)}; others are measured on a GPU")
-        kept = kept[kept[column].isin(values) | kept["op"].isin(["copy", "vllm launches"])]
-    return kept.astype({"value": float})
+        chosen &= times[column].isin(values)
+    if not chosen.any():
+        together = ", ".join(f"{column} {sorted(values)}" for column, values in wanted.items())
+        raise ValueError(f"no samples of {together} together; others are measured on a GPU")
+    return times[chosen | always].astype({"value": float})
 
 
 def medians(times: pd.DataFrame) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from nwor_lab import command_line
 from nwor_lab.run import results
 
 Call = Callable[[], object]
-T = TypeVar("T")
+T = TypeVar("T", bound="Command")
 
 
 def empty() -> None:
@@ -104,13 +104,14 @@ class Axes:
 
 def options(kind: type[T], module: str, doc: str, argv: list[str] | None) -> T:
     """Read the command line of `python -m nwor_lab.gpu.<module>`. It ends here with status 2 and a line where that
-    cannot be, or there is no GPU."""
+    cannot be, there is no GPU, or results cannot be written."""
     command = f"python -m nwor_lab.gpu.{module}"
     try:
         asked = command_line.parse(kind, argv, command, doc)
         if not torch.cuda.is_available():
             raise ValueError("no NVIDIA GPU here; the recorded results are in data/recorded")
-    except ValueError as error:
+        results.check_folder(asked.out)
+    except (ValueError, OSError) as error:
         raise SystemExit(command_line.fail(command, error)) from None
     return asked
 

@@ -303,11 +303,16 @@ class Tune(Axes):
 def write(folder: Path, device: Device, found: Iterable[dict[str, Any]]) -> Path:
     """Write the device's table, whole or not at all; one that lies there is added to, not lost."""
     path = folder / file_name(device.name)
-    known = read(path) if path.exists() else []
-    entries = {tuple(entry[name] for name in ENTRY): entry for entry in [*known, *found]}
+    entries = {tuple(entry[name] for name in ENTRY): entry for entry in [*_known(folder, device), *found]}
     lines = ",\n".join(map(json.dumps, entries.values()))  # a line an entry, for who compares two tables
     head = f'"gpu": {json.dumps(device.name)}, "limits": [{device.multiprocessors}, {device.shared_memory}]'
     return results.write_text(path, f'{{{head}, "configurations": [\n{lines}\n]}}\n')
+
+
+def _known(folder: Path, device: Device) -> list[dict[str, Any]]:
+    """What the device's table in a folder has already; ValueError where it is none."""
+    path = folder / file_name(device.name)
+    return read(path) if path.exists() else []
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -324,6 +329,11 @@ def main(argv: list[str] | None = None) -> int:
         print("nwor tune: this GPU has no fp8: bf16 alone")
         caches = ("bf16",)
     device, (heads, head_size) = Device.of("cuda"), asked.layer
+    try:  # now, for a search takes minutes
+        results.check_folder(asked.out)
+        _known(asked.out, device)
+    except (ValueError, OSError) as error:
+        return fail(error)
     chosen = shapes(heads, asked.batches, asked.contexts, caches, asked.ks, head_size=head_size)
     memory = torch.cuda.get_device_properties("cuda").total_memory
     chosen = [shape for shape in chosen if LAYERS * shape.bytes < memory]

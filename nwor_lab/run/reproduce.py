@@ -16,9 +16,7 @@ unchanged.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
 import functools
 import hashlib
 import json
@@ -26,7 +24,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,7 +112,8 @@ def run_point(
             told = problem.replace("\n", "\n    ")
             print(f"  FAILED: {told}\n  log: {directory / 'logs' / (name + '.log')}", file=sys.stderr, flush=True)
     claims = results.claims(directory)
-    results.write_table(directory / "claims.parquet", claims[claims["notebook"].isin(list(values))])
+    of_this_run = {*values, *results.read_manifest(directory)["notebooks"]}
+    results.write_table(directory / "claims.parquet", claims[claims["notebook"].isin(of_this_run)])
     report.write(directory)
     return failed
 
@@ -165,22 +163,6 @@ def _resume(directory: Path) -> str:
     """Return the command that goes on with the run in `directory`."""
     run = directory.name if directory.parent == paths.RESULTS else directory
     return f"{os.path.relpath(sys.argv[0])} reproduce --resume --run {run}"
-
-
-@contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold a run's folder.
-
-    Raises:
-        OSError: another run is at work in it, or it cannot be written.
-    """
-    results.check_folder(directory)
-    with open(directory / ".lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"another run is at work in {directory}: wait for it, or name another --run") from None
-        yield
 
 
 def _folder(options: Reproduce) -> Path:
@@ -252,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         if missing := machine.missing_folders():
             raise OSError("; ".join(missing))
         _read_request(directory, options)  # a wrong word leaves no folder behind
-        with _alone(directory):
+        with results.alone(directory, "--run"):
             request, chosen, points = _read_request(directory, options)  # another may have begun or ended meanwhile
             if options.ray:
                 from nwor_lab.run import on_ray

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import json
 import logging
 import os
@@ -105,6 +106,30 @@ def check_folder(directory: Path | str) -> Path:
     if why:
         raise OSError(f"cannot write results to {directory}: {why}; name another folder")
     return directory
+
+
+@contextlib.contextmanager
+def alone(directory: Path, option: str, name: str = "") -> Iterator[Path]:
+    """Hold a folder for results, or in it what has one name; yields the folder.
+
+    option: which names another.
+
+    Raises:
+        OSError: another run is at work there, or it cannot be written.
+    """
+    path = check_folder(directory) / f".{name}lock"
+    with open(path, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = path.samefile(f"/proc/self/fd/{lock.fileno()}")  # it may have gone with a run that has just ended
+        except (BlockingIOError, FileNotFoundError):
+            ours = False
+        if not ours:
+            raise OSError(f"another run is at work in {directory}: wait for it, or name another {option}")
+        try:
+            yield directory
+        finally:
+            path.unlink(missing_ok=True)
 
 
 # -- tidy rows ---------------------------------------------------------------------------------------------------

@@ -3,13 +3,15 @@
 
 import json
 import re
+import time
 
 import numpy as np
 import pandas as pd
 import pytest
-from fake_engine import ACCEPTED
+from fake_engine import ACCEPTED, FakeEngine
 
 from nwor_lab.bench import acceptance
+from nwor_lab.engines.engine import EngineError
 from nwor_lab.run import results
 
 
@@ -88,11 +90,30 @@ def test_a_guessed_curve_is_near_or_not_yet(capsys) -> None:
     assert right.startswith("right: off by 0.067") and all(line.startswith("not yet") for line in others)
 
 
+def test_where_one_engine_fails_the_others_begin_no_further_pass(engines, monkeypatch, tmp_path, capsys) -> None:
+    """Ctrl-C, too, comes while all engines count."""
+    generate, counted = FakeEngine.generate, []
+
+    def fails(self, *how, **named):
+        if self.spec.k == 1:
+            raise EngineError("it ended")
+        counted.append(self)
+        time.sleep(0.01)
+        return generate(self, *how, **named)
+
+    monkeypatch.setattr(FakeEngine, "generate", fails)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    words = ["--k", "1,2", "--repeats", "500", "--random-prompts", "16", "--num-prompts", "1"]
+    assert acceptance.main([*words, "--run-dir", str(tmp_path)]) == 1
+    assert "it ended" in capsys.readouterr().err and len(counted) < 100
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--num-prompts", "9999"], "9999 prompts asked for"),
+        (["--random-prompts", "16,64"], "several lengths"),
     ],
 )
 def test_wrong_counts_are_refused_before_an_engine_starts(words, says, engines, tmp_path, capsys) -> None:

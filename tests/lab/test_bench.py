@@ -14,6 +14,7 @@ from nwor_lab.bench.parity import tolerance
 from nwor_lab.bench.plan import Plan
 from nwor_lab.command_line import parse
 from nwor_lab.engines.engine import EngineError, EngineSpec
+from nwor_lab.run import results
 from tests.devices import needs_fp8_cache
 
 SPEC = EngineSpec("shape")
@@ -179,6 +180,8 @@ def test_an_attention_that_is_forced_is_a_setting_of_the_table(words, attention,
         (["--model", "no/such/model"], "--shape of llama-2-7b"),
         (["--prompts", "./nothing.jsonl"], "no prompts at nothing.jsonl"),
         (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--batches", "8,16"], "--batches 16: engines run 8 requests at once: raise --batch"),
+        (["--batches", "4,4"], "batches must be different values"),
         (["--dtype", "float33"], "float33"),
         (["--method", "eagel"], "eagel"),
         (["--kv-cache-dtype", "fp9"], "fp9"),
@@ -195,6 +198,24 @@ def test_wrong_input_is_one_line_before_an_engine_starts(words, says, engines, t
     printed = capsys.readouterr().err
     assert printed.startswith("nwor bench: ") and says in printed and printed.count("\n") == 1
     assert not engines.every and not (tmp_path / "run").exists()
+
+
+def test_two_runs_of_one_name_do_not_write_over_each_other(engines, tmp_path, capsys):
+    with results.alone(tmp_path, "--name", "bench."):
+        assert bench.main(["--run-dir", str(tmp_path)]) == 2
+        assert "another run is at work" in capsys.readouterr().err and not engines.every
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("repeats", "audited"), [(0, 2), (1, 1)])
+def test_an_audit_sees_all_loads_where_none_is_timed(repeats, audited, engines, monkeypatch):
+    """It ends behind as many loads; each is one generation of the mode."""
+    stop = lambda engine, _: engine.calls.append((engine.mode, "stop"))
+    monkeypatch.setattr(FakeEngine, "on_every_rank", stop)
+    plan = Plan(modes=("off", "stage"), random_prompts=(8, 16), repeats=repeats, max_tokens=5)
+    bench.run(SPEC, plan, [[1] * 16])
+    of_stage = [call[1] for call in engines.calls if call[0] == "stage" and call[1] in ("generate", "stop")]
+    assert of_stage.index("stop") == audited and of_stage.count("stop") == 1
 
 
 @pytest.mark.parametrize(("error", "status"), [(EngineError("the cow engine failed"), 1), (KeyboardInterrupt(), 130)])

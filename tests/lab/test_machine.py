@@ -25,7 +25,7 @@ def test_what_is_chosen_by_what_the_cpu_can(can, fp8, dtype, monkeypatch):
     assert (machine.refuse_cache("fp8_e5m2") == "") == fp8
     assert machine.refuse_cache("auto") == ""
     assert machine.model_dtype() == dtype
-    assert machine.model_dtype("float16") == "float16"
+    assert [machine.model_dtype(name) for name in ("float16", "half", "float")] == ["float16", "float16", "float32"]
 
 
 @pytest.mark.parametrize("can", [set(), {"avx512_f"}, {"amx_tile"}])

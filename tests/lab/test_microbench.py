@@ -48,6 +48,15 @@ def test_ceilings_and_speedups() -> None:
     assert kernels.speedups(frame)["vllm"].item() == pytest.approx(10)
 
 
+def test_samples_that_are_not_there_are_named() -> None:
+    rows = [{"op": "copy"}, {"op": "commit", "k": 8, "heads": 16}, {"op": "commit", "k": 1, "heads": 32}]
+    times = pd.DataFrame(rows).assign(value=1.0)
+    assert len(kernels.select(times, k=[1], heads=[32, 16])) == 2
+    for wanted, says in (({"k": [3]}, "k"), ({"k": [1], "heads": [16]}, "together")):
+        with pytest.raises(ValueError, match=says):
+            kernels.select(times, **wanted)
+
+
 def test_counters_cover_every_case_that_exceeds_the_cache() -> None:
     cases = operators.beyond_cache()
     assert {case[4] for case in cases} == set(OURS)

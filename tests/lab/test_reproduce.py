@@ -109,6 +109,8 @@ def test_a_run_goes_on_past_a_failure_and_is_resumed(place: Path, capsys: pytest
     assert ran(place) == [2, 2], "what is whole is not run again"
     assert reproduce.main(["--resume", "--run", "first", "-p", "k", "4"]) == 0
     assert ran(place) == [2, 2, 4], "another parameter"
+    assert reproduce.main(["--resume", "--run", "first", "--only", "01_book"]) == 0
+    assert set(pd.read_parquet(run / "claims.parquet")["notebook"]) == {"01_book", "02_book"}, "of the whole run"
 
 
 def test_claims_decide(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,7 @@ def test_a_refused_run_changes_nothing(place: Path, capsys: pytest.CaptureFixtur
     (place / "go").touch()
     child.communicate(timeout=120)
     assert child.returncode == 0 and results.read_manifest(place / "results" / "s")["request"]["given"] == {"k": "3"}
+    assert not (manifest.parent / ".lock").exists()
 
 
 def test_a_run_that_another_began_meanwhile_is_left_alone(

@@ -140,6 +140,14 @@ def test_a_gpu_without_fp8_is_tuned_for_bf16_alone(a100_here, caches, tmp_path, 
     assert {shape.batch for shape in asked} > {1, 2, 3, 4, 12, 16, 40, 56, 64}
 
 
+def test_where_no_table_can_be_written_nothing_is_searched(a100_here, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "search", lambda *_, **__: pytest.fail("a search takes minutes"))
+    (tmp_path / configs.file_name(A100.name)).write_text("{}")
+    for folder, says in (("/proc/tuning", "cannot write"), (str(tmp_path), "no table of configurations")):
+        assert tune.main(["--shape", "llama-2-7b", "--caches", "bf16", "--out", folder]) == 2
+        assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("disturbed", [1, 5])
 def test_a_disturbed_timing_is_taken_again(disturbed, a100_here, tmp_path, monkeypatch, capsys):
     """An empty kernel that waited for another program made every time negative, and its context was left out; where it
