@@ -61,6 +61,8 @@ class Acceptance:
             raise ValueError(f"repeats must be at least 1, got {self.repeats}")
         if len(self.workload.random_prompts) > 1:
             raise ValueError("--random-prompts has several lengths: acceptance is counted of one")
+        if self.workload.max_tokens < 2:
+            raise ValueError("an answer of one token has no window: give --max-tokens 2 or more")
         if self.workload.num_prompts > 0:
             pair.load_prompts(self.workload.prompts, self.workload.num_prompts)  # none is to be counted twice
 

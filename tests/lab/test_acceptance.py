@@ -116,6 +116,7 @@ def test_where_one_engine_fails_the_others_begin_no_further_pass(engines, monkey
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--num-prompts", "9999"], "9999 prompts asked for"),
         (["--random-prompts", "16,64"], "several lengths"),
+        (["--max-tokens", "1"], "no window"),
     ],
 )
 def test_wrong_counts_are_refused_before_an_engine_starts(words, says, engines, tmp_path, capsys) -> None:
