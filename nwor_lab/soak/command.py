@@ -30,7 +30,7 @@ from tyro.conf import arg
 
 from nwor.settings import CLEAN
 from nwor_lab import command_line, paths, progress
-from nwor_lab.bench.bench import started
+from nwor_lab.bench.bench import STOPPED, fail_kept, started
 from nwor_lab.bench.plan import settings_of
 from nwor_lab.engines.engine import Engine, EngineError, EngineSpec
 from nwor_lab.run import results
@@ -150,10 +150,11 @@ class Soak:
 def soak(asked: Soak) -> int:
     """Run episodes until the minutes are over, at least one; print what they found; returns the exit status.
 
-    What was counted is kept in `soak.parquet` of a new folder of results/.
+    What was counted is kept in `soak.parquet` of a new folder of results/, that of whole episodes too where one is
+    interrupted or its engines fail.
     """
     directory = results.check_folder(paths.RESULTS / f"{datetime.datetime.now():soak-%Y%m%d-%H%M%S}")
-    begin, rows, fault, number = time.monotonic(), list[dict[str, Any]](), "", 0
+    begin, rows, fault, ended, number = time.monotonic(), list[dict[str, Any]](), "", "", 0
     end, totals = begin + 60 * asked.minutes, {mode: Verdict() for mode in asked.modes}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # engines share the cores, and threads that wait there would spin
     shown = ("method", "draft", "k", "tp", "dtype", "batch", "num_blocks", "block_size", "prefix_caching", "seed")
@@ -169,15 +170,19 @@ def soak(asked: Soak) -> int:
             for mode, verdict in episode.verdicts.items():
                 totals[mode].add(verdict)
             number += 1
-    except KeyboardInterrupt:
-        directory.rmdir()
-        return command_line.fail("nwor soak", f"interrupted in episode {number}, nothing was written", 130)
+    except (KeyboardInterrupt, EngineError) as stopped:
+        if not rows:
+            directory.rmdir()
+            raise
+        ended = str(stopped) or STOPPED
     table = results.write_table(directory / "soak.parquet", results.tidy(rows, run_id=directory.name))
     results.write_provenance(table, asdict(asked))
 
     print(f"\n{number} episodes in {(time.monotonic() - begin) / 60:.1f} minutes; counts are in {table}")
     counted = pd.DataFrame({mode: verdict.table() for mode, verdict in totals.items()})
     print(counted.fillna(0).astype(int).to_string())
+    if ended:
+        return fail_kept("soak", ended, "episodes")
     if fault:
         again = f"nwor soak --seed {asked.seed + number - 1} --modes {','.join(asked.modes)} --tp {asked.tp}"
         print(f"\n{fault}\n\nagain: {again}")
@@ -198,3 +203,5 @@ def main(argv: list[str] | None = None) -> int:
         return soak(asked)
     except (ValueError, OSError, EngineError) as error:
         return command_line.fail("nwor soak", error, 1 if isinstance(error, EngineError) else 2)
+    except KeyboardInterrupt:
+        return command_line.fail("nwor soak", "interrupted in its first episode, nothing was written", 130)

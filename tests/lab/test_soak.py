@@ -15,7 +15,7 @@ from nwor.settings import Settings
 from nwor_lab import paths
 from nwor_lab.bench import bench
 from nwor_lab.engines import child
-from nwor_lab.engines.engine import EngineSpec
+from nwor_lab.engines.engine import EngineError, EngineSpec
 from nwor_lab.engines.traffic import Answer, Event, ScriptResult
 from nwor_lab.soak import command, scripts
 from nwor_lab.soak.judge import judge
@@ -177,6 +177,24 @@ def test_an_interrupt_leaves_nothing_and_says_so(fake, monkeypatch, tmp_path, ca
     monkeypatch.setattr(fake, "traffic", interrupted)
     assert command.main(["--minutes", "1"]) == 130
     assert "nothing" in capsys.readouterr().err.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("ends", "status"), [(KeyboardInterrupt(), 130), (EngineError("it\ndid not start"), 1)])
+def test_episodes_before_the_end_are_kept(fake, monkeypatch, tmp_path, capsys, ends, status):
+    run, episodes = command.Episode.run, []
+
+    def second_fails(episode, deadline):
+        episodes.append(episode)
+        if len(episodes) == 2:
+            raise ends
+        return run(episode, 0)
+
+    monkeypatch.setattr(command.Episode, "run", second_fails)
+    assert command.main(["--minutes", "1"]) == status
+    said = capsys.readouterr()
+    assert "whole are kept" in said.err.splitlines()[-1] and "verdict" not in said.out
+    (folder,) = tmp_path.iterdir()
+    assert set(pd.read_parquet(folder / "soak.parquet")["episode"]) == {0}
 
 
 @pytest.mark.parametrize("given", [["--modes", "off"], ["--mode", "cow,cow"], ["--minutes", "0"]])
