@@ -60,11 +60,9 @@ def servers() -> pd.DataFrame:
     modes = [summary(table(name)).assign(table=name) for name in ("gpu_serving", "gpu_serving_more")]
     lines = pd.concat([*modes, audited]).query("mode != 'off'")
     lines = lines.rename(columns={"ratio": "value", "kv_cache_dtype": "cache", "parity": "at_parity"})
-    at_a_rate = at_once(lines).isna()
-    what = at_a_rate.map({True: "pace of an answer, server", False: "tokens a second, server"})
-    what += random_weights(lines) + open_load(lines)
-    lines = lines.assign(what=what, over=NEVER_PATCHED, unit="of vanilla's", kv_heads=8)
-    lines = lines.assign(batch=at_once(lines))
+    lines = lines.assign(over=NEVER_PATCHED, unit="of vanilla's", kv_heads=8, batch=at_once(lines))
+    what = lines["batch"].isna().map({True: "pace of an answer, server", False: "tokens a second, server"})
+    lines = lines.assign(what=what + random_weights(lines) + open_load(lines))
     return lines.replace({"cache": {"auto": "bf16"}})
 
 

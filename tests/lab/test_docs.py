@@ -56,7 +56,7 @@ def test_commands_exist(page: Path) -> None:
     assert commands <= cli.COMMANDS.keys() and made <= set(targets)
 
 
-def test_settings_without_parity_have_no_ratio_and_random_weights_none_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_without_parity_are_counted_apart_from_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three servers of the pair one is not at parity; a fourth, of random weights, always is."""
     ratios = {("H200", 1, "auto"): 1.02, ("H200", 2, "auto"): math.nan, ("H100", 1, "auto"): 1.06}
     ratios |= {("H200", 1, "nwor_random"): 1.1}
